@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
-from firstlight.report.records import read_json_lines
+from firstlight.report.records import read_json_lines, read_metrics
 from firstlight.training.metrics import JsonLines, keep_until, missing_steps
 
 
@@ -118,9 +118,60 @@ def test_damaged_lines_and_lines_out_of_order_are_dropped_and_said(tmp_path: Pat
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n{"step": 2}\n\xff\n{"step": 9}\n')
     steps_kept, problem = keep_until(path, 4)
-    assert steps_kept == steps(path) == [1, 3]
+    assert steps_kept == steps(path) == [1, 2]
     assert problem is not None
     assert "m.jsonl:2 is damaged" in problem
+
+
+@pytest.mark.parametrize(
+    "there, kept",
+    [
+        ((1, 2, 30, 4, 5, 6, 7, 8), [1, 2, 4, 5, 6, 7, 8]),
+        ((1, 2, 3, 4, 5, 6, 2, 8), [1, 2, 3, 4, 5, 6, 8]),
+        ((1, 2, 2, 3), [1, 2, 3]),
+        ((-4, 1, 2), [1, 2]),
+    ],
+)
+def test_a_wrong_step_loses_its_own_line_alone(
+    tmp_path: Path, there: tuple[int, ...], kept: list[int]
+) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, *({"step": step} for step in there))
+    before = path.read_bytes()
+    found, problem = keep_until(path, 40)
+    assert found == steps(path) == kept
+    assert read_metrics(path).steps.tolist() == kept
+    assert problem is not None
+    assert f"{path} is damaged" in problem
+    assert (tmp_path / "m.jsonl.damaged").read_bytes() == before
+
+
+def test_samples_without_their_texts_are_dropped_and_those_of_one_step_kept(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "samples.jsonl"
+    good = [{"step": step, "prompt": "a", "text": "b"} for step in (0, 2, 2, 4)]
+    write(path, *good[:2], {"step": 2}, {"step": 2, "prompt": "a", "text": None}, *good[2:])
+    _, problem = keep_until(path, 4, samples=True)
+    assert read_json_lines(path) == good
+    assert problem is not None
+    assert f"{path} is damaged" in problem
+
+
+def test_a_log_that_cannot_be_read_is_set_aside_under_a_free_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, {"step": 1}, {"step": 2})
+    before = path.read_bytes()
+    (tmp_path / "m.jsonl.damaged").write_text("of an earlier time")
+    monkeypatch.setattr("firstlight.report.records._MAX_BYTES", 5)
+    kept, problem = keep_until(path, 4)
+    assert (kept, path.read_bytes()) == ([], b"")
+    assert problem is not None
+    assert problem.endswith(f"the old file is now {path}.damaged-2")
+    assert (tmp_path / "m.jsonl.damaged-2").read_bytes() == before
+    assert (tmp_path / "m.jsonl.damaged").read_text() == "of an earlier time"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from firstlight.training.length import (
     Periodic,
     TimeBudget,
     mean_sequence_seconds,
+    recorded_length,
     steps_in_time,
 )
 from firstlight.training.loop import TrainResult, train
@@ -513,3 +514,16 @@ def test_a_result_is_a_plain_result(recipe: dict[str, Any], machine: Machine) ->
     starts = read_json_lines(folder_of(recipe) / "starts.jsonl")
     assert "max_steps" not in starts[0]
     assert starts[0]["warmup_steps"] == 4
+
+
+def test_seconds_that_are_no_numbers_count_as_none(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"seconds": 2.5},
+        {"seconds": "x"},
+        {"seconds": [1]},
+        {"seconds": True},
+    ]
+    lines += [{"seconds": 10**400, "elapsed_seconds": "y"}, {"seconds": math.nan}, {"seconds": 1}]
+    text = "".join(json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert recorded_length(tmp_path, {}) == {"seconds_used": 3.5}

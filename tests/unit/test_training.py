@@ -671,6 +671,9 @@ def test_a_second_resume_is_as_exact_as_the_first(recipe: dict[str, Any], tmp_pa
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
+_LOGS = ("metrics.jsonl", "samples.jsonl", "starts.jsonl")
+
+
 def test_damaged_logs_never_keep_a_run_from_going_on(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -683,12 +686,16 @@ def test_damaged_logs_never_keep_a_run_from_going_on(
     del lines[5:7]
     (folder / "metrics.jsonl").write_bytes(b"".join([*lines, b"\xff\n", lines[-1]]))
     (folder / "starts.jsonl").write_bytes(b"\n" + (folder / "starts.jsonl").read_bytes())
-    (folder / "samples.jsonl").write_bytes(b"[]\n[]\n")
+    (folder / "samples.jsonl").write_bytes(b'[]\n{"step": 1}\n')
+    damaged = {name: (folder / name).read_bytes() for name in _LOGS}
     capsys.readouterr()
     found = train(broken, resume=True, progress=True)
     said = capsys.readouterr().err
-    for name in ("metrics.jsonl:3", "samples.jsonl:1", "starts.jsonl:1"):
-        assert f"{folder}/{name} is damaged" in said
+    for name, content in damaged.items():
+        line = 3 if name == "metrics.jsonl" else 1
+        assert f"{folder}/{name}:{line} is damaged" in said
+        assert f"the old file is now {folder}/{name}.damaged" in said
+        assert (folder / f"{name}.damaged").read_bytes() == content
     assert f"{folder}/metrics.jsonl has no lines of steps 3, 6 to 7: weights" in said
     assert [line["step"] for line in metrics(broken)] == [1, 2, 4, 5, *range(8, 13)]
     assert weights(found.checkpoint) == weights(expected.checkpoint)

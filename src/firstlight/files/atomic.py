@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -201,6 +202,23 @@ def remove_file(path: Path) -> None:
     """
     with storage_errors(path), contextlib.suppress(FileNotFoundError):
         seam.disk.unlink(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file to NAME.damaged, or NAME.damaged-2 and so on if that exists.
+
+    Returns:
+        the new name.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    endings = itertools.chain((".damaged",), (f".damaged-{n}" for n in itertools.count(2)))
+    names = (path.with_name(path.name + ending) for ending in endings)
+    aside = next(name for name in names if not os.path.lexists(name))
+    with storage_errors(path):
+        seam.disk.rename(path, aside)
+    return aside
 
 
 def remove_leftovers(folder: Path) -> None:

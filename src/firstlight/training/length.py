@@ -26,6 +26,9 @@ Part = Literal["evaluation", "tasks", "save"]
 #: First steps of a process, which touch memory and compile: no measure of the others.
 _SLOW_STEPS = 2
 
+#: Greater ones in a log, a thousand years, are damage.
+_MOST_SECONDS = 3e10
+
 #: Settled steps, and seconds of them, that a decision needs (of short runs this share).
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
@@ -294,9 +297,16 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
     steps_took = 0.0
     lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # said when the logs are opened
     for line in lines:
-        steps_took += float(line.get("seconds") or 0.0)
-        used.append(float(line.get("elapsed_seconds") or 0.0))
+        steps_took += _seconds(line.get("seconds"))
+        used.append(_seconds(line.get("elapsed_seconds")))
     return {**record, "seconds_used": max(used) or steps_took}
+
+
+def _seconds(value: object) -> float:
+    """The seconds in a line of a log; 0 for a damaged value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 < value <= _MOST_SECONDS else 0.0
 
 
 def length_of(record: Mapping[str, Any]) -> PredictedLength:

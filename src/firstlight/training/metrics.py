@@ -4,11 +4,12 @@ TensorBoard. One line a step, exact floats, never a step twice."""
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.files.atomic import remove_file, storage_errors, write_file
+from firstlight.files.atomic import remove_file, set_aside, storage_errors, write_file
 from firstlight.files.disk import AppendedFile
 from firstlight.report.records import (
     EVENTS_NAME,
@@ -53,25 +54,60 @@ class JsonLines:
         self._file.close()
 
 
-def keep_until(path: Path, step: int) -> tuple[list[int], str | None]:
+def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
     """Drop the lines after `step`, since the run is about to do those steps again, and damaged
-    ones. A link is replaced by a file.
+    ones: the reports read what stays. A damaged file is kept under another name. A link is
+    replaced by a file.
+
+    Args:
+        samples: it is samples.jsonl, whose lines hold texts, several of one step; else a step has
+            one line.
 
     Returns:
-        (steps of the lines that stay, what was wrong with the file, None if nothing was).
+        (steps of the lines that stay, what was wrong with the file and the name that it now has,
+        None if nothing was).
     """
     if not path.exists():
         remove_file(path)  # a link to nothing, that would be written through
         return [], None
     records, problem = sound_json_lines(path)
-    kept: list[Mapping[str, Any]] = []
-    for record in records:
-        # A step of metrics.jsonl has one line; one of samples.jsonl has a line for each text.
-        if (kept[-1]["step"] if kept else -1) <= record["step"] <= step:
-            kept.append(record)
+    there = [record for record in records if record["step"] <= step]
+    sound = [record for record in there if record["step"] >= 0]
+    if samples:
+        texts = ("prompt", "text")
+        sound = [one for one in sound if all(isinstance(one.get(key), str) for key in texts)]
+    kept = [sound[place] for place in _rising([one["step"] for one in sound], several=samples)]
+    if len(kept) < len(there):
+        problem = problem or f"{path} is damaged: a line has no texts or not the step of its place"
+    if problem is not None:
+        problem += f"; the old file is now {set_aside(path)}"
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
     write_file(path, "".join(lines))
     return [record["step"] for record in kept], problem
+
+
+def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
+    """Places of a longest rising subsequence (patience sorting): a wrong step, too large or too
+    small, is left out alone.
+
+    Args:
+        several: a step may stand there several times.
+    """
+    find = bisect_right if several else bisect_left
+    # For each length, the subsequence with the least last step: that step and its place.
+    ends: list[int] = []
+    places: list[int] = []
+    before: list[int] = []
+    for place, step in enumerate(steps):
+        length = find(ends, step)
+        before.append(places[length - 1] if length else -1)
+        ends[length : length + 1] = [step]
+        places[length : length + 1] = [place]
+    chosen, place = [], places[-1] if places else -1
+    while place >= 0:
+        chosen.append(place)
+        place = before[place]
+    return chosen[::-1]
 
 
 def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
@@ -155,7 +191,8 @@ class RunLogs:
     def _open(self, last_step: int) -> None:
         for name in (METRICS_NAME, SAMPLES_NAME):
             if last_step:
-                steps, problem = keep_until(self._folder / name, last_step)
+                path, samples = self._folder / name, name == SAMPLES_NAME
+                steps, problem = keep_until(path, last_step, samples=samples)
                 self._say_damage(name, steps, problem, last_step)
             else:
                 remove_file(self._folder / name)
@@ -169,7 +206,7 @@ class RunLogs:
         self, name: str, steps: Sequence[int], problem: str | None, last_step: int
     ) -> None:
         if problem is not None:
-            self._tell(f"warning: {problem}: the run goes on without the lines that can't be read")
+            self._tell(f"warning: {problem}; the run goes on without the damaged lines")
         if name != METRICS_NAME:
             return
         # A run that branched off another one, or goes on in its schedule, begins at a later step.

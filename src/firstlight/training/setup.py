@@ -28,7 +28,7 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import own_version, say
 from firstlight.data.corpus import Corpus
 from firstlight.errors import ConfigError, DataError, StorageError
-from firstlight.files.atomic import write_file
+from firstlight.files.atomic import set_aside, write_file
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
@@ -334,7 +334,10 @@ def record_start(run: Run) -> None:
     path = Path(run.folder) / STARTS_NAME
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
     if problem is not None:
-        run.tell(f"warning: {problem}: its lines that can't be read are dropped")
+        run.tell(
+            f"warning: {problem}; the old file is now {set_aside(path)}; the run goes on without "
+            "the damaged lines"
+        )
     held_out = run.validation
     splits = [split for split in (run.dataset, held_out) if split is not None]
     conversations = [record for split in splits for record in split.records(run.seq_len)]
