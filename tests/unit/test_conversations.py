@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from firstlight.data.conversations import (
     to_conversation,
 )
 from firstlight.data.examples import ExampleDataset
-from firstlight.data.records import find_records, read_records
+from firstlight.data.records import find_records, kind_of_records, read_records
 from firstlight.errors import DataError, InputError
 from firstlight.tokenizer import Tokenizer
 
@@ -219,6 +220,40 @@ def test_a_json_file_that_is_no_list_is_refused(
     path.write_text(content)
     with pytest.raises(InputError, match=message):
         prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(on_bad="skip"))
+
+
+@pytest.mark.parametrize(
+    "begin, kind",
+    [
+        ('[1, null, {"id": "a]", "messages": []}, ', "chat"),
+        ('\ufeff[\n {"prompt": "a", "chosen": "b", "rejected": "c"},', "preference"),
+        ('[{"id": 1, "text": "', None),
+        ('[{"messages": [{"role": "user", "content": "', "chat"),
+        ('[{"body": {"messages": []}}, ', None),
+        ('{"messages": [], "list": [', None),
+        ('"messages", {"messages": []}', None),
+    ],
+)
+def test_the_kind_of_a_long_json_file_is_told_by_its_head(
+    tmp_path: Path, begin: str, kind: str | None
+) -> None:
+    path = tmp_path / "a.json.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        # What stands after the head is not read: it is no JSON.
+        file.write(begin + "é" * (1 << 20))
+    assert kind_of_records(find_records([path])[0]) == kind
+
+
+def test_reading_a_short_json_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"messages": []}]')
+    tracemalloc.start()
+    try:
+        assert kind_of_records(find_records([path])[0]) == "chat"
+        assert len(list(read_records(find_records([path])))) == 1
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_bad_records_are_skipped_counted_and_listed(tmp_path: Path, chatml: Tokenizer) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import itertools
 import json
 import math
+import re
 import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -26,6 +28,7 @@ from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
     decoded,
+    encoding_of,
     first_bytes,
     open_compressed,
     optional,
@@ -49,6 +52,8 @@ RECORD_SUFFIXES = (
 #: A longer line is not read into memory, nor is a larger JSON file, which is read as a whole.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
+#: The kind of a longer JSON file is told by so many first bytes; it is also read in such blocks.
+_JSON_HEAD_BYTES = 1 << 20
 #: What a rejected document counts for in the bytes of a part of a source.
 _REJECTED_BYTES = 1000
 
@@ -149,15 +154,56 @@ def read_records(
 
 def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
     """The value of `prepare --kind` that reads a source, by the fields of its first records; None
-    for texts, and for a source that can't be read."""
-    with (
-        contextlib.suppress(InputError, MissingDependencyError),
-        closing(read_records([source])) as records,
-    ):
-        for record in itertools.islice(records, _TOLD_BY):
-            if isinstance(record.value, dict):
-                return conversation_kind([str(key) for key in record.value])
+    for texts, and for a source that can't be read. Of a JSON file, its head is read alone."""
+    damage = (OSError, EOFError, zlib.error, EncodingProblem)
+    with contextlib.suppress(InputError, MissingDependencyError, *damage):
+        path = source.path
+        if path is not None and not path.name.lower().endswith((*LINES_SUFFIXES, ".parquet")):
+            with open_compressed(path) as file:
+                head = file.read(_JSON_HEAD_BYTES)
+            if len(head) == _JSON_HEAD_BYTES:
+                text = head.decode(encoding_of(head, path), "ignore")
+                return conversation_kind(_first_fields(text))
+        with closing(read_records([source])) as records:
+            for record in itertools.islice(records, _TOLD_BY):
+                if isinstance(record.value, dict):
+                    return conversation_kind([str(key) for key in record.value])
     return None
+
+
+def _first_fields(text: str) -> list[str]:
+    """The fields of the first object in a JSON list that may be cut short; none without an object
+    among the first values."""
+    fields: list[str] = []
+    read = json.JSONDecoder().raw_decode
+    with contextlib.suppress(ValueError, RecursionError):
+        place = _past(text, "[", 0)
+        for _ in range(_TOLD_BY):
+            if text.startswith("{", place):
+                break
+            _, place = read(text, place)
+            place = _past(text, ",", place)
+        place = _past(text, "{", place)
+        while True:
+            field, place = read(text, place)
+            place = _past(text, ":", place)
+            fields.append(str(field))
+            _, place = read(text, place)
+            # After the last field stands another mark, which ends the loop.
+            place = _past(text, ",", place)
+    return fields
+
+
+def _past(text: str, mark: str, place: int) -> int:
+    """The place after a mark at `place` and the white space around it.
+
+    Raises:
+        ValueError: something else stands there.
+    """
+    found = re.compile(rf"\s*{re.escape(mark)}\s*").match(text, place)
+    if found is None:
+        raise ValueError(f"no {mark} at character {place}")
+    return found.end()
 
 
 def read_documents(
@@ -277,14 +323,17 @@ def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> R
 
 
 def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
-    content = file.read(_MAX_JSON_BYTES + 1)
-    if len(content) > _MAX_JSON_BYTES:
-        raise InputError(
-            f"{origin} has more than {_MAX_JSON_BYTES:,} bytes, and JSON has to be read as a "
-            "whole: make it JSONL, with one record a line"
-        )
+    # A read of the greatest length would allocate that for the shortest file.
+    content = io.BytesIO()
+    while block := file.read(_JSON_HEAD_BYTES):
+        content.write(block)
+        if content.tell() > _MAX_JSON_BYTES:
+            raise InputError(
+                f"{origin} has more than {_MAX_JSON_BYTES:,} bytes, and JSON has to be read as a "
+                "whole: make it JSONL, with one record a line"
+            )
     try:
-        values = json.loads(decoded(content, path))
+        values = json.loads(decoded(content.getvalue(), path))
     except EncodingProblem as problem:
         raise InputError(f"{origin}:{problem.line}: {problem}") from problem
     except json.JSONDecodeError as error:
