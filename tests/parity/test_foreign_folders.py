@@ -24,6 +24,7 @@ from foreign_folders import (
     meta_llama,
     openai_gpt2,
     torchtune_llama,
+    write_bundle,
 )
 from foreign_programs import in_transformers
 
@@ -155,6 +156,14 @@ def test_litgpts_models_compute_the_same(
         ({"rope_adjustments": {"factor": 2.0}}, "rope_adjustments other than Llama 3's"),
         ({"norm_qk": True, "attn_bias": True}, "of no family"),
         ({"n_head": 0}, "whole numbers"),
+        ({"rope_base": None}, "model_config.yaml: rope_base is no number"),
+        ({"rope_base": "x"}, "model_config.yaml: rope_base is no number"),
+        ({"norm_eps": 10**400}, r"model_config.yaml is no valid YAML \(a number of more than 64"),
+        ({"norm_eps": float("nan")}, "model_config.yaml: norm_eps is infinite"),
+        (
+            {"sliding_window_size": 8, "sliding_window_indices": 3},
+            "model_config.yaml: sliding_window_indices is no list",
+        ),
         ({"block_size": None}, "has no block_size"),
         ({"n_embd": 50}, "its settings say hidden_size 50, its tensors 48"),
         ({"n_query_groups": 1}, r"qkv.weight is \[96, 48\], and model_config.yaml asks for 72"),
@@ -173,7 +182,9 @@ def test_litgpts_settings_that_dont_fit_are_refused(
     "params, message",
     [
         ({"moe_args": {"num_experts": 16}}, "has moe_args: a model of that kind is not read"),
-        ({"dim": "wide"}, "holds something else than numbers"),
+        ({"dim": "wide"}, "params.json: dim is no number"),
+        ({"vocab_size": None}, "params.json: vocab_size is no number"),
+        ({"rope_theta": 10**400}, "params.json: rope_theta is infinite or 2\\^63 or more"),
         ({"n_heads": 5}, "num_attention_heads is 5, expected a divisor"),
         ({"n_kv_heads": 4}, "its settings say num_key_value_heads 4, its tensors 2"),
         ({"n_layers": 3}, "its settings say num_hidden_layers 3, its tensors 2"),
@@ -229,6 +240,21 @@ def test_files_of_no_settings_are_refused(tmp_path: Path) -> None:
         read_foreign(tmp_path)
     (tmp_path / "hparams.json").write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):
+        read_foreign(tmp_path)
+    (tmp_path / "lit_model.pth").write_bytes(b"")
+    (tmp_path / "model_config.yaml").write_text("n_layer: [1\n")
+    with pytest.raises(ModelError, match=r"model_config\.yaml is no valid YAML .*: copy it again$"):
+        read_foreign(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 4)])
+def test_openais_weights_of_several_matrices_are_refused(
+    tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
+    openai_gpt2(tmp_path)
+    write_bundle(tmp_path / "model.ckpt", {"model/h0/attn/c_attn/w": torch.zeros(shape)})
+    expected = rf"c_attn/w is \[{shape[0]}, 3, 4\], expected \[1, inputs, outputs\]"
+    with pytest.raises(ModelError, match=expected):
         read_foreign(tmp_path)
 
 

@@ -3,6 +3,7 @@ llama-cpp-python is installed."""
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def test_perplexity_is_that_of_all_tokens_but_the_first() -> None:
     assert perplexity(logits, ids) == pytest.approx(4.0)
     logits[0, 0, 1] = logits[0, 1, 2] = 50.0
     assert perplexity(logits, ids) == pytest.approx(1.0)
+    assert perplexity(-1e3 * logits, ids) == math.inf
 
 
 def test_the_importance_is_the_mean_square_of_a_matrixs_inputs(stories: Path) -> None:

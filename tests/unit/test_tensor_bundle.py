@@ -95,6 +95,8 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 FOUR = torch.ones(4)
 BYTES = FOUR.numpy().tobytes()
 CHECKSUM = entry(FOUR, 0, BYTES)[-5:]
+NO_BYTES = entry(torch.zeros(0), 0, b"")[-5:]
+HUGE = field(2, field(1, 2**62))
 
 
 def message(dtype: int, sizes: list[bytes], size: int, *more: bytes) -> bytes:
@@ -110,6 +112,7 @@ def message(dtype: int, sizes: list[bytes], size: int, *more: bytes) -> bytes:
         (HEADER, message(1, [field(2, field(1, 5))], 16), "a size of x that its shape"),
         (HEADER, message(1, [field(2, field(1, 2**60))] * 2, 16), "a size of x that its shape"),
         (HEADER, message(1, [field(2, field(1, 2**63))], 16), "no plain shape of x"),
+        (HEADER, message(1, [HUGE, HUGE, field(2, b"")], 0, NO_BYTES), "no plain shape of x"),
         (HEADER, message(1, [field(2, field(1, 1))] * 17, 4), "no plain shape of x"),
         (HEADER, message(1, [field(3, 1)], 16), "no plain shape of x"),
         (HEADER, message(1, [field(2, field(1, 4))], 16, field(3, 1)), "a size of x that"),

@@ -200,11 +200,16 @@ def _open_openai(folder: Path) -> Opened:
         names = [path.name for path in bundles]
         raise ModelError(f"{folder} has several checkpoints: {first_names(names)}; keep one")
     prefix = bundles[0].with_suffix("")
-    weights: dict[str, Any] = {
+    weights: dict[str, Any] = {}
+    for name, tensor in read_bundle(prefix).items():
         # Weights of layers are those of convolutions of width one: [1, in, out].
-        name: tensor[0] if name.endswith("/w") and tensor.dim() == 3 else tensor
-        for name, tensor in read_bundle(prefix).items()
-    }
+        is_convolution = name.endswith("/w") and tensor.dim() == 3
+        if is_convolution and len(tensor) != 1:
+            raise ModelError(
+                f"{prefix}: {name} is {list(tensor.shape)}, expected [1, inputs, outputs]: it is "
+                "no GPT-2 of OpenAI's"
+            )
+        weights[name] = tensor[0] if is_convolution else tensor
     if not any(name.endswith(OPENAI.mark) for name in weights):
         raise ModelError(
             f"{prefix}.index names no tensor such as 'model/h0{OPENAI.mark}': it is no GPT-2 of "
@@ -281,7 +286,11 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
 def _open_litgpt(folder: Path) -> Opened:
     """A Llama-like model of litgpt: `lit_model.pth` and `model_config.yaml`."""
     path, config_path = folder / LITGPT_NAME, folder / _LITGPT_CONFIG
-    values = parse_yaml(read_file(config_path, _MAX_CONFIG_BYTES))
+    content = read_file(config_path, _MAX_CONFIG_BYTES)
+    try:
+        values = parse_yaml(content)
+    except ValueError as error:
+        raise ModelError(f"{config_path} is no valid YAML ({error}): copy it again") from error
     settings, rows = litgpt_settings(config_path, values)
     weights = named_weights(path, read_pickle(path))
     layout = litgpt_layout(

@@ -3,7 +3,7 @@ config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ _META_KEYS = {
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"),
     *("multiple_of", "ffn_dim_multiplier", "max_batch_size", "max_seq_len", "model_parallel_size"),
 }
+#: Keys whose null stands for no default.
+_META_NOT_NULL = ("dim", "n_layers", "n_heads", "vocab_size")
 #: Widths of Llama 3.2's text models, whose context was stretched by 32; by 8 in Llama 3.1's.
 _LLAMA_3_2_WIDTHS = (2048, 3072)
 
@@ -88,8 +90,10 @@ def meta_settings(path: Path, params: Any) -> Settings:
     unknown = [k for k, v in params.items() if k not in _META_KEYS and v not in (None, False)]
     if unknown:
         raise ModelError(f"{path} has {unknown[0]}: a model of that kind is not read")
-    if not all(_is_number(value) for value in params.values() if value is not None):
-        raise ModelError(f"{path} holds something else than numbers")
+    for key, value in params.items():
+        if not _is_number(value) and (value is not None or key in _META_NOT_NULL):
+            raise ModelError(f"{path}: {key} is no number: copy the file again")
+    _require_range(path, params)
     scaled, theta = bool(params.get("use_scaled_rope")), params.get("rope_theta") or 10_000.0
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(theta)}
     notes = {}
@@ -133,6 +137,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
+def _require_range(path: Path, values: Mapping[Any, Any]) -> None:
+    """Refuse numbers that no setting has: those beyond 64 bits can't become floats, or be
+    printed."""
+    for key, value in values.items():
+        if isinstance(key, str) and _is_number(value) and not abs(value) < 2**63:
+            raise ModelError(f"{path}: {key} is infinite or 2^63 or more: copy the file again")
+
+
 #: Keys of litgpt's model_config.yaml that have to have one value, and their values where the file
 #: lacks them.
 _LITGPT_FIXED: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -169,6 +181,7 @@ def litgpt_settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, 
     """
     if not isinstance(values, Mapping):
         raise ModelError(f"{path} is not of litgpt: it holds no settings")
+    _require_range(path, values)
     for key, (default, allowed) in _LITGPT_FIXED.items():
         if values.get(key, default) not in allowed:
             raise ModelError(
@@ -190,7 +203,10 @@ def litgpt_settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, 
         "qwen3": bool(values.get("norm_qk")),
     }
     kinds = [kind for kind, has in traits.items() if has]
-    if len(kinds) > 1 or (window is not None and 0 in (values.get("sliding_window_indices") or ())):
+    windows = values.get("sliding_window_indices") or ()
+    if not isinstance(windows, Sequence):
+        raise ModelError(f"{path}: sliding_window_indices is no list: copy the file again")
+    if len(kinds) > 1 or (window is not None and 0 in windows):
         raise ModelError(
             f"{path}: attn_bias, norm_qk and windows (in some layers) together are of no family "
             "that is read"
@@ -212,7 +228,10 @@ def litgpt_settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, 
 
 
 def _litgpt_rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": float(values.get("rope_base", 10_000))}
+    theta = values.get("rope_base", 10_000)
+    if not _is_number(theta):
+        raise ModelError(f"{path}: rope_base is no number: copy the file again")
+    rope = {"rope_type": "default", "rope_theta": float(theta)}
     scaling = values.get("rope_adjustments")
     if scaling is None:
         return rope

@@ -225,8 +225,9 @@ def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
 
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
-    """Perplexity of ids [1, T] by logits [1, T, V], the first token left out."""
-    return math.exp(float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])))
+    """Perplexity of ids [1, T] by logits [1, T, V], the first token left out; infinite where the
+    loss is above 709 nats."""
+    return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
 
 
 def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
@@ -312,7 +313,7 @@ def quantise_source(
     expected, found = model.logits(ids, check_dtype(own)), llama_cpp_logits(out, ids)
     before, after = perplexity(expected, ids), perplexity(found, ids)
     limit = perplexity_limit(dtype) if limit is None else limit
-    if not after <= before * (1 + limit):
+    if math.isinf(after) or not after <= before * (1 + limit):
         raise ModelError(
             f"{dtype} raises the perplexity on a fixed text from {before:.4g} to {after:.4g}, by "
             f"more than the {limit:.0%} allowed: choose a format of more bits, give a text with "

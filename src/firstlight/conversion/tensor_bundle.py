@@ -11,6 +11,7 @@ Sizes and checksums in the files are checked before anything is read by them.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -157,8 +158,11 @@ def _entry(key: bytes, value: bytes) -> _Entry:
     if not isinstance(fields[2], bytes) or any(type(fields[i]) is not int for i in (3, 4, 5, 6)):
         raise _DamagedError(f"has a broken entry of {name}")
     shape = tuple(_dimensions(name, fields[2]))
-    if fields[3] != 0 or fields[5] != int(np.prod(shape, dtype=object)) * dtype.itemsize:
+    if fields[3] != 0 or fields[5] != math.prod(shape) * dtype.itemsize:
         raise _DamagedError(f"has a size of {name} that its shape {list(shape)} does not have")
+    # PyTorch's strides are 64-bit integers, those of a tensor without numbers as well.
+    if math.prod(size for size in shape if size) >= 2**63:
+        raise _DamagedError(f"has no plain shape of {name}")
     return _Entry(dtype, shape, fields[4], fields[5], fields[6])
 
 
