@@ -390,6 +390,26 @@ def test_a_batch_that_kills_each_worker_is_one_clear_error_and_leaves_nothing(
     assert multiprocessing.active_children() == []
 
 
+class Panic(BaseException):
+    """An error like those of Rust's panics, which are no Exceptions, and can't be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("can't be pickled")
+
+
+def test_an_error_of_the_tokenizer_is_not_taken_for_a_killed_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise Panic("index out of\nrange")
+
+    monkeypatch.setattr(encoding, "encode", fail)
+    is_good, error = encoding._answer(["text"], TOKENIZER)
+    assert not is_good
+    assert isinstance(error, DataError)
+    assert str(error) == "the tokenizer failed (Panic: index out of range): its files are damaged?"
+
+
 def exit_at_once(_: Any) -> None:
     """What a process does that can't even start, as of a script without a guard."""
     os._exit(1)
@@ -425,7 +445,9 @@ def test_workers_that_never_begin_are_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, capsys: Any
 ) -> None:
     monkeypatch.setattr(encoding, "_work", exit_at_once)
-    with pytest.raises(DataError, match="call prepare under `if __name__ == '__main__':`"):
+    with pytest.raises(
+        DataError, match=r"ended with exit code 1: call .* `if __name__ ==.*--workers 1"
+    ):
         prepare([corpus], TOKENIZER, tmp_path / "out", workers=2)
     assert names(tmp_path) == []
     assert capsys.readouterr().err == ""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -136,7 +136,7 @@ class _Worker:
 
         Raises:
             EOFError, OSError: the process has ended.
-            DataError: an id is beyond the tokenizer's vocabulary.
+            DataError: the tokenizer fails, or gives an id beyond its vocabulary.
         """
         while self._unsent:
             self._end.send(self._unsent.pop())
@@ -198,6 +198,7 @@ class _Processes:
 
     def _encode(self, texts: list[str]) -> list[TokenArray]:
         """The tokens of each text, by the process of this thread or, if that ends, another one."""
+        code = 0
         for attempt in range(1, _ATTEMPTS + 1):
             worker = self._own_worker()
             try:
@@ -205,12 +206,17 @@ class _Processes:
             except (EOFError, OSError):
                 self._of_thread.worker = None
                 # One that exits by itself, without a signal, would do so again.
-                if self._stopped or worker.end() >= 0 or attempt == _ATTEMPTS:
+                code = worker.end()
+                if self._stopped or code >= 0 or attempt == _ATTEMPTS:
                     break
                 say("a tokenizing process was killed: what it had is encoded again")
+        if code >= 0:
+            raise DataError(
+                f"a tokenizing process ended with exit code {code}: call prepare under "
+                "`if __name__ == '__main__':` in a script, or use --workers 1 to see the error"
+            )
         raise DataError(
-            "a tokenizing process was killed, most likely for want of memory: use fewer --workers "
-            "(and call prepare under `if __name__ == '__main__':` in a script)"
+            "a tokenizing process was killed, most likely for want of memory: use fewer --workers"
         )
 
     def _own_worker(self) -> _Worker:
@@ -233,11 +239,20 @@ def _work(end: Connection) -> None:
         tokenizer = tokenizer_from_json(end.recv())
         while True:
             texts = end.recv()
-            try:
-                answer: tuple[bool, Any] = (True, encode(texts, tokenizer))
-            except Exception as error:  # noqa: BLE001  (raised in the process that asks)
-                answer = (False, error)
-            end.send(answer)
+            end.send(_answer(texts, tokenizer))
+
+
+def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArray] | DataError]:
+    """(True, tokens of each text), or (False, the error to raise in the process that asks)."""
+    try:
+        return True, encode(texts, tokenizer)
+    except DataError as error:
+        return False, error
+    # A panic of the tokenizers library is no Exception; some errors do not survive pickling.
+    except BaseException as error:  # noqa: BLE001
+        return False, DataError(
+            f"the tokenizer failed ({type(error).__name__}: {error}): its files are damaged?"
+        )
 
 
 def tokenizer_from_json(content: str) -> Tokenizer:
