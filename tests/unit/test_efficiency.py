@@ -27,6 +27,7 @@ from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
 from firstlight.models import GPT2Config, Llama, LlamaConfig, Model, MoEConfig, empty_model
+from firstlight.models.llama import LlamaAttention
 from firstlight.models.ops import (
     attention,
     dense_mask,
@@ -145,9 +146,16 @@ def test_flex_sees_what_the_dense_mask_shows(window: int | None, documents: bool
     assert torch.equal(seen, dense.expand_as(seen))
 
 
-@given(st.integers(1, 40), st.integers(1, 50), st.sampled_from([1, 7, 64]))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 50),
+    st.sampled_from([1, 7, 64]),
+    st.sampled_from([None, 0.4, 3.0]),
+)
 @settings(max_examples=30, deadline=None)
-def test_the_chunked_loss_is_the_loss(tokens: int, chunk: int, multiple: int) -> None:
+def test_the_chunked_loss_is_the_loss(
+    tokens: int, chunk: int, multiple: int, softcap: float | None
+) -> None:
     vocab_size = 13
     generator = torch.Generator().manual_seed(tokens)
     head = nn.Linear(6, -(-vocab_size // multiple) * multiple, bias=False, dtype=torch.float64)
@@ -158,7 +166,7 @@ def test_the_chunked_loss_is_the_loss(tokens: int, chunk: int, multiple: int) ->
     def found(loss_of: Any) -> list[Tensor]:
         x_leaf = x.clone().requires_grad_()
         head.zero_grad()
-        loss = loss_of(x_leaf, head, vocab_size, labels)
+        loss = loss_of(x_leaf, head, vocab_size, labels, softcap)
         (loss / 7).backward()
         assert x_leaf.grad is not None
         assert head.weight.grad is not None
@@ -168,7 +176,7 @@ def test_the_chunked_loss_is_the_loss(tokens: int, chunk: int, multiple: int) ->
     for one, other in zip(chunked, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        without = chunked_head_loss(chunk)(x, head, vocab_size, labels)
+        without = chunked_head_loss(chunk)(x, head, vocab_size, labels, softcap)
     torch.testing.assert_close(without, plain[0], rtol=1e-12, atol=1e-12)
 
 
@@ -563,6 +571,40 @@ def test_frozen_weights_stay_in_16_bits_beside_adapters_in_32(precision: str) ->
             assert parameter.dtype == torch.bfloat16, name
         if "lora_" in name:
             assert parameter.dtype == torch.float32, name
+
+
+def test_capped_scores_are_the_same_in_every_backend_that_caps_and_refused_in_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads = ((2, 6, 9, 4), (2, 3, 9, 4), (2, 3, 9, 4))
+    q, k, v = (4 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in heads)
+    scores = q @ k.repeat_interleave(2, 1).transpose(-2, -1) * 0.5
+    capped = 3 * torch.tanh(scores / 3)
+    weights = capped.masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf).softmax(-1)
+    expected = weights @ v.repeat_interleave(2, 1)
+    config = LlamaConfig(
+        model_type="gemma2", vocab_size=31, num_hidden_layers=1, attn_logit_softcapping=3.0
+    )
+    model = empty_model(config)
+    attention_layer = model.layers[0].self_attn
+    assert isinstance(attention_layer, LlamaAttention)
+    for way in ("plain", "blockwise"):
+        choose_attention(model, way)
+        attend = attention_layer.attend
+        found = attend(q, k, v, dropout=0.0, mask=None, scale=0.5, softcap=3.0)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for way in ("sdpa", "flash", "efficient", "cudnn", "math"):
+        with pytest.raises(ConfigError, match=f"attention '{way}' can't cap the scores of gemma2"):
+            choose_attention(model, way)
+    for device, compiles, way in (("cpu", True, "blockwise"), ("cuda", True, "flex")):
+        assert way == resolve_attention(
+            EfficiencyConfig(),
+            device,
+            torch.float32,
+            config,
+            2048,
+            documents=False,
+            compiles=compiles,
+        )
 
 
 @pytest.mark.parametrize("way", ["plain", "blockwise", "flash", "math"])

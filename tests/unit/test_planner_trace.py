@@ -222,7 +222,23 @@ def test_what_libraries_take_inside_of_recurrent_layers_is_said_not_to_count() -
     assert note.startswith("what libraries take inside of gru is")
 
 
+_WINDOW = {"sliding_window": 40}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "smollm3": {},
+    "phi3": _WINDOW,
+    "olmo2": {},
+    "olmo3": _WINDOW,
+    "arcee": {},
+    "glm4": {},
+    "gemma3_text": {**_WINDOW, "rope_local_base_freq": 100.0},
+}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _METHODS: dict[str, dict[str, Any]] = {
+    **{name: {"model": {**LLAMA, "model_type": name, **own}} for name, own in _FAMILIES.items()},
+    "gemma2": {
+        "model": {**LLAMA, "model_type": "gemma2", **_WINDOW, **_CAPS},
+        "efficiency": {"attention": "blockwise"},
+    },
     "plain": {},
     "llama": {"model": LLAMA},
     "bf16": {"efficiency": {"precision": "bf16"}},

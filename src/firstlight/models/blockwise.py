@@ -185,16 +185,18 @@ class _Part:
         rows, kept, groups = self._shape
         return x_NXD.view(rows, kept * groups, -1, x_NXD.shape[-1])
 
-    def _weights(self, start: int, end: int, seen: int, slopes: list[Tensor]) -> Tensor:
+    def _weights(self, start: int, end: int, seen: int, slopes: list[Tensor] | None) -> Tensor:
         """Attention weights of a block's queries over the keys that they see, [N, G * t, S].
 
-        Where scores are capped, the slope of each, 1 - tanh(s / c)^2, is appended to `slopes`.
+        Where scores are capped, the slope of each, 1 - tanh(s / c)^2, is appended to `slopes`, if
+        that is a list.
         """
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
         if self._softcap:
             scores.div_(self._softcap).tanh_()
-            slopes.append(1 - scores.square())
+            if slopes is not None:
+                slopes.append(1 - scores.square())
             scores.mul_(self._softcap)
         self._lost.hide_(self._by_heads(scores), start, end, seen)
         weights = F.softmax(scores, -1)
@@ -209,7 +211,7 @@ class _Part:
 
     def _attend(self, block: tuple[int, int, int], out_BHTD: Tensor) -> None:
         start, end, seen = block
-        weights = self._weights(start, end, seen, [])
+        weights = self._weights(start, end, seen, None)
         self._lost.drop_(self._by_heads(weights), start, end, seen)
         result = torch.bmm(weights, self._values[:, :seen])
         out_BHTD[:, :, start:end] = self._by_heads(result)
