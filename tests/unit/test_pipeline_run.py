@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from firstlight.pipeline.facts import MachineFacts
 from firstlight.pipeline.plan import Request, request_of, run_name, time_text
 from firstlight.pipeline.result import TextRun, result_lines
 from firstlight.pipeline.run import train_texts
+from firstlight.pipeline.run_folder import Call
 from firstlight.planner.plan.machine import find_machine
 
 WORDS = (
@@ -82,6 +84,13 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     assert worse.next_commands[1][0] == "firstlight chat runs/my-texts --best"
     assert "--best takes the checkpoint before them" in "\n".join(result_lines(worse))
 
+    # No checkpoint is kept of the best evaluation.
+    with open(run.run_folder / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 5, "bits_per_byte": 0.1}\n{"step": 6, "bits_per_byte": 99.0}\n')
+    unkept = trained(texts)
+    assert (unkept.best, unkept.bits_per_byte) == (False, 99.0)
+    assert unkept.next_commands[1][0] == "firstlight chat runs/my-texts"
+
     manifest = (run.run_folder / "data/manifest.json").stat().st_mtime_ns
     longer = trained(texts, steps=4)
     assert longer.run_folder == Path("runs/my-texts-2")
@@ -130,6 +139,38 @@ def test_a_second_call_at_once_is_refused_and_other_options_use_the_same_texts(
     trained(texts, steps=1)
     trained(texts, steps=2)
     assert len(calls) == 1
+
+
+def test_shards_of_other_texts_are_not_used_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_killed = False
+
+    def prepare(texts: Any, call: Call) -> Path:
+        with open(call.folder / ".data.lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_killed:
+            raise KeyboardInterrupt
+        (call.folder / "data").mkdir(exist_ok=True)
+        (call.folder / "data/manifest.json").write_text(texts.key)
+        return call.folder / "data"
+
+    def prepared(key: str, name: str) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        call = Call(tmp_path / name, 0.0, lambda line: None, progress=False)
+        texts: Any = SimpleNamespace(key=key)
+        return preparation.prepared_texts(texts, call)
+
+    monkeypatch.setattr(preparation, "prepare_corpus", prepare)
+    assert prepared("old", "one") == tmp_path / "one/data"
+    is_killed = True
+    with pytest.raises(KeyboardInterrupt):
+        prepared("new", "one")
+    is_killed = False
+    assert prepared("new", "two") == tmp_path / "two/data"
+    assert (tmp_path / "two/data/manifest.json").read_text() == "new"
+    assert prepared("new", "one") == tmp_path / "two/data"
+    assert prepared("old", "one") == tmp_path / "one/data"
 
 
 def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:

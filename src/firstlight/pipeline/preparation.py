@@ -77,15 +77,19 @@ def prepared_texts(texts: Preparation, call: Call) -> Path:
         if state.get("data_key") != texts.key:
             continue
         with held(folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
-            data = folder / DATA_FOLDER
-            if (data / "manifest.json").is_file():
+            data, state = folder / DATA_FOLDER, read_state(folder)
+            # A call that was killed leaves its key, and the shards of an earlier one.
+            is_complete = state.get("prepared_key") == texts.key
+            if is_complete and (data / "manifest.json").is_file():
                 call.tell(f"tokenizer and shards of {data} are used again")
-                xz = read_state(folder).get("xz")
-                call.remember(data_key=texts.key, data=str(data), xz=xz)
+                call.remember(data_key=texts.key, data=str(data), xz=state.get("xz"))
                 return data
-    call.remember(data_key=texts.key)
     with held(call.folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
-        return prepare_corpus(texts, call)
+        # Other calls wait for `data_key`; only `prepared_key` says that the shards are its own.
+        call.remember(data_key=texts.key, prepared_key=None)
+        data = prepare_corpus(texts, call)
+        call.remember(prepared_key=texts.key)
+        return data
 
 
 def prepare_corpus(texts: Preparation, call: Call) -> Path:

@@ -13,6 +13,7 @@ from firstlight.data.shards import read_manifest
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.plan import Request, time_text
 from firstlight.pipeline.run_folder import Call
+from firstlight.report.findings import best_checkpoint
 from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class TextRun:
         seconds: wall-clock time of the whole call.
         next_commands: (command, purpose) pairs.
         best: True where the last evaluations were worse than an earlier one, whose checkpoint is
-            the one to use (`--best`); `bits_per_byte` and `next_commands` are of that one then.
+            kept and the one to use (`--best`); `bits_per_byte` and `next_commands` are of that one
+            then.
         answers: True for a model that was trained to answer; `bits_per_byte` is of answers then.
     """
 
@@ -61,11 +63,15 @@ def result_of(call: Call, result: TrainResult | None, request: Request) -> TextR
     metrics = read_json_lines(folder / METRICS_NAME)
     evaluated = [line for line in metrics if line.get("bits_per_byte") is not None]
     found = [line["bits_per_byte"] for line in evaluated]
-    best = bool(found) and min(found) < (1 - _WORSE) * found[-1]
+    kept = best_checkpoint(folder)
+    # Evaluations of several steps can be equally good, and a recipe may keep none of them.
+    best_steps = [line["step"] for line in evaluated if line["bits_per_byte"] == min(found)]
+    is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
+    best = is_worse and kept is not None and kept.step in best_steps
     samples = read_json_lines(folder / SAMPLES_NAME)
     last = max((line["step"] for line in samples), default=0)
-    if best:
-        last = evaluated[found.index(min(found))]["step"]
+    if best and kept is not None:
+        last = kept.step
     splits = read_manifest(Path(state["data"]))["splits"]
     held = splits.get("val")
     gzip = None
