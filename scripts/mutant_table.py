@@ -689,8 +689,8 @@ MUTANTS = [
     Mutant(
         "padded id is sampled",
         "firstlight/models/language_model.py",
-        "return self.lm_head(x_BTC)[..., :vocab_size]",
-        "return self.lm_head(x_BTC)",
+        "return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)",
+        "return soft_capped(self.lm_head(x_BTC), softcap)",
         (_TEXT + "an_id_that_pads_the_vocabulary_is_sampled",),
     ),
     Mutant(

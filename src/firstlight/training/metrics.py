@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from firstlight.errors import CheckpointError
 from firstlight.files.atomic import remove_file, set_aside, storage_errors, write_file
 from firstlight.files.disk import AppendedFile
 from firstlight.report.records import (
@@ -66,10 +67,16 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
     Returns:
         (steps of the lines that stay, what was wrong with the file and the name that it now has,
         None if nothing was).
+
+    Raises:
+        CheckpointError: it is a folder, a pipe or a device.
+        StorageError: the disk refuses.
     """
     if not path.exists():
         remove_file(path)  # a link to nothing, that would be written through
         return [], None
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file: move it away, and resume")
     records, problem = sound_json_lines(path)
     there = [record for record in records if record["step"] <= step]
     sound = [record for record in there if record["step"] >= 0]
