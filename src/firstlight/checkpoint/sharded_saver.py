@@ -63,8 +63,8 @@ class ShardedSaver(BackgroundSaver):
         run_folder: the run's, in a file system that all processes share.
         config: the recipe's `checkpoint` section.
         engine: the engine that shards the run's model.
-        is_last: whether a step is the run's last one, whose checkpoint gets the weights in one
-            file, too.
+        is_last: function from a step to True if it is the run's last one; the last checkpoint
+            gets the weights in one file, too.
         held: see `BackgroundSaver`.
     """
 

@@ -42,7 +42,7 @@ class Call:
         progress: show progress bars.
 
     Attributes:
-        state: what the folder remembers of the texts and options it was made for.
+        state: texts and options that the folder was made for, as its file remembers them.
         choices: every setting, once the recipe is written; None for a run that is gone on with.
     """
 

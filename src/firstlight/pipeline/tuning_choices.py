@@ -147,7 +147,7 @@ def choose_tuning(
     """Every setting of a fine-tuning.
 
     Args:
-        data, model, method: what is trained, and how.
+        data, model, method: training data, starting model and way to train it.
         machine: the machine, with the speed of this model.
         epoch_tokens: tokens of a pass over the data, the rows' empty places included.
         val_tokens: the same of the validation split.
