@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from firstlight.models import (
     FAMILIES,
     GPT2Config,
-    LlamaConfig,
+    GptOssConfig,
     Model,
     ModelConfig,
     MoEConfig,
     empty_model,
 )
+from firstlight.models.llama_config import DecoderConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
@@ -51,11 +52,23 @@ _HF_CONFIGS = {
     "glm4": transformers.Glm4Config,
     "gemma2": transformers.Gemma2Config,
     "gemma3_text": transformers.Gemma3TextConfig,
+    "stablelm": transformers.StableLmConfig,
+    "gpt_neox": transformers.GPTNeoXConfig,
+    "gpt_oss": transformers.GptOssConfig,
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
 }
 
 _BIASES = ("attention_bias",)
 _GEMMA = ("attention_bias", "sliding_window", "query_pre_attn_scalar", "final_logit_softcapping")
 _EXPERTS = ("num_experts_per_tok", "router_aux_loss_coef")
+_LATENT = (
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("num_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"),
+    *("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob"),
+    *("first_k_dense_replace", "router_aux_loss_coef"),
+)
+_OF_DEEPSEEK = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
 #: Keys that a family has beside those that all have, under one name here and in transformers.
 _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias"),
@@ -79,8 +92,25 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "glm4": _BIASES,
     "gemma2": (*_GEMMA, "attn_logit_softcapping"),
     "gemma3_text": _GEMMA,
+    "stablelm": ("attention_bias", "qk_layernorm", "use_parallel_residual"),
+    "gpt_neox": ("attention_bias", "use_parallel_residual", "hidden_act"),
+    "gpt_oss": ("attention_bias", "sliding_window", "swiglu_alpha", "swiglu_limit", *_EXPERTS),
+    "deepseek_v2": ("attention_bias", "mlp_bias", *_LATENT),
+    "deepseek_v3": ("attention_bias", "rope_interleave", *_LATENT),
 }
-_DIVIDES_WIDTH = ("llama", "arcee", "gemma2", "gemma3_text", "phi3")
+#: transformers' names of keys that it calls otherwise in a family.
+_OTHER_NAMES = {
+    "stablelm": {"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+    "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
+    "deepseek_v2": _OF_DEEPSEEK,
+    "deepseek_v3": _OF_DEEPSEEK,
+}
+#: Families whose heads share the width.
+_LAYER_NORMS = ("stablelm", "gpt_neox")
+_SHARES_WIDTH = ("phi3", *_LAYER_NORMS)
+_DIVIDES_WIDTH = ("deepseek_v2", "llama", "arcee", "gemma2", "gemma3_text", *_SHARES_WIDTH)
+#: Families with a window in some of their layers.
+_PATTERNS = ("olmo3", "gemma2", "gemma3_text", "gpt_oss")
 
 
 def draw(family: str, seed: int) -> ModelConfig:
@@ -95,10 +125,15 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         return _draw_gpt2(choose)
     kv_heads = choose((1, 2, 3))
     heads = kv_heads * choose((1, 2, 3, 5))
+    if family in ("gpt_neox", "deepseek_v2", "deepseek_v3"):
+        kv_heads = heads
     layers = choose((1, 2, 3))
     own = _OWN_KEYS[family]
     # transformers refuses other widths of some, though their heads' size is given, too.
     width = choose((2, 4, 8) if family == "phi3" else (2, 3, 4))
+    if family in _LAYER_NORMS:
+        # A LayerNorm of two numbers gives 1 and -1, whatever they are.
+        width = choose((4, 8))
     keys: dict[str, Any] = {
         "model_type": family,
         "vocab_size": VOCABULARY,
@@ -107,7 +142,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": width if family == "phi3" else choose((2, 6, 8)),
+        "head_dim": width if family in _SHARES_WIDTH else choose((2, 6, 8)),
         "max_position_embeddings": 64,
         "rms_norm_eps": choose((1e-6, 1e-5, 1e-3)),
         "rope_theta": choose((50.0, 10_000.0, 500_000.0)),
@@ -118,8 +153,16 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
             keys[name] = choose((True, False))
     if "sliding_window" in own:
         keys["sliding_window"] = choose((None, 7, 100))
-    rotary_dim = keys["head_dim"]
-    if family in ("phi3", "glm4"):
+    if family.startswith("deepseek"):
+        keys |= _draw_latent(family, layers, choose)
+    rotary_dim = keys.get("qk_rope_head_dim", keys["head_dim"])
+    if family in _LAYER_NORMS:
+        keys["use_parallel_residual"] = choose((True, False))
+    if family == "stablelm":
+        keys["qk_layernorm"] = choose((True, False))
+    if family == "gpt_neox":
+        keys["hidden_act"] = choose(("gelu", "gelu_new", "gelu_fast"))
+    if family in ("phi3", "glm4", "stablelm", "gpt_neox"):
         part = choose((0.5, 1.0) if rotary_dim > 2 else (1.0,))
         keys["partial_rotary_factor"] = part
         rotary_dim = int(rotary_dim * part)
@@ -140,17 +183,22 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         keys["no_rope_layers"] = choose((None, [choose((0, 1)) for _ in range(layers)]))
     if keys.get("sliding_window"):
         _draw_windows(family, keys, choose)
+    if family == "gpt_oss":
+        keys |= _draw_experts("mixtral", layers, choose)
+        keys["swiglu_alpha"] = choose((1.702, 1.0))
+        keys["swiglu_limit"] = choose((7.0, 0.4))
+        return GptOssConfig(**keys)
     if family in ("mixtral", "qwen3_moe"):
         keys |= _draw_experts(family, layers, choose)
         return MoEConfig(**keys)
-    return LlamaConfig(**keys)
+    return FAMILIES[family].config(**keys)
 
 
 def _draw_windows(family: str, keys: dict[str, Any], choose: Choose) -> None:
     layers = keys["num_hidden_layers"]
     if family in ("qwen2", "qwen3"):
         keys["max_window_layers"] = choose(range(layers))
-    if family in ("qwen2", "qwen3", "olmo3", "gemma2", "gemma3_text"):
+    if family in ("qwen2", "qwen3", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
         kinds = [choose(("full_attention", "sliding_attention")) for _ in range(layers)]
         keys["layer_types"] = choose((None, kinds))
     if keys.get("layer_types") is not None and "max_window_layers" in keys:
@@ -198,6 +246,7 @@ def _draw_rope(family: str, rotary_dim: int, choose: Choose) -> dict[str, Any] |
             "original_max_position_embeddings": original,
             "beta_fast": choose((32.0, 2.0)),
             "beta_slow": choose((1.0, 0.5)),
+            **({"truncate": choose((True, False))} if family == "gpt_oss" else {}),
             **choose(({}, {"attention_factor": 1.25}, {"mscale": 0.7, "mscale_all_dim": 1.0})),
         }
     if kind == "longrope":
@@ -215,6 +264,32 @@ def _draw_rope(family: str, rotary_dim: int, choose: Choose) -> dict[str, Any] |
         "low_freq_factor": 1.0,
         "high_freq_factor": choose((2.0, 4.0)),
         "original_max_position_embeddings": choose((8, 16, 32)),
+    }
+
+
+def _draw_latent(family: str, layers: int, choose: Choose) -> dict[str, Any]:
+    groups = choose((1, 2, 3))
+    per_group = choose((2, 3, 4))
+    kept = choose(range(1, groups + 1))
+    is_v3 = family == "deepseek_v3"
+    v3 = {"norm_topk_prob": choose((True, False)), "rope_interleave": choose((True, False))}
+    return {
+        "kv_lora_rank": choose((4, 10)),
+        "q_lora_rank": choose((None, 5, 8)),
+        "qk_nope_head_dim": choose((2, 6)),
+        "qk_rope_head_dim": choose((2, 4, 6)),
+        "v_head_dim": choose((3, 8)),
+        "num_experts": groups * per_group,
+        "num_experts_per_tok": choose(range(1, min(kept * per_group, 4) + 1)),
+        "n_shared_experts": choose((1, 2)),
+        "moe_intermediate_size": choose((8, 9)),
+        "n_group": groups,
+        "topk_group": kept if groups > 1 else 1,
+        "routed_scaling_factor": choose((1.0, 2.5)),
+        "first_k_dense_replace": choose(range(layers)),
+        # transformers has no such loss of these families.
+        "router_aux_loss_coef": 0.0,
+        **(v3 if is_v3 else {}),
     }
 
 
@@ -265,7 +340,12 @@ def hf_config(config: ModelConfig) -> Any:
         *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
         *("rms_norm_eps", "tie_word_embeddings", "initializer_range"),
     )
-    values = {name: getattr(config, name) for name in (*common, *_OWN_KEYS[family])}
+    names = _OTHER_NAMES.get(family, {})
+    values = {names.get(n, n): getattr(config, n) for n in (*common, *_OWN_KEYS[family])}
+    if family in _LAYER_NORMS:
+        del values["head_dim"]
+    if family == "gpt_neox":
+        del values["num_key_value_heads"]
     layers = range(config.num_hidden_layers)
     if family.startswith("qwen") or family == "smollm3":
         values["use_sliding_window"] = config.sliding_window is not None
@@ -274,23 +354,30 @@ def hf_config(config: ModelConfig) -> Any:
         values["max_window_layers"] = (
             config.num_hidden_layers if no_window else config.max_window_layers
         )
-    if family in ("olmo3", "gemma2", "gemma3_text", "smollm3") or config.layer_types:
+    if family in (*_PATTERNS, "smollm3") or config.layer_types:
         windows = [config.attention_spec(layer).window for layer in layers]
         values["layer_types"] = [
             "sliding_attention" if window else "full_attention" for window in windows
         ]
-        if family in ("olmo3", "gemma2", "gemma3_text") and config.sliding_window is None:
+        if family in _PATTERNS and config.sliding_window is None:
             values["sliding_window"] = config.max_position_embeddings
     if family == "smollm3":
         values["no_rope_layers"] = [int(config.attention_spec(i).rope is not None) for i in layers]
-    if family == "mixtral":
+    if family.startswith("deepseek"):
+        del values["head_dim"]
+        is_v3 = family == "deepseek_v3"
+        grouped = "greedy" if config.n_group == 1 else "group_limited_greedy"  # type: ignore[union-attr]
+        values["topk_method"] = "noaux_tc" if is_v3 else grouped
+        values |= {"moe_layer_freq": 1, "scoring_func": "sigmoid" if is_v3 else "softmax"}
+        values |= {"num_nextn_predict_layers": 0} if is_v3 else {}
+    if family in ("mixtral", "gpt_oss"):
         values["num_local_experts"] = config.num_experts  # type: ignore[union-attr]
     return _HF_CONFIGS[family](
         **values, **_hf_rope(config), bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
 
 
-def _hf_rope(config: LlamaConfig | MoEConfig) -> dict[str, Any]:
+def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
@@ -318,6 +405,9 @@ def randomize(model: nn.Module, seed: int) -> None:
         parameter.normal_(0.0, 0.3, generator=generator)
         if parameter.dim() == 1:
             parameter.add_(mean)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3, generator=generator)
 
 
 def hf_model(config: ModelConfig, seed: int) -> Any:

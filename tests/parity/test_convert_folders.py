@@ -13,7 +13,6 @@ from drawn import NAMES, VOCABULARY, draw, hf_model, load_in_transformers, some_
 from torch import Tensor, nn
 
 from firstlight.conversion.convert import convert
-from firstlight.models import MoEConfig
 
 #: What folders of the hub have and firstlight doesn't know.
 _UNKNOWN = {"quantum": {"spin": 0.5}, "nothing": None, "name": "früh", "big": 10**20}
@@ -83,10 +82,12 @@ def test_rounded_models_load_in_their_dtype(family: str, dtype: str, tmp_path: P
     result = convert(tmp_path / "source", tmp_path / "out", dtype=dtype)
     found = load_in_transformers(tmp_path / "out")
     kind = getattr(torch, dtype)
-    assert {parameter.dtype for parameter in found.parameters()} == {kind}
     expected = dict(model.named_parameters())
+    # transformers makes some parameters of gpt-oss fp32 where the file has fp16.
+    wide = {n for n in expected if family == "gpt_oss" and "norm" in n and dtype == "float16"}
     for name, parameter in found.named_parameters():
-        assert torch.equal(parameter, expected[name].to(kind)), name
+        assert parameter.dtype == (torch.float32 if name in wide else kind)
+        assert torch.equal(parameter.to(kind), expected[name].to(kind)), name
     content = json_of(tmp_path / "out" / "config.json")
     named = {"dtype": dtype, "torch_dtype": dtype}
     assert content == {**json_of(tmp_path / "source" / "config.json"), **named}
@@ -105,7 +106,7 @@ def test_rounding_is_within_what_is_allowed(family: str, dtype: str, tmp_path: P
         saved(tmp_path / f"{seed}", family, seed)
         result = convert(tmp_path / f"{seed}", tmp_path / f"out-{seed}", dtype=dtype)
         noted += any("other experts" in note for note in result.notes)
-    assert noted == 0 or isinstance(draw(family, 0), MoEConfig)
+    assert noted == 0 or draw(family, 0).expert_count
 
 
 def test_the_draws_have_the_vocabulary_that_ids_are_of() -> None:

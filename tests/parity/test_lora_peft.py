@@ -20,7 +20,14 @@ from firstlight.lora.layers import (
     fill_adapter,
     lora_parameters,
 )
-from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
+from firstlight.models import (
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Model,
+    ModelConfig,
+    empty_model,
+)
 from firstlight.models.ops import cross_entropy_sum
 from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import weights_to_save
@@ -42,6 +49,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt2": GPT2Config(vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=2),
     "llama": LlamaConfig(**_SIZES),
     "qwen2": LlamaConfig(**_SIZES, model_type="qwen2", tie_word_embeddings=True),
+    "gpt_neox": GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": 4}, partial_rotary_factor=0.5),
 }
 TARGETS: dict[str, list[list[str] | str]] = {
     "gpt2": ["all-linear", ["c_attn"], ["attn.c_proj", "h.1.mlp.c_fc"]],
@@ -51,6 +59,7 @@ TARGETS: dict[str, list[list[str] | str]] = {
         ["down_proj", "layers.1.self_attn.o_proj", "lm_head"],
     ],
     "qwen2": ["all-linear", ["k_proj", "lm_head"]],
+    "gpt_neox": ["all-linear", ["query_key_value", "layers.1.mlp.dense_4h_to_h"]],
 }
 CASES = [
     (family, targets, dora)

@@ -15,6 +15,9 @@ import yaml
 from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+_DRIVER = Path(__file__).with_name("trainers_driver.py")
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 #: One thread: others would add up in another order. Nobody is asked about versions.
@@ -53,13 +56,14 @@ def _write_recipe(folder: Path, shards: Path, **batch: Any) -> Path:
     return path
 
 
-def _run(*command: str | Path) -> str:
+def _run(*command: str | Path, given: str = "") -> str:
     done = subprocess.run(
         [sys.executable, *map(str, command)],
+        input=given,
         env=_ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -81,37 +85,56 @@ def _own_losses(recipe: Path) -> list[float]:
     return losses
 
 
-def test_both_have_the_losses_of_firstlight_train(tmp_path: Path, shards: Path) -> None:
-    pytest.importorskip("accelerate")
-    pytest.importorskip("transformers")
-    recipe = _write_recipe(tmp_path, shards, micro_batch_size=2, gradient_accumulation_steps=3)
-    expected = _own_losses(recipe)
-    assert _losses(_run(_EXAMPLES / "accelerate_loop.py", recipe)) == expected
+_METHODS = {
+    "--efficiency.activation_checkpointing": "full",
+    "--efficiency.precision": "bf16",
+    "--optimizer.name": "adamw8bit",
+    "--optimizer.eight_bit_library": "bitsandbytes",
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    folder = tmp_path_factory.mktemp("trainers")
+    return _write_recipe(folder, shards, micro_batch_size=2, gradient_accumulation_steps=3)
+
+
+@pytest.fixture(scope="module")
+def expected(recipe: Path) -> list[float]:
+    """Of `firstlight train`."""
+    return _own_losses(recipe)
+
+
+@pytest.fixture(scope="module")
+def losses(recipe: Path) -> list[list[float]]:
+    """Of accelerate and of the Trainer, plain; and of both with `_METHODS`."""
+    for library in ("accelerate", "transformers", "bitsandbytes"):
+        pytest.importorskip(library)
+    methods = [word for pair in _METHODS.items() for word in pair]
+    jobs = [
+        [str(_EXAMPLES / example), str(recipe), *options]
+        for options in ([], methods)
+        for example in ("accelerate_loop.py", "transformers_trainer.py")
+    ]
+    return [_losses(said) for said in json.loads(_run(_DRIVER, given=json.dumps(jobs)))]
+
+
+def test_both_have_the_losses_of_firstlight_train(
+    expected: list[float], losses: list[list[float]]
+) -> None:
+    assert losses[0] == expected
     # The Trainer adds up quotients, where the others divide a sum.
-    trainer = _losses(_run(_EXAMPLES / "transformers_trainer.py", recipe))
-    assert trainer == pytest.approx(expected, rel=1e-6)
+    assert losses[1] == pytest.approx(expected, rel=1e-6)
 
 
 def test_both_have_checkpointing_accumulation_bf16_and_8_bit_moments(
-    tmp_path: Path, shards: Path
+    expected: list[float], losses: list[list[float]]
 ) -> None:
     """fp16 instead of bf16 needs a GPU in both."""
-    for library in ("accelerate", "transformers", "bitsandbytes"):
-        pytest.importorskip(library)
-    recipe = _write_recipe(tmp_path, shards, micro_batch_size=2, gradient_accumulation_steps=3)
-    options = {
-        "--efficiency.activation_checkpointing": "full",
-        "--efficiency.precision": "bf16",
-        "--optimizer.name": "adamw8bit",
-        "--optimizer.eight_bit_library": "bitsandbytes",
-    }
-    arguments = [word for pair in options.items() for word in pair]
-    expected = _own_losses(recipe)
-    for example in ("accelerate_loop.py", "transformers_trainer.py"):
-        losses = _losses(_run(_EXAMPLES / example, recipe, *arguments))
+    for found in losses[2:]:
         # Rounded otherwise than in fp32, and yet the same run.
-        assert losses != expected
-        assert losses == pytest.approx(expected, rel=0.05)
+        assert found != expected
+        assert found == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.slow

@@ -20,15 +20,30 @@ from drawn import (
     own_model,
     write_folder,
 )
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from firstlight.conversion.convert import convert
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate, load
-from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig
+from firstlight.models import (
+    FAMILIES,
+    DeepseekConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    ModelConfig,
+    MoEConfig,
+)
 from firstlight.models.rope import LinearRope
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.weights.huggingface import load_model, read_config
-from firstlight.weights.stored import stored_tensors
+from firstlight.weights.loading import LOADING_MODES
+from firstlight.weights.mxfp4 import unpack_mxfp4
+from firstlight.weights.stored import save_weights, stored_tensors
 
 
 def draw_tied_gpt2(tied: bool) -> ModelConfig:
@@ -96,6 +111,7 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 _WINDOW: dict[str, Any] = {"sliding_window": 77, "max_window_layers": 1}
+_OWN_HEADS: dict[str, Any] = {"num_key_value_heads": 32}
 _DIVISIBLE: dict[str, ModelConfig] = {
     "gpt2": GPT2Config(vocab_size=99, hidden_size=96, num_hidden_layers=2, num_attention_heads=4),
     "llama": LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True),
@@ -144,9 +160,39 @@ _DIVISIBLE: dict[str, ModelConfig] = {
         sliding_window=77,
         rope_local_base_freq=33.0,
     ),
+    "stablelm": LlamaConfig(
+        **_SHAPE | {"num_key_value_heads": 32},
+        model_type="stablelm",
+        attention_bias=True,
+        qk_layernorm=True,
+        use_parallel_residual=True,
+        partial_rotary_factor=0.5,
+    ),
+    "gpt_neox": GPTNeoXConfig(
+        **_SHAPE | {"num_key_value_heads": 32, "hidden_size": 512, "num_attention_heads": 32},
+        attention_bias=False,
+        use_parallel_residual=False,
+        partial_rotary_factor=0.5,
+        hidden_act="gelu_fast",
+    ),
     "mixtral": MoEConfig(**_SHAPE, sliding_window=77, num_experts=4),
     "qwen3_moe": MoEConfig(
         **_SHAPE, model_type="qwen3_moe", sliding_window=77, num_experts=9, moe_intermediate_size=8
+    ),
+    "deepseek_v2": DeepseekConfig(
+        **_SHAPE | _OWN_HEADS, model_type="deepseek_v2", routed_scaling_factor=3.0, n_group=2
+    ),
+    "deepseek_v3": DeepseekConfig(
+        **_SHAPE | {"num_attention_heads": 128, "num_key_value_heads": 128},
+        num_hidden_layers=5,
+        num_experts=16,
+        n_group=8,
+        topk_group=4,
+        kv_lora_rank=9,
+        rope_interleave=False,
+    ),
+    "gpt_oss": GptOssConfig(
+        **_SHAPE, sliding_window=77, num_hidden_layers=36, num_experts=9, swiglu_limit=3.0
     ),
 }
 
@@ -215,6 +261,94 @@ def test_weights_in_several_files_are_read_through_their_index(family: str, tmp_
     last.unlink()
     with pytest.raises(ModelError, match=f"{last.name} is missing"):
         load_model(tmp_path)
+
+
+def mxfp4_folder(folder: Path, seed: int) -> dict[str, Tensor]:
+    """Write a gpt-oss as OpenAI's files have it, with any bytes in its experts; return those."""
+    folder.mkdir(exist_ok=True)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 3}
+    config = GptOssConfig(
+        **sizes, vocab_size=53, num_hidden_layers=2, num_attention_heads=4, sliding_window=7
+    )
+    theirs = hf_model(config, seed).bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    packed: dict[str, Tensor] = {}
+    for name, tensor in theirs.state_dict().items():
+        if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
+            tensors[name] = tensor.clone()
+            continue
+        experts, inner, outer = tensor.shape
+        shape = (experts, outer, inner // 32, 16)
+        blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        scales = torch.randint(116, 124, shape[:-1], generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_weights({**tensors, **packed}, folder, max_shard_bytes=20_000)
+    content = theirs.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(content))
+    return packed
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    packed = mxfp4_folder(source := tmp_path / "source", 5)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        source,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        experts_implementation="eager",
+    )
+    for mode in LOADING_MODES:
+        own = load_model(source, mode=mode).model
+        for name, parameter in own.named_parameters():
+            if f"{name}_blocks" in packed:
+                parts = (packed[f"{name}_{kind}"] for kind in ("blocks", "scales"))
+                assert torch.equal(parameter, convert_moe_packed_tensors(*parts)), name
+            assert torch.equal(parameter, theirs.get_parameter(name)), name
+    # In fp32, where the two differ by the order of sums alone.
+    assert_same_logits(load_model(source, dtype=torch.float32).model, theirs.float())
+    convert(source, tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(tensors[n], p) for n, p in own.named_parameters())
+    assert_same_logits(own.float(), load_in_transformers(tmp_path / "out").float())
+
+
+def test_every_byte_of_mxfp4_is_what_it_is_to_transformers() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[None, :, None].repeat(1, 1, 16)
+    expected = convert_moe_packed_tensors(blocks, scales)[0].T
+    found = unpack_mxfp4(blocks, scales)[0]
+    # Bits, as zero times an endless scale is no number.
+    assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"_scales": torch.zeros(3, 64, 1, dtype=torch.uint8)}, "MXFP4 has [E, out, in / 32, 16]"),
+        ({"_scales": torch.zeros(3, 64, 2)}, "_scales are not of bytes"),
+        ({"_scales": None}, "lacks tensors: model.layers.0.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_mxfp4_that_does_not_fit_is_refused(
+    change: dict[str, Tensor | None], said: str, tmp_path: Path
+) -> None:
+    mxfp4_folder(tmp_path, 5)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {n: t for f in tmp_path.glob("*.safetensors") for n, t in load_file(f).items()}
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    changed = {**tensors, **{f"{name}{end}": tensor for end, tensor in change.items()}}
+    save_weights({n: t for n, t in changed.items() if t is not None}, tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_model(tmp_path)
+    assert said in str(caught.value)
+    content = json.loads((tmp_path / "config.json").read_text())
+    for packed in ({"quant_method": "fp8"}, ["mxfp4"]):
+        (tmp_path / "config.json").write_text(
+            json.dumps({**content, "quantization_config": packed})
+        )
+        with pytest.raises(ModelError, match="quantised weights are not read"):
+            load_model(tmp_path)
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
@@ -318,8 +452,8 @@ def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
     family: str, recipe: dict[str, Any]
 ) -> None:
     """Weights, config, tokenizer and end token, without a conversion between."""
-    if family == "gpt2":
-        recipe["model"].pop("num_key_value_heads")
+    if FAMILIES[family].config not in (LlamaConfig, MoEConfig, GptOssConfig):
+        recipe["model"].pop("num_key_value_heads")  # the others share none
     recipe["model"]["model_type"] = family
     recipe["schedule"] = {"max_steps": 3}
     checkpoint = train(recipe).checkpoint

@@ -101,6 +101,8 @@ WELL_KNOWN: list[tuple[dict[str, Any], int]] = [
         },
         30_532_122_624,
     ),
+    ({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_experts": 32}, 20_914_757_184),
+    ({"model_type": "gpt_oss"}, 116_829_156_672),
 ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from firstlight.models import blockwise
 from firstlight.models.blockwise import at_a_time, blocks_of, blockwise_attention
-from firstlight.models.ops import attention, dense_mask
+from firstlight.models.ops import attention, dense_mask, plain_attention
 
 FP64 = torch.float64
 
@@ -32,6 +32,15 @@ def with_gradients(function: Any, tensors: tuple[Tensor, ...], **options: Any) -
     return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
 
 
+def with_sinks(function: Any) -> Any:
+    """The function with the sinks, if any, behind the values."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor, **options: Any) -> Any:
+        return function(q, k, v, sinks_H=sinks[0] if sinks else None, **options)
+
+    return attend
+
+
 @given(
     rows=st.integers(1, 3),
     groups=st.integers(1, 3),
@@ -42,6 +51,8 @@ def with_gradients(function: Any, tensors: tuple[Tensor, ...], **options: Any) -
     scores=st.sampled_from([1, 200, 10_000]),
     least=st.integers(1, 3),
     kind=st.sampled_from(["causal", "window", "documents"]),
+    size=st.sampled_from([2, 4, 7]),
+    has_sinks=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
 def test_it_is_attention_forward_and_backward(
@@ -54,11 +65,14 @@ def test_it_is_attention_forward_and_backward(
     scores: int,
     least: int,
     kind: str,
+    size: int,
+    has_sinks: bool,
 ) -> None:
     before = 0 if kind == "documents" else before
     total = new + before
     q = drawn(rows, new, heads * groups, 4)
-    k, v = (drawn(rows, total, heads, 4, seed=seed) for seed in (1, 2))
+    k, v = drawn(rows, total, heads, 4, seed=1), drawn(rows, total, heads, size, seed=2)
+    sinks = (drawn(1, 1, 1, heads * groups, seed=3).flatten(),) if has_sinks else ()
     documents = torch.arange(new).div(3, rounding_mode="floor") + torch.arange(rows)[:, None]
     mask = dense_mask(
         torch.arange(before, total),
@@ -66,9 +80,9 @@ def test_it_is_attention_forward_and_backward(
         3 if kind == "window" else None,
         documents if kind == "documents" else None,
     )
-    expected = with_gradients(attention, (q, k, v), mask=mask)
+    expected = with_gradients(with_sinks(plain_attention), (q, k, v, *sinks), mask=mask)
     with mock.patch.multiple(blockwise, QUERIES=queries, SCORES=scores, _LEAST_HEADS=least):
-        found = with_gradients(blockwise_attention, (q, k, v), mask=mask)
+        found = with_gradients(with_sinks(blockwise_attention), (q, k, v, *sinks), mask=mask)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -106,7 +120,8 @@ def test_torch_finds_nothing_wrong_with_the_operator(masked: bool, dropped: bool
     )
     mask = dense_mask(torch.arange(9), 9, 3, None) if masked else None
     kept = torch.arange(2 * 4 * 9 * 9).view(2, 4, 9, 9) % 3 > 0 if dropped else None
-    arguments = (*tensors, mask, kept, 1.5)
+    sinks = torch.linspace(-1, 1, 4, dtype=FP64, requires_grad=True) if masked else None
+    arguments = (*tensors, mask, kept, 1.5, 0.0, sinks)
     torch.library.opcheck(torch.ops.firstlight.blockwise_attention.default, arguments)
 
 

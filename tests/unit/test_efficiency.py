@@ -26,8 +26,16 @@ from firstlight.efficiency.memory import (
 from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
-from firstlight.models import GPT2Config, Llama, LlamaConfig, Model, MoEConfig, empty_model
-from firstlight.models.llama import LlamaAttention
+from firstlight.models import (
+    GPT2Config,
+    GptOssConfig,
+    Llama,
+    LlamaConfig,
+    Model,
+    MoEConfig,
+    empty_model,
+)
+from firstlight.models.llama_layers import LlamaAttention
 from firstlight.models.ops import (
     attention,
     dense_mask,
@@ -604,6 +612,40 @@ def test_capped_scores_are_the_same_in_every_backend_that_caps_and_refused_in_ot
             2048,
             documents=False,
             compiles=compiles,
+        )
+
+
+def test_sinks_take_their_share_in_every_backend_that_has_them_and_others_are_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 9, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 5.0], dtype=torch.float64)
+    scores = (q @ k.transpose(-2, -1) * 0.5).exp() * torch.ones(9, 9).tril()
+    expected = scores / (scores.sum(-1, keepdim=True) + sinks.exp()[:, None, None]) @ v
+    config = GptOssConfig(vocab_size=31, num_hidden_layers=1)
+    model = empty_model(config)
+    attention_layer = model.layers[0].self_attn
+    assert isinstance(attention_layer, LlamaAttention)
+    for way in ("plain", "blockwise"):
+        choose_attention(model, way)
+        attend = attention_layer.attend
+        found = attend(q, k, v, dropout=0.0, mask=None, scale=0.5, sinks_H=sinks)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for way in ("sdpa", "flash", "efficient", "cudnn", "math", "flex"):
+        said = f"attention '{way}' can't compute the attention sinks of gpt_oss models: use blockw"
+        with pytest.raises(ConfigError, match=said):
+            choose_attention(model, way)
+    for device in ("cpu", "cuda"):
+        assert (
+            resolve_attention(
+                EfficiencyConfig(),
+                device,
+                torch.float32,
+                config,
+                2048,
+                documents=False,
+                compiles=True,
+            )
+            == "blockwise"
         )
 
 

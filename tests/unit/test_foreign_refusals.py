@@ -203,3 +203,23 @@ def test_a_pickle_that_is_far_too_long_is_refused(tmp_path: Path) -> None:
         archive.writestr("archive/data.pkl", b"\x80\x02(" + b"]" * 2_000_000 + b"l.")
     with pytest.raises(ModelError, match="not a checkpoint of weights alone"):
         read_foreign(path)
+
+
+def test_a_long_pickle_from_before_pytorch_1_6_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at each of its opcodes would take long."""
+    monkeypatch.setattr("firstlight.conversion.pickled._MAX_PICKLE_BYTES", 10_000)
+    path = tmp_path / "model.pth"
+    torch.save([1] * 10_000, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ModelError, match=r"model\.pth is damaged, cut short, or not a checkpoint"):
+        read_foreign(path)
+
+
+def test_settings_of_lists_that_hold_each_other_are_refused(saved: Save) -> None:
+    """A list that holds another twice, and so on: a few bytes each, and messages without end."""
+    value: Any = 1
+    for _ in range(21):
+        value = [value, value]
+    with pytest.raises(ModelError, match=r"model\.pth is damaged, cut short, or not a checkpoint"):
+        read_foreign(saved(nanogpt(n_layer=value)))

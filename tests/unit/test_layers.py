@@ -40,6 +40,7 @@ _LAYERS = {
     "pipeline": 5,
     "bench": 5,
     "serving": 5,
+    "sharing": 5,
     "cli": 6,
 }
 #: Within layer 1 everything stands alone, but for this.

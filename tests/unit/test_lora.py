@@ -24,7 +24,9 @@ from firstlight.lora.layers import (
 )
 from firstlight.models import (
     GPT2,
+    DeepseekConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     Model,
     ModelConfig,
@@ -46,12 +48,19 @@ CONFIGS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**_SIZES),
     "tied": LlamaConfig(**_SIZES, model_type="qwen2", tie_word_embeddings=True),
     "mixtral": MoEConfig(**_SIZES, num_experts=3),
+    "gpt_oss": GptOssConfig(**_SIZES, num_experts=3),
+    "deepseek_v3": DeepseekConfig(**_SIZES | {"num_key_value_heads": 4}, q_lora_rank=8),
 }
 IDS = torch.arange(24).view(2, 12) * 5 % 37
 EVERY_LINEAR = {
     "gpt2": ["c_attn", "c_proj", "c_fc", "lm_head"],
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "deepseek_v3": [
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    ],
 }
 
 
@@ -135,7 +144,7 @@ def test_all_linear_is_every_linear_layer_but_the_head(name: str, kinds: list[st
     assert found == set(kinds) - {"lm_head"}
     plain = some_model(name)
     linear = [n for n, m in plain.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-    layers = {n for n in linear if n != "lm_head" and not n.endswith("mlp.gate")}
+    layers = {n for n in linear if n != "lm_head" and not n.endswith(("mlp.gate", "router"))}
     assert {n.rpartition(".")[0] for n in lora_parameters(model)} == layers
 
 
@@ -159,6 +168,8 @@ def test_a_target_is_the_end_of_a_name() -> None:
         ("mixtral", "experts", "is a stack of experts, not a linear layer"),
         ("mixtral", "down_proj", "is a stack of experts, not a linear layer"),
         ("mixtral", "gate", "is the router of experts, not a linear layer"),
+        ("gpt_oss", "router", "is the router of experts, not a linear layer"),
+        ("gpt_oss", "gate_up_proj", "is a stack of experts, not a linear layer"),
     ],
 )
 def test_a_target_that_is_no_linear_layer_is_refused(name: str, target: str, problem: str) -> None:
@@ -254,7 +265,7 @@ def test_merging_leaves_a_plain_model_that_computes_the_same(
     name: str, head: bool, dora: bool
 ) -> None:
     model, plain = some_model(name), some_model(name)
-    layer = "c_attn" if name == "gpt2" else "v_proj"
+    layer = {"gpt2": "c_attn", "deepseek_v3": "kv_b_proj"}.get(name, "v_proj")
     targets = [layer, "lm_head"] if head else "all-linear"
     adapted(model, targets=targets, dora=dora)
     before = logits(model)

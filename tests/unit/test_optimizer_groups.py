@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from firstlight.hardware.device import find_hardware
 from firstlight.lora.layers import LoraConfig, add_lora
-from firstlight.models import ModelConfig
+from firstlight.models import GptOssConfig, ModelConfig
 from firstlight.optim.groups import Role, decay_counts, describe_groups, parameter_kinds
+from firstlight.optim.muon import MUON
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.resolve import facts_here, resolve
@@ -66,6 +67,18 @@ def test_names_and_shapes_decide_the_role(config: ModelConfig, tables: int) -> N
             assert found[name] == "vector"
         elif "layers." in name or ".h." in name:
             assert found[name] == "matrix"
+
+
+def test_stacked_biases_of_experts_are_vectors() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1}
+    model = new_model(GptOssConfig(**sizes, num_experts=3))
+    found, gate = roles(model), "model.layers.0.mlp.experts.gate_up_proj"
+    assert (found[gate], found[f"{gate}_bias"]) == ("matrix", "vector")
+    # Biases and sinks begin at zero.
+    zero = {name for name, parameter in model.named_parameters() if not parameter.any()}
+    assert zero == {name for name in found if name.endswith(("bias", "sinks"))}
+    assert not MUON.takes(f"{gate}_bias", model.get_parameter(f"{gate}_bias"))
+    assert MUON.takes(gate, model.get_parameter(gate))
 
 
 def test_a_tied_head_is_the_embedding() -> None:

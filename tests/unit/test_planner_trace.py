@@ -231,6 +231,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "glm4": {},
     "gemma3_text": {**_WINDOW, "rope_local_base_freq": 100.0},
+    "stablelm": {"qk_layernorm": True},
+    "gpt_neox": {"num_key_value_heads": 2},
 }
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _METHODS: dict[str, dict[str, Any]] = {
@@ -271,6 +273,19 @@ _METHODS: dict[str, dict[str, Any]] = {
         "optimizer": {"max_grad_norm": 0.0},
     },
     "LoRA": {"model": LLAMA, "lora": {"rank": 4}, "efficiency": {"precision": "bf16"}},
+    "gpt-oss": {
+        "model": LLAMA
+        | {"model_type": "gpt_oss", "num_experts": 4, "num_experts_per_tok": 2, **_WINDOW},
+        "efficiency": {"attention": "blockwise"},
+    },
+    **{
+        f"deepseek_v{version}": {
+            "model": {**LLAMA, "model_type": f"deepseek_v{version}", "num_key_value_heads": 4}
+            | {"num_attention_heads": 4, "q_lora_rank": 32, "num_experts_per_tok": 2},
+            "efficiency": {"attention": "blockwise"},
+        }
+        for version in (2, 3)
+    },
     "experts": {
         "model": LLAMA | {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
     },

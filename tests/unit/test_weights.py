@@ -15,7 +15,9 @@ from torch import Tensor
 from firstlight.errors import ModelError
 from firstlight.files.atomic import write_file
 from firstlight.models import (
+    DeepseekConfig,
     GPT2Config,
+    GptOssConfig,
     Llama,
     LlamaConfig,
     Model,
@@ -60,6 +62,8 @@ CONFIGS: dict[str, ModelConfig] = {
         moe_intermediate_size=9,
         mlp_only_layers=[0],
     ),
+    "gpt_oss": GptOssConfig(**_SIZES, num_experts=3),
+    "deepseek_v3": DeepseekConfig(**_SIZES | {"num_key_value_heads": 4}, num_experts=4),
 }
 FAMILIES = list(CONFIGS)
 
@@ -198,6 +202,7 @@ def test_a_mapped_file_that_is_written_into_is_noticed(mode: LoadingMode, tmp_pa
         ("llama", {"vocab_multiple": 64}, False),
         ("llama", {"mode": "sequential"}, False),
         ("mixtral", {}, False),
+        ("gpt_oss", {}, True),
     ],
 )
 def test_what_can_be_mapped_whole_is(
@@ -394,3 +399,33 @@ def test_a_model_on_the_meta_device_needs_no_memory_for_its_names() -> None:
     with torch.device("meta"):
         model = build_model(CONFIGS["qwen3_moe"])
     assert {t.device.type for t in file_tensors(model).values()} == {"meta"}
+
+
+def test_a_header_of_more_tensors_than_any_model_has_is_refused(tmp_path: Path) -> None:
+    """Of no numbers, which takes 65 bytes of the file for each, and 1.5 KB of memory."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({str(number): entry for number in range(100_001)}).encode()
+    path = tmp_path / WEIGHTS_NAME
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match=r"model\.safetensors has 100,002 tensors"):
+        stored_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_hidden_layers": 10_000}, "num_hidden_layers 10000"),
+        (
+            {"model_type": "qwen3_moe", "num_hidden_layers": 200, "num_experts": 10_000},
+            "num_experts 10000 in 200 layers",
+        ),
+    ],
+)
+def test_sizes_that_the_weights_do_not_have_are_refused_before_the_model_is_made(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write(tmp_path, some_model(CONFIGS["llama"]))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match=f"config.json says {said}, and its files have"):
+        load_model(tmp_path)

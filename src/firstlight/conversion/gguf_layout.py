@@ -1,22 +1,20 @@
-"""The layout of a model in a GGUF file: its shape, and the Hugging Face tensors of each tensor.
-
-One table a family serves both ways: `gguf_writer` applies it, `gguf_reader` undoes it. Names and
-layouts are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`).
-"""
+"""The shape and the rotary settings of a model as a GGUF file has them, and the models that
+llama.cpp does not compute."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
 from firstlight.models import FAMILIES
-from firstlight.models.family import ExpertNames, FamilySpec
+from firstlight.models.family import FamilySpec
+from firstlight.weights.huggingface import config_from_hf
 
 #: model_type of Hugging Face's config.json -> general.architecture
 ARCHITECTURES = {
@@ -28,13 +26,10 @@ ARCHITECTURES = {
 #: The tensor of `Rope.factors`.
 ROPE_FACTORS = "rope_freqs.weight"
 
-_LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+#: The tensors of LongRoPE's factors.
+ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
-#: Settings that llama.cpp fixes for all rotary families; see `GGUFSpec.fixed`.
-_FIXED_ROTARY = (
-    ("hidden_act", ("silu",), "silu"),
-    ("partial_rotary_factor", (1, None), None),
-)
+_LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Rope:
 
     Attributes:
         theta: base of the frequencies.
-        kind: "default", "linear" or "llama3".
+        kind: "default", "linear", "llama3" or "longrope".
         scaling: settings of the kind: `factor` and, for llama3, the two frequency factors and
             `original_max_position_embeddings`.
     """
@@ -52,8 +47,8 @@ class Rope:
     kind: str
     scaling: Mapping[str, float]
 
-    def factors(self, head_dim: int) -> Tensor | None:
-        """The divisors of the frequencies in llama.cpp, fp32 [head_dim / 2]; None unless llama3.
+    def factors(self, rotary_dim: int) -> Tensor | None:
+        """The divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2]; None unless llama3.
 
         Source: the rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
         """
@@ -61,7 +56,7 @@ class Rope:
             return None
         factor, original = self.scaling["factor"], self.scaling[_LLAMA3_KEYS[2]]
         low, high = self.scaling[_LLAMA3_KEYS[0]], self.scaling[_LLAMA3_KEYS[1]]
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
         wavelengths = 2 * math.pi * self.theta**exponents
         blend = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
         return (1 / ((1 - blend) / factor + blend)).float()
@@ -73,7 +68,7 @@ class ModelShape:
 
     `family` is the entry of `model_type`; `rotary` positions are rotated, not learned.
     `expert_size` is the width inside an expert; 0 for dense models, as `num_experts`.
-    A `tied` head is the embedding, and has no tensor of its own.
+    A `tied` head is the embedding, and has no tensor of its own. `model` is the whole config.
     """
 
     model_type: str
@@ -90,9 +85,38 @@ class ModelShape:
     num_experts: int
     num_experts_per_tok: int
     expert_size: int
-    attention_bias: bool
-    mlp_bias: bool
     tied: bool
+    model: Any
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return bool(getattr(self.model, "qkv_bias", True))
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether the attention's projections have biases, but for families that leave some out."""
+        return bool(getattr(self.model, "attention_bias", True))
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the MLP's projections have biases."""
+        return bool(getattr(self.model, "mlp_bias", True))
+
+    @property
+    def qk_norm(self) -> str | None:
+        """Norm of queries and keys, see `DecoderConfig.qk_norm`."""
+        return getattr(self.model, "qk_norm", None)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and MLP are side by side."""
+        return bool(getattr(self.model, "use_parallel_residual", False))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dimensions of each head; 0 for learned positions."""
+        return int(getattr(self.model, "rotary_dim", 0))
 
     @property
     def architecture(self) -> str:
@@ -124,13 +148,16 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
     model_type = require_known(config)
     family, config_class = FAMILIES[model_type].spec, FAMILIES[model_type].config
     rotary = config_class.has_rotary
-    for key, values, default in family.gguf.fixed + (_FIXED_ROTARY if rotary else ()):
+    for key, values, default in (*family.gguf.fixed, *(_fixed_rotary(family) if rotary else ())):
         value = config.get(key, default)
         if value not in values:
             raise ModelError(
                 f"llama.cpp has no {model_type} with {key} {value!r}: only {values[0]!r} can be "
                 "put into GGUF"
             )
+
+    # Some families' classes do not read keys that follow from others.
+    config = {key: value for key, value in config.items() if key not in family.derived_keys}
 
     def size(ours: str, default: Any = None) -> int:
         return _positive(config, config_class.hf_names.get(ours, ours), default)
@@ -143,50 +170,90 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
         experts = _positive(config, "num_local_experts", config.get("num_experts"))
         expert_size = _positive(config, family.experts.size)
     width = (expert_size or None) if rotary else 4 * hidden
-    shape = ModelShape(
-        model_type=model_type,
-        family=family,
-        rotary=rotary,
-        vocab_size=size("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=size("intermediate_size", width),
-        num_layers=size("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=size("num_key_value_heads", heads) if rotary else heads,
-        head_dim=size("head_dim", head_dim or hidden // heads) if rotary else hidden // heads,
-        max_positions=size("max_position_embeddings"),
-        num_experts=experts,
-        num_experts_per_tok=size("num_experts_per_tok") if experts else 0,
-        expert_size=expert_size,
-        attention_bias=_has_own(family, config, "attention_bias"),
-        mlp_bias=_has_own(family, config, "mlp_bias"),
-        tied=tied,
+    sizes = {
+        "vocab_size": size("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": size("intermediate_size", width),
+        "num_layers": size("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": size("num_key_value_heads", heads) if rotary else heads,
+        "head_dim": size("head_dim", head_dim or hidden // heads) if rotary else hidden // heads,
+        "max_positions": size("max_position_embeddings"),
+        "num_experts": experts,
+        "num_experts_per_tok": size("num_experts_per_tok") if experts else 0,
+        "expert_size": expert_size,
+    }
+    _check_sizes(sizes, rotary=rotary)
+    model = config_from_hf(config, "config.json")
+    _check_computed(family, model)
+    return ModelShape(
+        model_type=model_type, family=family, rotary=rotary, tied=tied, model=model, **sizes
     )
-    _check(shape)
-    return shape
 
 
-def _has_own(family: FamilySpec, config: Mapping[str, Any], key: str) -> bool:
-    return key in family.own_keys and config.get(key) is True
+def _fixed_rotary(family: FamilySpec) -> tuple[tuple[str, tuple[Any, ...], Any], ...]:
+    """Settings that llama.cpp fixes for a rotary family; see `GGUFSpec.fixed`."""
+    # Of GELU's forms llama.cpp computes one, which is near the others: see `gguf_notes`.
+    acts = () if family.activation == "gelu" else (family.activation,)
+    fixed = [(family.activation_key, acts, family.activation)] if acts else []
+    part = "partial_rotary_factor"
+    return (*fixed, *([] if part in family.own_keys else [(part, (1, None), None)]))
 
 
-def _check(shape: ModelShape) -> None:
+def _check_computed(family: FamilySpec, model: Any) -> None:
+    """Refuse settings that llama.cpp computes otherwise.
+
+    Args:
+        family: facts of the family.
+        model: the model's config.
+    """
+    spec, name = family.gguf, model.model_type
+    wrong = ""
+    if spec.exact_heads and model.head_dim * model.num_attention_heads != model.hidden_size:
+        wrong = f"head_dim {model.head_dim}: only hidden_size / num_attention_heads"
+    if spec.head == "tied" and not model.tie_word_embeddings:
+        wrong = "a head of its own: only tie_word_embeddings true"
+    if spec.has_windows and model.layer_types is not None:
+        wrong = "layer_types of another pattern: only the family's own"
+    if spec.has_windows and not spec.has_window_base:
+        local = model.rope_local_base_freq if "rope_local_base_freq" in family.own_keys else None
+        if model.sliding_window is not None and local not in (None, model.rope_theta):
+            wrong = f"a rotary base of {local} in layers with a window: only {model.rope_theta}"
+    if getattr(model, "no_rope_layers", None) is not None:
+        wrong = "no_rope_layers of another pattern: only the family's own"
+    if getattr(model, "rotary_dim", 0) % 2:
+        wrong = f"{model.rotary_dim} rotated dimensions: only an even number"
+    for key in spec.numbers:
+        if getattr(model, key) is None and key not in spec.optional:
+            wrong = f"{key} None: only a number"
+    if "query_pre_attn_scalar" in family.own_keys:
+        scalar = model.head_dim
+        if model.num_hidden_layers == spec.wide_scale_layers:
+            scalar = model.hidden_size // model.num_attention_heads
+        if model.query_pre_attn_scalar != scalar:
+            wrong = f"query_pre_attn_scalar {model.query_pre_attn_scalar}: only {scalar}"
+    if wrong:
+        raise ModelError(f"llama.cpp has no {name} with {wrong} can be put into GGUF")
+
+
+def _check_sizes(sizes: Mapping[str, int], *, rotary: bool) -> None:
     """Refuse invalid combinations of sizes, and those that llama.cpp refuses."""
-    if shape.num_heads % shape.num_kv_heads:
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ModelError(
-            f"config.json: num_attention_heads {shape.num_heads} is not a multiple of "
-            f"num_key_value_heads {shape.num_kv_heads}"
+            f"config.json: num_attention_heads {sizes['num_heads']} is not a multiple of "
+            f"num_key_value_heads {sizes['num_kv_heads']}"
         )
-    if not shape.rotary and shape.hidden_size % shape.num_heads:
+    if not rotary and sizes["hidden_size"] % sizes["num_heads"]:
         raise ModelError(
-            f"config.json: n_embd {shape.hidden_size} is not a multiple of n_head {shape.num_heads}"
+            f"config.json: n_embd {sizes['hidden_size']} is not a multiple of n_head "
+            f"{sizes['num_heads']}"
         )
-    if shape.rotary and shape.head_dim % 2:
-        raise ModelError(f"config.json: head_dim {shape.head_dim} is odd: rotary positions pair")
-    if shape.num_experts_per_tok > shape.num_experts:
+    if rotary and sizes["head_dim"] % 2:
+        raise ModelError(f"config.json: head_dim {sizes['head_dim']} is odd: rotary positions pair")
+    if sizes["num_experts_per_tok"] > sizes["num_experts"]:
         raise ModelError(
-            f"config.json: num_experts_per_tok {shape.num_experts_per_tok} is more than the "
-            f"{shape.num_experts} experts there are"
+            f"config.json: num_experts_per_tok {sizes['num_experts_per_tok']} is more than the "
+            f"{sizes['num_experts']} experts there are"
         )
 
 
@@ -202,16 +269,23 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json: the rotary settings are {settings!r}, not an object")
     model_type = str(config.get("model_type"))
+    family = FAMILIES.get(model_type)
+    # Settings of the layers without a window, where each kind of layer has its own.
+    settings = settings.get("full_attention", settings)
     # The first Llamas' config.json leaves it out; the other families' always have it.
     usual = 10_000.0 if model_type == "llama" else None
-    theta = _number(settings, "rope_theta", config.get("rope_theta") or usual)
+    names = {} if family is None else family.spec.json_names
+    usual = 10_000.0 if "rope_theta" in names else usual
+    given = config.get(names.get("rope_theta", "rope_theta"))
+    theta = _number(settings, "rope_theta", given or usual)
     kind = str(settings.get("rope_type") or settings.get("type") or "default")
     keys: dict[str, tuple[str, ...]] = {
         "default": (),
         "linear": ("factor",),
         "llama3": ("factor", *_LLAMA3_KEYS),
+        "longrope": (),
     }
-    family = FAMILIES.get(model_type)
+    kind = kind if family is None else family.spec.rope.other_kinds.get(kind, kind)
     if kind not in (() if family is None else family.spec.gguf.rope_kinds):
         named = [n for n in ARCHITECTURES if "llama3" in FAMILIES[n].spec.gguf.rope_kinds]
         raise ModelError(
@@ -222,6 +296,18 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise ModelError("config.json: low_freq_factor must be less than high_freq_factor")
     return Rope(theta, kind, scaling)
+
+
+def rope_factors(shape: ModelShape, rope: Rope) -> dict[str, Tensor]:
+    """Tensors of the divisors of the rotary frequencies, by name."""
+    if rope.kind == "longrope":
+        scaling = shape.model.rope_scaling
+        return {
+            ROPE_FACTORS_LONG: torch.tensor(scaling.long_factor, dtype=torch.float32),
+            ROPE_FACTORS_SHORT: torch.tensor(scaling.short_factor, dtype=torch.float32),
+        }
+    factors = rope.factors(shape.rotary_dim)
+    return {} if factors is None else {ROPE_FACTORS: factors}
 
 
 def _positive(config: Mapping[str, Any], key: str, default: Any = None) -> int:
@@ -239,157 +325,3 @@ def _number(settings: Mapping[str, Any], key: str, default: Any = None) -> float
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise ModelError(f"config.json: the rotary settings' {key} is {value!r}, no number above 0")
     return value
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """One tensor of a GGUF file, and the Hugging Face tensors that it is made of.
-
-    Attributes:
-        gguf: name in the file.
-        sources: Hugging Face name; for experts, the names of all, stacked in this order.
-        shape: shape of each source.
-        change: "none"; "transposed"; or "rotary", a reordering of rows, since llama.cpp's Llama
-            rotates neighbouring pairs where Hugging Face rotates halves.
-        heads: number of attention heads in the rows of a "rotary" tensor.
-        stacked: True if the file's tensor has a first dimension for the sources.
-    """
-
-    gguf: str
-    sources: tuple[str, ...]
-    shape: tuple[int, ...]
-    change: Literal["none", "transposed", "rotary"] = "none"
-    heads: int = 0
-    stacked: bool = False
-
-    @property
-    def gguf_shape(self) -> tuple[int, ...]:
-        """The shape in the file, outermost dimension first."""
-        shape = self.shape[::-1] if self.change == "transposed" else self.shape
-        return (len(self.sources), *shape) if self.stacked else shape
-
-    @property
-    def small(self) -> bool:
-        """Whether llama.cpp needs the tensor in fp32 in every format: vectors, routers and learned
-        positions."""
-        small_tables = ("position_embd.weight", "ffn_gate_inp.weight")
-        return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
-
-    def to_gguf(self, source: Tensor) -> Tensor:
-        """A source tensor in the file's layout."""
-        if self.change == "transposed":
-            return source.T.contiguous()
-        if self.change == "rotary":
-            halves = source.reshape(self.heads, 2, -1, *self.shape[1:])
-            return halves.transpose(1, 2).reshape(self.shape)
-        return source.contiguous()
-
-    def from_gguf(self, stored: Tensor) -> Tensor:
-        """The inverse of `to_gguf`."""
-        if self.change == "transposed":
-            return stored.T.contiguous()
-        if self.change == "rotary":
-            pairs = stored.reshape(self.heads, -1, 2, *self.shape[1:])
-            return pairs.transpose(1, 2).reshape(self.shape)
-        return stored
-
-
-def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
-    """All tensors of a model but `rope_freqs.weight`, in the order of the file."""
-    yield from _llama_rules(shape) if shape.rotary else _gpt2_rules(shape)
-
-
-def _gpt2_rules(shape: ModelShape) -> Iterator[TensorRule]:
-    C, F = shape.hidden_size, shape.intermediate_size
-    V, P = shape.vocab_size, shape.max_positions
-    yield TensorRule("token_embd.weight", ("transformer.wte.weight",), (V, C))
-    yield TensorRule("position_embd.weight", ("transformer.wpe.weight",), (P, C))
-    for i in range(shape.num_layers):
-        for theirs, name, outputs, inputs in (
-            ("attn_norm", "ln_1", C, 0),
-            ("attn_qkv", "attn.c_attn", 3 * C, C),
-            ("attn_output", "attn.c_proj", C, C),
-            ("ffn_norm", "ln_2", C, 0),
-            ("ffn_up", "mlp.c_fc", F, C),
-            ("ffn_down", "mlp.c_proj", C, F),
-        ):
-            ours = f"transformer.h.{i}.{name}"
-            weight, bias = (f"{ours}.weight",), (f"{ours}.bias",)
-            if inputs:
-                # Hugging Face keeps these as [in, out].
-                shapes = (inputs, outputs)
-                yield TensorRule(f"blk.{i}.{theirs}.weight", weight, shapes, "transposed")
-            else:
-                yield TensorRule(f"blk.{i}.{theirs}.weight", weight, (outputs,))
-            yield TensorRule(f"blk.{i}.{theirs}.bias", bias, (outputs,))
-    for kind in ("weight", "bias"):
-        yield TensorRule(f"output_norm.{kind}", (f"transformer.ln_f.{kind}",), (C,))
-    if not shape.tied:
-        yield TensorRule("output.weight", ("lm_head.weight",), (V, C))
-
-
-def _llama_rules(shape: ModelShape) -> Iterator[TensorRule]:
-    C, V = shape.hidden_size, shape.vocab_size
-    yield TensorRule("token_embd.weight", ("model.embed_tokens.weight",), (V, C))
-    for i in range(shape.num_layers):
-        theirs, ours = f"blk.{i}.", f"model.layers.{i}."
-        yield TensorRule(f"{theirs}attn_norm.weight", (f"{ours}input_layernorm.weight",), (C,))
-        yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
-        norm = f"{ours}post_attention_layernorm.weight"
-        yield TensorRule(f"{theirs}ffn_norm.weight", (norm,), (C,))
-        if shape.family.experts is not None:
-            yield from _expert_rules(shape, shape.family.experts, theirs, ours)
-        else:
-            yield from _mlp_rules(shape, theirs, f"{ours}mlp.")
-    yield TensorRule("output_norm.weight", ("model.norm.weight",), (C,))
-    if not shape.tied:
-        yield TensorRule("output.weight", ("lm_head.weight",), (V, C))
-
-
-def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    C, D = shape.hidden_size, shape.head_dim
-    qkv_bias = shape.attention_bias or shape.family.qkv_bias
-    rotary: Literal["none", "rotary"] = "rotary" if shape.family.gguf.rotates_pairs else "none"
-    for letter, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads)):
-        for kind, rest in (("weight", (C,)), ("bias", ()))[: 2 if qkv_bias else 1]:
-            name = f"{ours}{letter}_proj.{kind}"
-            rows = heads * D
-            yield TensorRule(
-                f"{theirs}attn_{letter}.{kind}", (name,), (rows, *rest), rotary, heads=heads
-            )
-        if shape.family.qk_norm:
-            name = f"{ours}{letter}_norm.weight"
-            yield TensorRule(f"{theirs}attn_{letter}_norm.weight", (name,), (D,))
-    rows = shape.num_kv_heads * D
-    yield TensorRule(f"{theirs}attn_v.weight", (f"{ours}v_proj.weight",), (rows, C))
-    if qkv_bias:
-        yield TensorRule(f"{theirs}attn_v.bias", (f"{ours}v_proj.bias",), (rows,))
-    columns = shape.num_heads * D
-    yield TensorRule(f"{theirs}attn_output.weight", (f"{ours}o_proj.weight",), (C, columns))
-    if shape.attention_bias:
-        yield TensorRule(f"{theirs}attn_output.bias", (f"{ours}o_proj.bias",), (C,))
-
-
-def _mlp_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    C, F = shape.hidden_size, shape.intermediate_size
-    for word, outputs, inputs in (("gate", F, C), ("up", F, C), ("down", C, F)):
-        name, source = f"{theirs}ffn_{word}", f"{ours}{word}_proj"
-        yield TensorRule(f"{name}.weight", (f"{source}.weight",), (outputs, inputs))
-        if shape.mlp_bias:
-            yield TensorRule(f"{name}.bias", (f"{source}.bias",), (outputs,))
-
-
-def _expert_rules(
-    shape: ModelShape, names: ExpertNames, theirs: str, ours: str
-) -> Iterator[TensorRule]:
-    C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
-    yield TensorRule(f"{theirs}ffn_gate_inp.weight", (f"{ours}{names.router}",), (E, C))
-    for word, name, outputs, inputs in (
-        ("gate", names.gate, F, C),
-        ("up", names.up, F, C),
-        ("down", names.down, C, F),
-    ):
-        sources = tuple(ours + name.format(expert) for expert in range(E))
-        yield TensorRule(
-            f"{theirs}ffn_{word}_exps.weight", sources, (outputs, inputs), stacked=True
-        )

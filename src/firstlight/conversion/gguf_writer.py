@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,19 +22,19 @@ from torch import Tensor
 
 from firstlight.conversion.check import first_names, is_finite, require_tensors
 from firstlight.conversion.gguf_layout import (
-    ROPE_FACTORS,
     ModelShape,
     Rope,
-    TensorRule,
     require_known,
+    rope_factors,
     rope_of,
     shape_of,
-    tensor_rules,
 )
+from firstlight.conversion.gguf_tensors import TensorRule, tensor_rules
 from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.files.atomic import replacing
 from firstlight.models import FAMILIES
+from firstlight.models.rope import rope_magnitude
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.loading import COMPUTED_BUFFERS
 
@@ -46,9 +47,11 @@ GGUFDtype = Literal["f32", "f16", "bf16", "q8_0"]
 KEPT_KEYS = (
     "model_type",
     "activation_function",
+    "hidden_act",
     "attn_pdrop",
     "embd_pdrop",
     "initializer_range",
+    "tie_word_embeddings",
     "layer_types",
     "max_window_layers",
     "resid_pdrop",
@@ -94,35 +97,44 @@ def write_gguf(
         StorageError: the operating system refuses, as when the disk is full.
     """
     gguf = import_gguf()
-    require_known(config)
+    is_rotary = FAMILIES[require_known(config)].config.has_rotary
     tied = _is_tied(config, tensors)
+    rope = rope_of(config) if is_rotary else None
     shape = shape_of(config, tied=tied)
-    rope = rope_of(config) if shape.rotary else None
     rules = list(tensor_rules(shape))
-    _check_tensors(rules, tensors, tied)
+    _check_tensors(rules, tensors, FAMILIES[shape.model_type].model.head_file_name if tied else "")
     described = None if tokenizer is None else describe_tokenizer(tokenizer, shape.vocab_size)
-    factors = None if rope is None else rope.factors(shape.head_dim)
+    factors = {} if rope is None else rope_factors(shape, rope)
     writer = gguf.GGUFWriter(None, shape.architecture)
     _add_model(writer, config, shape, rope)
-    writer.add_name(name)
+    writer.add_name(_loadable_name(name, described))
     writer.add_file_type(_FILE_TYPES[dtype])
     if dtype == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, described, shape)
-    if factors is not None:
-        _add_tensor_info(writer, ROPE_FACTORS, tuple(factors.shape), _stored_type("f32"))
+    for factors_name, values in factors.items():
+        _add_tensor_info(writer, factors_name, tuple(values.shape), _stored_type("f32"))
     for rule in rules:
         _add_tensor_info(writer, rule.gguf, rule.gguf_shape, _type_of(rule, dtype))
     with replacing(path) as file:
         file.write(_header(writer))
         file.write(bytes(-file.size % writer.data_alignment))
-        if factors is not None:
-            file.write(factors.numpy().tobytes())
+        for values in factors.values():
+            file.write(values.numpy().tobytes())
             file.write(bytes(-file.size % writer.data_alignment))
         for rule in rules:
             for part in _encoded(rule, tensors, _type_of(rule, dtype)):
                 file.write(part.reshape(-1).view(np.uint8).data)
             file.write(bytes(-file.size % writer.data_alignment))
+
+
+def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
+    """The model's name; in names with "phi3" llama.cpp looks for the special tokens of that
+    model's tokenizer, and does not load a file without them."""
+    phi3 = {"</s>", "<s>", "<unk>", "<|endoftext|>"}
+    if tokenizer is None or phi3 <= set(tokenizer.tokens):
+        return name
+    return re.sub("(?i)phi-?3", lambda found: f"{found[0][:3]} 3", name)
 
 
 def _header(writer: Any) -> bytes:
@@ -146,16 +158,22 @@ def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) ->
     """
     shape = shape_of(config, tied=True)
     notes = []
-    if config.get("activation_function") == "gelu":
+    if "gelu" in (config.get("activation_function"), config.get("hidden_act")):
         notes.append(
-            "llama.cpp computes GPT-2's GELU by its tanh form, the model by the exact one: "
-            "logits differ slightly"
+            f"llama.cpp computes {shape.model_type}'s GELU by its tanh form, the model by the "
+            "exact one: logits differ slightly"
         )
-    window = _window(config)
-    if window is not None and window < shape.max_positions:
+    window, spec = _window(config), shape.family.gguf
+    if window is not None and window < shape.max_positions and not spec.has_windows:
         notes.append(
             f"llama.cpp ignores {shape.model_type}'s sliding window of {window} tokens: longer "
             "texts get other logits"
+        )
+    scaling = getattr(shape.model, "rope_scaling", None)
+    if scaling is not None and scaling.rope_type == "longrope":
+        notes.append(
+            "llama.cpp takes LongRoPE's long or short factors by the context it is opened with, "
+            "the model by the text's length"
         )
     if tokenizer is not None:
         notes += describe_tokenizer(tokenizer, shape.vocab_size).notes
@@ -193,26 +211,28 @@ def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
     family = FAMILIES[config["model_type"]]
     # Old files lack keys at their default in transformers: GPT-2's head is tied.
     usual = family.config.model_fields["tie_word_embeddings"].default
+    usual = family.spec.hf_defaults.get("tie_word_embeddings", usual)
     tied = config.get("tie_word_embeddings", usual)
-    embedding = f"{family.model.embedding_name}.weight"
-    if "lm_head.weight" not in tensors:
+    embedding, head = f"{family.model.embedding_name}.weight", family.model.head_file_name
+    if head not in tensors:
         if not tied:
             raise ModelError(
-                "the model lacks lm_head.weight, and config.json does not tie it to the embedding"
+                f"the model lacks {head}, and config.json does not tie it to the embedding"
             )
         return True
     if tied and embedding in tensors:
-        if not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
-            raise ModelError(f"config.json ties lm_head.weight to {embedding}, but the two differ")
+        if not torch.equal(tensors[head], tensors[embedding]):
+            raise ModelError(f"config.json ties {head} to {embedding}, but the two differ")
         return True
     return False
 
 
-def _check_tensors(rules: list[TensorRule], tensors: Mapping[str, Tensor], tied: bool) -> None:
-    """Refuse, by name, tensors that are missing, extra, misshapen, or not finite."""
+def _check_tensors(rules: list[TensorRule], tensors: Mapping[str, Tensor], unused: str) -> None:
+    """Refuse, by name, tensors that are missing, extra, misshapen, or not finite; one may be
+    `unused`."""
     shapes, broken = {}, []
     for name in tensors:
-        if name.endswith(COMPUTED_BUFFERS) or (tied and name == "lm_head.weight"):
+        if name.endswith(COMPUTED_BUFFERS) or name == unused:
             continue
         tensor = tensors[name]
         shapes[name] = tensor.shape
@@ -238,12 +258,20 @@ def _add_model(
     if rope is None:
         writer.add_layer_norm_eps(_epsilon(config, "layer_norm_epsilon"))
     else:
-        writer.add_layer_norm_rms_eps(_epsilon(config, "rms_norm_eps"))
+        if shape.family.norm_kind == "layer":
+            writer.add_layer_norm_eps(shape.model.rms_norm_eps)
+        else:
+            writer.add_layer_norm_rms_eps(_epsilon(config, "rms_norm_eps"))
+        if "use_parallel_residual" in shape.family.own_keys:
+            writer.add_parallel_residual(shape.parallel)
         writer.add_head_count_kv(shape.num_kv_heads)
         writer.add_key_length(shape.head_dim)
         writer.add_value_length(shape.head_dim)
-        writer.add_rope_dimension_count(shape.head_dim)
+        writer.add_rope_dimension_count(shape.rotary_dim)
         writer.add_rope_freq_base(rope.theta)
+        _add_kinds_of_layers(writer, config, shape)
+        if (part := shape.model.partial_rotary_factor) is not None:
+            kept["partial_rotary_factor"] = part
         if rope.kind == "linear":
             import gguf
 
@@ -252,23 +280,35 @@ def _add_model(
         if rope.kind == "llama3":
             # They can't be computed from the tensor of the factors.
             kept["rope_scaling"] = {"rope_type": rope.kind, **rope.scaling}
+        if rope.kind == "longrope":
+            scaling = shape.model.rope_scaling
+            original = scaling.original_max_position_embeddings
+            writer.add_rope_scaling_orig_ctx_len(original)
+            writer.add_rope_scaling_attn_factors(rope_magnitude(scaling, shape.max_positions))
+            kept["rope_scaling"] = scaling.model_dump(exclude_none=True)
     if shape.num_experts:
         writer.add_expert_count(shape.num_experts)
         writer.add_expert_used_count(shape.num_experts_per_tok)
         writer.add_expert_feed_forward_length(shape.expert_size)
-    window = _window(config)
-    if window is not None:
-        writer.add_sliding_window(window)
     for key, name in shape.family.gguf.numbers.items():
-        writer.add_float32(f"{shape.architecture}.{name}", _multiplier(config, key))
+        if (number := getattr(shape.model, key)) is not None:
+            writer.add_float32(f"{shape.architecture}.{name}", number)
     writer.add_string(KEPT, json.dumps(kept))
 
 
-def _multiplier(config: Mapping[str, Any], key: str) -> float:
-    value = config.get(key, 1.0)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ModelError(f"config.json: {key} is {value!r}, no number above 0")
-    return value
+def _add_kinds_of_layers(writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape) -> None:
+    """The window, and the rotary base of the layers that have it."""
+    window, spec, model = _window(config), shape.family.gguf, shape.model
+    if spec.has_windows:
+        window = model.sliding_window
+        if window is None and spec.head == "tied":
+            # Gemma 2's layers have one in llama.cpp: one that covers all tokens.
+            window = shape.max_positions
+    if window is not None:
+        writer.add_sliding_window(window)
+    if spec.has_window_base:
+        name = f"{shape.architecture}.rope.freq_base_swa"
+        writer.add_float32(name, model.rope_local_base_freq)
 
 
 def _epsilon(config: Mapping[str, Any], key: str) -> float:

@@ -48,7 +48,7 @@ def resolve_attention(
 ) -> str:
     """The attention backend; "auto" is torch's own choice, but for three cases.
 
-    Capped scores, which torch's fused kernels do not have, take flex or blockwise.
+    Capped scores and sinks, which torch's fused kernels do not have, take flex or blockwise.
 
     Documents on CUDA take flex, whose mask costs no memory, where nothing is dropped out and
     there is triton; see `takes_blockwise` for CPUs.
@@ -61,8 +61,9 @@ def resolve_attention(
     """
     if config.attention != "auto":
         return config.attention
-    if caps_scores(model):
-        return "flex" if device == "cuda" and compiles else "blockwise"
+    able = able_backends(model)
+    if able is not None:
+        return "flex" if "flex" in able and device == "cuda" and compiles else "blockwise"
     # A family that drops attention weights out does so in all layers alike.
     dropout = model.attention_spec(0).dropout
     if documents and device == "cuda":
@@ -84,13 +85,27 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
     return half and large and seq_len <= _BLOCKWISE_TOKENS
 
 
-#: The backends that can cap scores.
-CAPPING_BACKENDS = ("flex", "blockwise", "plain")
+def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
+    """The backends that compute a model's attention, which all layers of a family have alike; None
+    where all do."""
+    spec = model.attention_spec(0)
+    if spec.sinks:
+        return ("blockwise", "plain")
+    if spec.value_dim not in (None, model.head_dim):
+        return ("blockwise", "plain", "math")
+    return None if spec.softcap is None else ("flex", "blockwise", "plain")
 
 
-def caps_scores(model: ModelConfig) -> bool:
-    """Whether a model's attention caps its scores, which all layers of a family do alike."""
-    return model.attention_spec(0).softcap is not None
+def why_unable(model: ModelConfig, backend: str) -> str:
+    """What a backend can't do for a model, as the end of a sentence; "" where it can."""
+    able = able_backends(model)
+    if able is None or backend in ("auto", *able):
+        return ""
+    spec = model.attention_spec(0)
+    what = "compute the attention sinks" if spec.sinks else "cap the scores"
+    if spec.value_dim is not None:
+        what = "take values of another size than keys, which are those"
+    return f"can't {what} of {model.model_type} models: use {', '.join(able)} or auto"
 
 
 def choose_attention(model: Model, backend: str) -> None:
@@ -99,14 +114,11 @@ def choose_attention(model: Model, backend: str) -> None:
     Raises:
         ConfigError: the backend does not compute the model's attention.
     """
-    is_capped = caps_scores(model.config)
-    if is_capped and backend not in CAPPING_BACKENDS:
-        raise ConfigError(
-            f"attention '{backend}' can't cap the scores of {model.config.model_type} models: "
-            f"use {', '.join(CAPPING_BACKENDS)} or auto"
-        )
+    problem = why_unable(model.config, backend)
+    if problem:
+        raise ConfigError(f"attention '{backend}' {problem}")
     attend, make_mask = _backends()[backend]
-    if is_capped and backend == "flex":
+    if backend == "flex" and model.config.attention_spec(0).softcap is not None:
         # The fused kernels, which know causality without a mask, have no cap.
         make_mask = functools.partial(flex_mask, always=True)
     model.make_mask = make_mask
@@ -137,8 +149,10 @@ def _by_kernel(
     mask: Any,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     assert softcap is None, "torch's fused kernels have no cap of scores"
+    assert sinks_H is None, "torch's fused kernels have no sinks"
     # Not every kernel groups queries itself.
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     with sdpa_kernel(backend):
@@ -195,11 +209,13 @@ def flex_attention(
     mask: Any,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et al.
     2024); over another mask, or none, by torch's fused kernels, or with a cap by blockwise
     attention. Arguments: `AttentionFunction`'s.
     """
+    assert sinks_H is None, "flex attention has no sinks"
     if mask is None or isinstance(mask, Tensor):
         other = attention if softcap is None else blockwise_attention
         return other(

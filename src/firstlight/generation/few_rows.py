@@ -24,14 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from firstlight.errors import StorageError
+from firstlight.files.atomic import write_file
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
+from firstlight.models.moe import Router
 
 #: From so many rows on, computing is what takes the time, and torch's kernels do that faster.
 MOST_ROWS = 8
 
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 _SOURCE = Path(__file__).with_suffix(".cpp")
+#: Most time of the compiler: on free cores it takes some seconds.
+_COMPILER_SECONDS = 120.0
 
 _Product = Callable[..., None]
 
@@ -183,7 +188,7 @@ def _products() -> dict[torch.dtype, _Product]:
     """The kernel for each dtype of weights; none where there is no compiler that makes them."""
     try:
         library = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, StorageError, subprocess.SubprocessError):
         return {}
     found = {}
     for dtype, name in {**_NAMES, torch.int8: "product_int8"}.items():
@@ -198,7 +203,7 @@ def _compiled() -> Path:
     """The library of the kernels, compiled where it is not yet.
 
     Raises:
-        OSError, SubprocessError: it can't be.
+        OSError, StorageError, SubprocessError: it can't be.
     """
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
@@ -212,8 +217,9 @@ def _compiled() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             built = Path(temporary) / library.name
             command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            built.replace(library)
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILER_SECONDS)
+            # Synced before it has its name: a power cut must not leave a library of zeros.
+            write_file(library, built.read_bytes())
     return library
 
 
@@ -313,7 +319,7 @@ def quantize_int8(model: Model) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             weight = module.weight.t()
-        elif isinstance(module, nn.Linear) and not name.endswith(".gate"):
+        elif isinstance(module, nn.Linear) and not isinstance(module, Router):
             weight = module.weight
         else:
             continue

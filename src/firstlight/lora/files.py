@@ -11,10 +11,8 @@ from the tensors; the settings only give what the tensors don't show.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -36,6 +34,7 @@ from firstlight.lora.layers import (
     lora_layers,
     wrap,
 )
+from firstlight.lora.patterns import compiled, require_quick_matches, require_quick_patterns, short
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.weights.hub import find_model_folder
@@ -53,9 +52,6 @@ ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
 _T = TypeVar("_T", int, float)
 
-#: Entries of rank_pattern and alpha_pattern together; the deepest models have 900 linear layers.
-_MOST_PATTERNS = 3000
-_MOST_PATTERN_CHARS = 500
 #: Settings that change nothing once there are tensors. Any other unknown setting must be off.
 _WITHOUT_EFFECT = {
     *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
@@ -100,12 +96,7 @@ class PeftConfig(BaseModel):
 def _by_pattern(patterns: Mapping[str, _T] | None, layer: str, otherwise: _T) -> _T:
     """The value of the first pattern that matches the end of a layer's name, as PEFT does it."""
     given = (patterns or {}).items()
-    return next((value for pattern, value in given if _compiled(pattern).match(layer)), otherwise)
-
-
-@functools.lru_cache(maxsize=2 * _MOST_PATTERNS)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({pattern})$")
+    return next((value for pattern, value in given if compiled(pattern).match(layer)), otherwise)
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -123,13 +114,13 @@ def read_peft_config(folder: Path) -> PeftConfig:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         raise ModelError(
-            f"{path}: {name[:100]}: {first['msg']} (given: {_short(first['input'])}); only LoRA "
+            f"{path}: {name[:100]}: {first['msg']} (given: {short(first['input'])}); only LoRA "
             "and DoRA of language models are read"
         ) from error
     start = config.init_lora_weights
     if start not in _PLAIN_STARTS:
         raise ModelError(
-            f"{path}: init_lora_weights {_short(start)} changed the base model's weights, which is "
+            f"{path}: init_lora_weights {short(start)} changed the base model's weights, which is "
             "not supported: convert the adapter with PEFT (save_pretrained's path_initial_model_for"
             "_weight_conversion), or merge it there"
         )
@@ -139,39 +130,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
                 f"{path}: {name[:100]} is not supported: merge the adapter with PEFT "
                 "(merge_and_unload), and use the merged model"
             )
-    _require_quick_patterns(path, [*(config.rank_pattern or {}), *(config.alpha_pattern or {})])
+    require_quick_patterns(path, [*(config.rank_pattern or {}), *(config.alpha_pattern or {})])
     return config
-
-
-def _require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Refuse patterns that would take long, by their number or their repetitions.
-
-    Raises:
-        ModelError: there are such patterns, or one is invalid.
-    """
-    if len(patterns) > _MOST_PATTERNS:
-        raise ModelError(
-            f"{path}: rank_pattern and alpha_pattern have {len(patterns):,} entries, more than the "
-            f"{_MOST_PATTERNS:,} that are read: merge the adapter with PEFT (merge_and_unload)"
-        )
-    for pattern in patterns:
-        # A regular expression with repeated groups, or many repetitions or choices, can take for
-        # ever on one name.
-        choices = len(re.findall(r"\(", pattern)) + len(re.findall(r"(?<!\()\?", pattern))
-        is_slow = re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3
-        if is_slow or choices > 5 or len(pattern) > _MOST_PATTERN_CHARS:
-            raise ModelError(
-                f"{path}: pattern {_short(pattern)} repeats too much: name the layers in full"
-            )
-        try:
-            _compiled(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ModelError(f"{path}: {_short(pattern)} is no pattern: {error}") from error
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 #: Longest chain of adapters of adapters.
@@ -275,6 +235,9 @@ def load_adapter(model: Model, folder: Path) -> None:
     if not adapted:
         raise ModelError(f"{path} holds no adapter")
     layers = linear_layers(model)
+    known = [layer for layer in adapted if layer in layers]
+    patterns = [*(config.rank_pattern or {}), *(config.alpha_pattern or {})]
+    require_quick_matches(folder / ADAPTER_CONFIG_NAME, patterns, known)
     for layer in adapted:
         if layer not in layers:
             raise ModelError(

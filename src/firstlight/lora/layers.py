@@ -16,7 +16,7 @@ from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.lora.quantized import NF4Linear, require_nf4
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
-from firstlight.models.moe import Experts, SparseMLP
+from firstlight.models.moe import Experts, Router
 from firstlight.models.ops import Embedding
 from firstlight.section import Section
 
@@ -27,7 +27,7 @@ HEAD = "lm_head"
 _OTHER_KINDS: dict[type[nn.Module], str] = {
     Embedding: "an embedding",
     Experts: "a stack of experts",
-    nn.Linear: "the router of experts",
+    Router: "the router of experts",
 }
 
 
@@ -268,13 +268,10 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
     """The linear layers by name, without routers: another routing is no small change, and a router
     is no layer in PEFT's files."""
-    routers = {
-        f"{name}.gate" for name, module in model.named_modules() if isinstance(module, SparseMLP)
-    }
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name not in routers
+        if isinstance(module, nn.Linear | Conv1D) and not isinstance(module, Router)
     }
 
 
@@ -300,7 +297,7 @@ def _no_such_target(model: Model, target: str, layers: dict[str, LinearLayer]) -
     known = sorted({name.rpartition(".")[2] for name in layers})
     problem = f"matches no linear layer of this model{nearest(target, known)}"
     for name, module in model.named_modules():
-        kind = _OTHER_KINDS.get(type(module))
+        kind = next((k for t, k in _OTHER_KINDS.items() if isinstance(module, t)), None)
         # Stacked experts are parameters, with the names that an expert's layers have elsewhere.
         stacked = dict(module.named_parameters(recurse=False)) if kind else {}
         if kind and any(

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from firstlight.models.deepseek import Deepseek
+from firstlight.models.deepseek_config import DeepseekConfig
 from firstlight.models.family import FamilySpec
 from firstlight.models.gpt2 import GPT2, GPT2Config
+from firstlight.models.gpt_neox import GPTNeoX, GPTNeoXConfig
+from firstlight.models.gpt_oss import GptOss, GptOssConfig
 from firstlight.models.language_model import Cache, KVCache, RaggedCache
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import LlamaConfig, MoEConfig
@@ -18,8 +22,14 @@ __all__ = [
     "FAMILIES",
     "GPT2",
     "Cache",
+    "Deepseek",
+    "DeepseekConfig",
     "Family",
     "GPT2Config",
+    "GPTNeoX",
+    "GPTNeoXConfig",
+    "GptOss",
+    "GptOssConfig",
     "KVCache",
     "Llama",
     "LlamaConfig",
@@ -35,14 +45,14 @@ __all__ = [
 ]
 
 Model = GPT2 | Llama
-ModelConfig = GPT2Config | LlamaConfig | MoEConfig
+ModelConfig = GPT2Config | LlamaConfig | MoEConfig | GPTNeoXConfig | GptOssConfig | DeepseekConfig
 
 
 @dataclass(frozen=True)
 class Family:
     """A family's config class, model class and facts."""
 
-    config: type[GPT2Config] | type[LlamaConfig] | type[MoEConfig]
+    config: type[ModelConfig]
     model: type[GPT2] | type[Llama]
     spec: FamilySpec
 
@@ -52,6 +62,9 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(GPT2Config, GPT2, GPT2Config.families["gpt2"]),
     **{name: Family(LlamaConfig, Llama, spec) for name, spec in LlamaConfig.families.items()},
     **{name: Family(MoEConfig, Llama, spec) for name, spec in MoEConfig.families.items()},
+    **{name: Family(GPTNeoXConfig, GPTNeoX, s) for name, s in GPTNeoXConfig.families.items()},
+    **{name: Family(GptOssConfig, GptOss, spec) for name, spec in GptOssConfig.families.items()},
+    **{name: Family(DeepseekConfig, Deepseek, s) for name, s in DeepseekConfig.families.items()},
 }
 
 #: The family of a recipe that names none.

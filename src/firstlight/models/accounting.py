@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from firstlight.models import Model, ModelConfig, MoEConfig, build_model
+from firstlight.models import Model, ModelConfig, build_model
+from firstlight.models.llama_layers import RMSNorm
+from firstlight.models.moe import Router
+from firstlight.models.ops import Embedding, SelfAttention
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,6 @@ class ParameterCount:
 
 
 _PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
-_EMBEDDINGS = ("embed_tokens", "wte", "wpe")
 
 
 def meta_model(config: ModelConfig) -> Model:
@@ -59,31 +61,39 @@ def count_parameters(model: Model) -> ParameterCount:
     """Count a model's parameters by what they do."""
     counts = dict.fromkeys(_PARTS, 0)
     for name, parameter in model.named_parameters():
-        counts[_part_of(name)] += parameter.numel()
+        counts[_part_of(model, name)] += parameter.numel()
     idle = round(counts["experts"] * (1 - _visited_share(model.config)))
     return ParameterCount(**counts, idle=idle)
 
 
-def _part_of(name: str) -> str:
+def _part_of(model: Model, name: str) -> str:
+    """What a parameter of this name does: one of `_PARTS`."""
     parts = name.split(".")
+    # From the outermost module to the parameter's own.
+    modules = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts) - 1)]
     if parts[0] == "lm_head":
         return "head"
-    if parts[-2] in _EMBEDDINGS:
+    if isinstance(modules[-1], Embedding):
         return "embedding"
-    if "norm" in parts[-2]:  # before attention, which has Qwen3's norms inside it
+    # Before attention, which has norms of queries and keys inside it.
+    if isinstance(modules[-1], nn.LayerNorm | RMSNorm):
         return "norm"
-    if "self_attn" in parts or "attn" in parts:
+    if any(isinstance(module, SelfAttention) for module in modules):
         return "attention"
     if "experts" in parts:
         return "experts"
-    if parts[-2] == "gate":
-        return "router"
-    return "mlp" if "mlp" in parts else "norm"
+    return "router" if isinstance(modules[-1], Router) else "mlp"
+
+
+def is_multiplied(model: Model, name: str) -> bool:
+    """Whether the parameter of this name is a factor of a matrix product, not only looked up."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return not isinstance(owner, Embedding) and model.get_parameter(name).dim() >= 2
 
 
 def _visited_share(config: ModelConfig) -> float:
     """The share of a layer's experts that a token visits."""
-    return config.num_experts_per_tok / config.num_experts if isinstance(config, MoEConfig) else 1.0
+    return config.visited_experts / config.expert_count if config.expert_count else 1.0
 
 
 def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
@@ -105,7 +115,7 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 3:  # stacked experts
             matrix_weights += parameter.numel() * _visited_share(config)
-        elif _is_multiplied(name, parameter):
+        elif is_multiplied(model, name):
             matrix_weights += parameter.numel()
     seen = 0.0
     for layer in range(config.num_hidden_layers):
@@ -120,16 +130,9 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the key-value cache."""
-    return (
-        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    )
+    return config.num_hidden_layers * config.cached_numbers * dtype.itemsize
 
 
 def is_inside_a_layer(name: str) -> bool:
     """Whether a parameter of this name is one of a layer's."""
     return any(part.isdigit() for part in name.split("."))
-
-
-def _is_multiplied(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a factor of a matrix product, and not only looked up."""
-    return parameter.dim() >= 2 and name.split(".")[-2] not in _EMBEDDINGS

@@ -33,12 +33,14 @@ def blockwise_attention(
     mask: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention [B, H, T, D], a block of queries at a time; its dtype is autocast's or the
     values'.
 
     With dropout, the weights that stay are drawn first, and kept for the backward pass: a byte a
-    weight. Arguments as in `ops.attention`.
+    weight. Arguments as in `ops.AttentionFunction`; the values' heads may be of another size than
+    the queries' and keys'.
     """
     if scale is not None:
         # The operator divides by sqrt(D).
@@ -51,7 +53,7 @@ def blockwise_attention(
         shape = *q_BHTD.shape[:-1], k_BKSD.shape[-2]
         kept_BHTS = q_BHTD.new_empty(shape, dtype=torch.bool).bernoulli_(1 - dropout)
     growth, bound = 1 / (1 - dropout), softcap or 0.0
-    result: Tensor = _attention(q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound)
+    result: Tensor = _attention(q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound, sinks_H)
     return result
 
 
@@ -66,13 +68,15 @@ def _attention(
     kept_BHTS: Tensor | None,
     growth: float,
     softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    out_BHTD = _like_projected(q_BHTD)
+    out_BHTD = _like_projected(q_BHTD, v_BKSD.shape[-1])
     # Scores are products of fp32, which autocast would round.
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for own, shared in _parts(q_BHTD, k_BKSD):
             lost = _lost(mask, kept_BHTS, growth, own)
-            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap)
+            sinks = None if sinks_H is None else sinks_H[own[1]]
+            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap, sinks)
             part.attend(out_BHTD[own])
             del part  # before the next takes as much
     return out_BHTD
@@ -80,8 +84,8 @@ def _attention(
 
 # Strides as those of the real result: compiled code relies on them.
 @_attention.register_fake
-def _(q_BHTD: Tensor, *_: Any) -> Tensor:
-    return _like_projected(q_BHTD)
+def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
+    return _like_projected(q_BHTD, v_BKSD.shape[-1])
 
 
 @torch.library.custom_op("firstlight::blockwise_attention_backward", mutates_args=())
@@ -94,32 +98,42 @@ def _attention_backward(
     kept_BHTS: Tensor | None,
     growth: float,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
+    grad_sinks_H = _sums_like(sinks_H, q_BHTD).zero_()
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for own, shared in _parts(q_BHTD, k_BKSD):
             lost = _lost(mask, kept_BHTS, growth, own)
-            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap)
+            sinks = None if sinks_H is None else sinks_H[own[1]]
+            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap, sinks)
             part.backward(grad_BHTD[own], (grad_q[own], grad_k[shared], grad_v[shared]))
+            if part.grad_sinks is not None:
+                grad_sinks_H[own[1]] += part.grad_sinks
             del part
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, grad_sinks_H
 
 
 @_attention_backward.register_fake
 def _(
-    grad_BHTD: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_projected(q_BHTD), _like_projected(k_BKSD), _like_projected(v_BKSD)
+    grad_BHTD: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks_H = others[4] if len(others) > 4 else None
+    grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
+    return grad_q, grad_k, grad_v, _sums_like(sinks_H, q_BHTD)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.growth, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.growth, ctx.softcap, sinks_H = inputs
+    ctx.save_for_backward(*tensors, sinks_H)
 
 
 def _backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _attention_backward(grad_BHTD, *ctx.saved_tensors, ctx.growth, ctx.softcap)
-    return *grads, None, None, None, None
+    *tensors, sinks_H = ctx.saved_tensors
+    found = _attention_backward(grad_BHTD, *tensors, ctx.growth, ctx.softcap, sinks_H)
+    *grads, grad_sinks_H = found
+    of_sinks = None if sinks_H is None else grad_sinks_H.to(sinks_H.dtype)
+    return *grads, None, None, None, None, of_sinks
 
 
 _attention.register_autograd(_backward, setup_context=_save_inputs)
@@ -159,10 +173,20 @@ class _Part:
 
     Scores are fp32, as in fused kernels: rounded to bf16, a score of 10 may be off by 0.03, and its
     weight by as much. torch has no product of bf16 factors with an fp32 result on CPUs.
+
+    Attributes:
+        grad_sinks: gradient of the sinks, of the dtype of the scores [H], once `backward` has
+            run; None without sinks.
     """
 
     def __init__(
-        self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, lost: _Lost, softcap: float
+        self,
+        q_BHTD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        lost: _Lost,
+        softcap: float,
+        sinks_H: Tensor | None,
     ) -> None:
         rows, heads, new, size = q_BHTD.shape
         self._shape = rows, k_BKSD.shape[1], heads // k_BKSD.shape[1]
@@ -173,6 +197,8 @@ class _Part:
         self._keys, self._values = (x.flatten(0, 1).contiguous() for x in (k_BKSD, v_BKSD))
         self._wide_keys = at_least_fp32(self._keys)
         self._lost, self._softcap = lost, softcap
+        self._sinks = sinks_H
+        self.grad_sinks = None if sinks_H is None else _sums_like(sinks_H, q_BHTD).zero_()
         self._blocks = list(blocks_of(new, k_BKSD.shape[-2]))
 
     def _grouped(self, x_BHTD: Tensor) -> Tensor:
@@ -185,8 +211,11 @@ class _Part:
         rows, kept, groups = self._shape
         return x_NXD.view(rows, kept * groups, -1, x_NXD.shape[-1])
 
-    def _weights(self, start: int, end: int, seen: int, slopes: list[Tensor] | None) -> Tensor:
-        """Attention weights of a block's queries over the keys that they see, [N, G * t, S].
+    def _weights(
+        self, start: int, end: int, seen: int, slopes: list[Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention weights of a block's queries over the keys that they see, [N, G * t, S], and
+        what the sinks take of each query's, [N, G * t, 1]; None without sinks.
 
         Where scores are capped, the slope of each, 1 - tanh(s / c)^2, is appended to `slopes`, if
         that is a list.
@@ -199,10 +228,27 @@ class _Part:
                 slopes.append(1 - scores.square())
             scores.mul_(self._softcap)
         self._lost.hide_(self._by_heads(scores), start, end, seen)
+        if self._sinks is not None:
+            taken = self._softmax_with_sinks_(scores, self._sinks)
+            return scores.to(self._keys.dtype), taken
         weights = F.softmax(scores, -1)
         # Freed before the rounded copy is made: at its height there are two blocks of scores.
         del scores
-        return weights.to(self._keys.dtype)
+        return weights.to(self._keys.dtype), None
+
+    def _softmax_with_sinks_(self, scores_NXS: Tensor, sinks_H: Tensor) -> Tensor:
+        """Make weights of scores, in place; return what the sinks take, [N, X, 1]."""
+        rows, kept, groups = self._shape
+        sinks = sinks_H.to(scores_NXS.dtype).view(1, kept, groups, 1)
+        # A block's rows are its query heads', one head after the other.
+        each = (rows, kept, groups, scores_NXS.shape[1] // groups)
+        sinks_NX1 = sinks.expand(each).reshape(*scores_NXS.shape[:2], 1)
+        highest_NX1 = torch.maximum(scores_NXS.amax(-1, keepdim=True), sinks_NX1)
+        scores_NXS.sub_(highest_NX1).exp_()
+        taken_NX1 = (sinks_NX1 - highest_NX1).exp_()
+        total_NX1 = scores_NXS.sum(-1, keepdim=True) + taken_NX1
+        scores_NXS.div_(total_NX1)
+        return taken_NX1 / total_NX1
 
     def attend(self, out_BHTD: Tensor) -> None:
         """Write the result."""
@@ -211,7 +257,7 @@ class _Part:
 
     def _attend(self, block: tuple[int, int, int], out_BHTD: Tensor) -> None:
         start, end, seen = block
-        weights = self._weights(start, end, seen, None)
+        weights, _ = self._weights(start, end, seen, None)
         self._lost.drop_(self._by_heads(weights), start, end, seen)
         result = torch.bmm(weights, self._values[:, :seen])
         out_BHTD[:, :, start:end] = self._by_heads(result)
@@ -219,7 +265,8 @@ class _Part:
     def backward(self, grad_BHTD: Tensor, grads: Sequence[Tensor]) -> None:
         """Write the gradients of queries, keys and values, each of the shape that it came in."""
         grad = self._grouped(grad_BHTD)
-        found = tuple(map(torch.empty_like, (grad, self._keys, self._values)))
+        of_queries = grad.new_empty(self._queries.shape)
+        found = (of_queries, torch.empty_like(self._keys), torch.empty_like(self._values))
         # The last block sees all keys, so that no gradient has to begin at zero.
         for block in reversed(self._blocks):
             self._add_gradients(block, grad, found)
@@ -234,9 +281,15 @@ class _Part:
         is_first = block == self._blocks[-1]
         grad = grads[:, :, start:end].flatten(1, 2)
         slopes: list[Tensor] = []
-        weights = self._weights(start, end, seen, slopes)
+        weights, taken = self._weights(start, end, seen, slopes)
         grad_weights = torch.bmm(grad, self._values[:, :seen].transpose(1, 2))
         self._lost.drop_(self._by_heads(grad_weights), start, end, seen)
+        if taken is not None:
+            assert self.grad_sinks is not None
+            # A sink's weight reaches no value: of the softmax's gradient the sum alone is left.
+            sums = (grad_weights * weights).sum(-1, keepdim=True, dtype=taken.dtype)
+            self.grad_sinks -= self._by_heads(sums.mul_(taken)).sum((0, 2, 3))
+        # It also holds for weights that sinks leave a sum below 1.
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         del grad_weights
         if slopes:
@@ -296,6 +349,14 @@ def _lost(
     return _Lost(mask, None if kept_BHTS is None else kept_BHTS[part], growth)
 
 
-def _like_projected(x_BHTD: Tensor) -> Tensor:
-    """An empty one whose heads lie side by side, as projections give and take them."""
-    return x_BHTD.new_empty(x_BHTD.transpose(1, 2).shape).transpose(1, 2)
+def _like_projected(x_BHTD: Tensor, size: int | None = None) -> Tensor:
+    """An empty one whose heads, of the same size or another, lie side by side, as projections give
+    and take them."""
+    B, H, T, D = x_BHTD.shape
+    return x_BHTD.new_empty(B, T, H, D if size is None else size).transpose(1, 2)
+
+
+def _sums_like(sinks_H: Tensor | None, q_BHTD: Tensor) -> Tensor:
+    """An empty tensor for the gradient of sinks, in fp32 at least, [H]; [0] without sinks."""
+    dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
+    return q_BHTD.new_empty(0 if sinks_H is None else len(sinks_H), dtype=dtype)

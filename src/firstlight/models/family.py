@@ -25,6 +25,9 @@ class AttentionSpec:
         softcap: bound c of the scores s, which become c tanh(s / c); None leaves them as they are.
         rope: number of the rotary table that turns queries and keys: 0, or 1 where layers with a
             window have a table of their own; None is no rotation.
+        sinks: True where each head has a learned logit more in its softmax, of a token without a
+            value.
+        value_dim: size of a value's head, where it is not that of a key's.
     """
 
     window: int | None = None
@@ -32,6 +35,8 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float | None = None
     rope: int | None = 0
+    sinks: bool = False
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,17 @@ class GGUFSpec:
         rope_kinds: kinds of rotary scaling that llama.cpp computes.
         fixed: settings that llama.cpp computes one way only: (config.json's key, values that it
             computes with, value of a missing key).
-        numbers: config.json's key of a number -> GGUF's key.
+        numbers: our key of a number -> GGUF's key.
+        optional: those of `numbers` that a model may lack.
+        block: GGUF's names of a layer's parts -> the family's, where a layer has biases everywhere
+            and one matrix for queries, keys and values; {} is a layer as in Llama.
+        head: "written" where llama.cpp wants a tensor for a tied head, too; "tied" where it knows
+            no head but the embedding.
+        has_windows: True where llama.cpp computes the window of those layers that have one.
+        has_window_base: True where it computes a rotary base of their own, too.
+        exact_heads: True where llama.cpp wants the heads to share hidden_size.
+        wide_scale_layers: number of layers at which llama.cpp takes hidden_size over heads for
+            query_pre_attn_scalar, in place of head_dim; 0 is none.
     """
 
     architecture: str
@@ -71,6 +86,13 @@ class GGUFSpec:
     rope_kinds: tuple[str, ...] = ("default", "linear")
     fixed: tuple[tuple[str, tuple[Any, ...], Any], ...] = ()
     numbers: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
+    block: Mapping[str, str] = field(default_factory=dict)
+    head: Literal["", "written", "tied"] = ""
+    has_windows: bool = False
+    has_window_base: bool = False
+    exact_heads: bool = False
+    wide_scale_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,7 @@ class RopeSpec:
             beside the rotary settings; 0 where it stands among them.
         nested: True where config.json has rotary settings of each kind of layer.
         local_theta_key: config.json's old key of the base in layers with a window; "" is none.
+        default: rotary settings of a config.json that has none, in its spelling.
     """
 
     kinds: tuple[str, ...] = ()
@@ -112,6 +135,7 @@ class RopeSpec:
     original_positions: int = 0
     nested: bool = False
     local_theta_key: str = ""
+    default: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,6 +146,7 @@ class FamilySpec:
         architecture: transformers' class, as in config.json's "architectures".
         gguf: form in llama.cpp's files.
         own_keys: config keys that not all families of the config class have.
+        json_names: config.json's name of a key of ours, where it has another.
         hf_defaults: values of keys that config.json leaves out, as Hugging Face's config class has
             them, where they differ from a recipe's.
         qkv_bias: True where queries, keys and values always have biases.
@@ -130,7 +155,8 @@ class FamilySpec:
             together; None where they are not.
         norms: names of a layer's norms.
         norm_kind: "rounded" where a norm's result is rounded before its weight w is multiplied in,
-            "wide" where after it, "one_plus" where the factor is 1 + w, and rounded after it.
+            "wide" where after it, "one_plus" where the factor is 1 + w, and rounded after it;
+            "layer" for LayerNorm with a bias in place of RMSNorm.
         activation: config.json's name of the MLP's activation.
         activation_key: config.json's key of the activation.
         gated: True where the MLP has a gate, as in SwiGLU and GeGLU.
@@ -145,9 +171,13 @@ class FamilySpec:
         period_key: config.json's old key of `full_attention_every`; "" is none.
         divides_width: True where transformers wants hidden_size to be a multiple of the heads even
             if head_dim is given.
+        derived_keys: keys that always follow from the others, and that config.json does not have.
         indivisible: reason why tensor parallelism can't cut the layers; "" where it can.
         has_window_switch: True where config.json has use_sliding_window.
-        experts: names of the experts in the files; None for dense models.
+        experts: names of the experts in the files; None for dense models, and where the files have
+            them stacked, as the model has.
+        has_buffers: True where the files have tensors that are no parameters.
+        has_mxfp4: True where experts may be stored in MXFP4.
         tokenizer_split: split of text that transformers gives every tokenizer of the family; None
             is the tokenizer's own.
     """
@@ -155,13 +185,14 @@ class FamilySpec:
     architecture: str
     gguf: GGUFSpec = GGUFSpec("")
     own_keys: tuple[str, ...] = ()
+    json_names: Mapping[str, str] = field(default_factory=dict)
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False
     output_bias: bool = True
     qk_norm: Literal["head", "width"] | None = None
     norms: BlockNorms = BlockNorms()
-    norm_kind: Literal["rounded", "wide", "one_plus"] = "rounded"
-    activation: Literal["silu", "relu2", "gelu_pytorch_tanh"] = "silu"
+    norm_kind: Literal["rounded", "wide", "one_plus", "layer"] = "rounded"
+    activation: Literal["silu", "relu2", "gelu_pytorch_tanh", "gelu"] = "silu"
     activation_key: str = "hidden_act"
     gated: bool = True
     fused: Literal[False, True, "mlp"] = False
@@ -171,9 +202,12 @@ class FamilySpec:
     no_rope_every: int = 0
     period_key: str = ""
     divides_width: bool = False
+    derived_keys: tuple[str, ...] = ()
     indivisible: str = ""
     has_window_switch: bool = False
     experts: ExpertNames | None = None
+    has_buffers: bool = False
+    has_mxfp4: bool = False
     tokenizer_split: str | None = None
 
     @property
@@ -211,14 +245,30 @@ class FamilyConfig(Section):
         return self.families[self.model_type]
 
     @property
+    def indivisible(self) -> str:
+        """Reason why tensor parallelism can't cut this model's layers; "" where it can."""
+        return self.family.indivisible
+
+    @property
     def expert_count(self) -> int:
         """Experts of a layer that has some; 0 for dense models."""
         return 0
 
     @property
+    def visited_experts(self) -> int:
+        """Experts of a layer that each token visits; 0 for dense models."""
+        return getattr(self, "num_experts_per_tok", 0)
+
+    @property
     def logit_softcap(self) -> float | None:
         """Bound c of the logits z, which become c tanh(z / c); None leaves them as they are."""
         return None
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers that a token takes in a layer's key-value cache."""
+        config: Any = self
+        return 2 * int(config.num_key_value_heads) * int(config.head_dim)
 
     @property
     def router_loss_coefficient(self) -> float:

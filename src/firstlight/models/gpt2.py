@@ -33,6 +33,14 @@ _GGUF = GGUFSpec(
         ("scale_attn_by_inverse_layer_idx", (False,), False),
         ("add_cross_attention", (False,), False),
     ),
+    block={
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
 )
 
 

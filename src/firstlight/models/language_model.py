@@ -48,12 +48,12 @@ class LanguageModel(nn.Module):
     load weights.
 
     A family names its modules in the class attributes, makes them in `__init__`, and computes the
-    last layer's output in `decode`.
+    last layer's output in `decode`. Its `__init__` takes `padded_vocab_size`, too: the number of
+    rows of embedding and head, a size that matrix units like; None is the vocabulary's. Rows
+    beyond the vocabulary are zero, and have no logits.
 
     Args:
         config: sizes and settings of the model.
-        padded_vocab_size: number of rows of embedding and head, a size that matrix units like;
-            None is the vocabulary's. Rows beyond the vocabulary are zero, and have no logits.
 
     Attributes:
         head_loss: function that computes the loss from the last hidden states; efficiency methods
@@ -65,9 +65,11 @@ class LanguageModel(nn.Module):
             None for a dense model.
         embedding_name: name of the module with the token embedding.
         layers_name: name of the module list with the layers.
-        final_modules: names of the modules behind the layers.
+        final_modules: names of the modules behind the layers: the final norm and the head.
+        head_file_name: name of the head's weight, `lm_head.weight`, in the family's files.
         residual_projections: parts of the names of the projections that write into the residual
             stream.
+        zero_vectors: ends of the names of vectors that begin at zero; others are norms' weights.
         tensor_parallel_plan: kind of shard of each module under tensor parallelism, by the module's
             name; empty where a family has none.
     """
@@ -75,7 +77,9 @@ class LanguageModel(nn.Module):
     embedding_name: ClassVar[str]
     layers_name: ClassVar[str]
     final_modules: ClassVar[tuple[str, ...]]
+    head_file_name: ClassVar[str] = "lm_head.weight"
     residual_projections: ClassVar[tuple[str, ...]]
+    zero_vectors: ClassVar[tuple[str, ...]] = ("bias", ".sinks")
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
 
     head_loss: HeadLoss
@@ -99,6 +103,11 @@ class LanguageModel(nn.Module):
         """The layers, first to last."""
         return self.get_submodule(self.layers_name)  # type: ignore[return-value]
 
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm behind the layers."""
+        return self.get_submodule(self.final_modules[0])
+
     def finish_loading(self) -> None:
         """Tie the head to the embedding where the config says so; a weights file has no ties."""
         if self.config.tie_word_embeddings:
@@ -106,7 +115,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
-        """Draw the initial weights from Normal(0, initializer_range); biases are zero, norms one.
+        """Draw the initial weights from Normal(0, initializer_range); biases and sinks of attention
+        are zero, norms one.
 
         Projections that write into the residual stream are scaled by 1/sqrt(2 layers), so that
         its variance does not grow with depth (Radford et al. 2019, GPT-2).
@@ -125,8 +135,9 @@ class LanguageModel(nn.Module):
             id(self.embedding.weight): init.embedding_std,
         }
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                parameter.fill_(0.0 if name.endswith("bias") else self.norm_init)
+            # Experts' biases are stacked: they are matrices by their shape.
+            if parameter.dim() < 2 or name.endswith("bias"):
+                parameter.fill_(0.0 if name.endswith(self.zero_vectors) else self.norm_init)
                 continue
             is_residual = any(part in name for part in self.residual_projections)
             rows = self.config.vocab_size if id(parameter) in vocabulary else None
@@ -198,13 +209,18 @@ class LanguageModel(nn.Module):
             loss = loss + self._router_loss_sum(router_logits, labels)
         return loss
 
+    def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The load-balancing loss [] of a pass, and the visits to each expert, int64 [L, E], by the
+        logits [N, E] of each layer with a router."""
+        return load_balancing_loss(router_logits, self.config.visited_experts)
+
     def _router_loss_sum(self, router_logits: list[Tensor], labels: Tensor) -> Tensor:
         assert self.router_statistics is not None
-        auxiliary, visits_LE = load_balancing_loss(router_logits, self.config.num_experts_per_tok)
+        auxiliary, visits_LE = self.balance(router_logits)
         valid = (labels != IGNORE_INDEX).sum()
         self.router_statistics.add(auxiliary.detach() * valid, visits_LE)
         # Times the labels, since the caller divides the whole sum by the labels of the batch.
-        return self.config.router_aux_loss_coef * auxiliary * valid  # type: ignore[no-any-return]
+        return self.config.router_loss_coefficient * auxiliary * valid  # type: ignore[no-any-return]
 
 
 def token_positions(
@@ -258,6 +274,7 @@ class KVCache:
         batch_size: sequences.
         max_tokens: prompt and new tokens together.
         dtype, device: dtype and device of the keys and values.
+        value_dim: size of a value's head; None is a key's.
 
     Attributes:
         keys, values: [B, K, max_tokens, D] of each layer. Tensors of their own, since a compiled
@@ -275,12 +292,13 @@ class KVCache:
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        value_dim: int | None = None,
     ) -> None:
-        shape = (batch_size, num_key_value_heads, max_tokens, head_dim)
+        shape = (batch_size, num_key_value_heads, max_tokens)
         # Zeros: the mask gives unused positions weight 0, and 0 times a NaN in empty memory is NaN.
         self.keys, self.values = (
-            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-            for _ in range(2)
+            [torch.zeros(*shape, size, dtype=dtype, device=device) for _ in range(num_layers)]
+            for size in (head_dim, head_dim if value_dim is None else value_dim)
         )
         self.length = 0
 

@@ -13,7 +13,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec
 from firstlight.models.llama_families import DENSE, LATER_KEYS, OWN_KEYS, ROUTED
 from firstlight.models.llama_json import config_json, values_from_json
-from firstlight.models.rope import DynamicRope, LongRope, RopeScaling, YarnRope
+from firstlight.models.rope import RopeScaling, check_rope
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -47,11 +47,12 @@ class DecoderConfig(FamilyConfig):
     """key and value heads; 0 is as many as query heads."""
     head_dim: int = Field(0, ge=0)
     """size of a head, even; 0 is hidden_size / num_attention_heads. Where it is given, hidden_size
-    need not be a multiple of num_attention_heads (except in llama, arcee, gemma2, gemma3_text)."""
+    need not be a multiple of num_attention_heads (except in llama, arcee, the gemmas, stablelm)."""
     max_position_embeddings: int = Field(1024, gt=0)
     """the context limit in tokens."""
     rms_norm_eps: float = Field(1e-5, gt=0)
-    """term added to the mean square in RMSNorm."""
+    """term added to the mean square in RMSNorm, and to the variance in LayerNorm (stablelm,
+    gpt_neox)."""
     rope_theta: float = Field(10_000.0, gt=0)
     """base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -60,12 +61,12 @@ class DecoderConfig(FamilyConfig):
     yarn, factor, original_max_position_embeddings} or {rope_type: longrope, short_factor,
     long_factor, original_max_position_embeddings}."""
     attention_bias: bool = False
-    """biases on all the attention's projections; in glm4 on queries, keys and values."""
+    """biases on the attention's projections; in glm4 and stablelm not on the output's."""
     mlp_bias: bool = False
     """biases on the MLP's projections (llama, granite, smollm3, arcee)."""
     sliding_window: int | None = Field(None, gt=0)
     """a token sees so many tokens, itself included; null is all (not llama, granite, olmo2, arcee,
-    glm4)."""
+    glm4, stablelm, gpt_neox)."""
     max_window_layers: int = Field(0, ge=0)
     """the first so many layers see all tokens all the same (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
@@ -90,7 +91,7 @@ class DecoderConfig(FamilyConfig):
     """1 for each layer with rotary positions, 0 for each without (smollm3); null is none in every
     fourth."""
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
-    """rotated part of each head (phi3, glm4); null is 1 in phi3, 0.5 in glm4."""
+    """rotated part of each head; null is 1 in phi3, 0.5 in glm4, 0.25 in stablelm and gpt_neox."""
     rope_local_base_freq: float | None = Field(None, gt=0)
     """base of the rotary frequencies in layers with a window (olmo3, gemma3_text); null is
     rope_theta."""
@@ -100,6 +101,10 @@ class DecoderConfig(FamilyConfig):
     """bound c of the attention's scores s, which become c tanh(s / c); null is none (gemma2)."""
     final_logit_softcapping: float | None = Field(None, gt=0)
     """bound of the logits, as of the scores; null is none (gemma2, gemma3_text)."""
+    qk_layernorm: bool = False
+    """each head of queries and of keys has a LayerNorm of its own (stablelm)."""
+    use_parallel_residual: bool = False
+    """attention and MLP read the same stream, and both are added to it (stablelm, gpt_neox)."""
 
     @model_serializer(mode="wrap")
     def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -143,6 +148,13 @@ class DecoderConfig(FamilyConfig):
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        heads = self.num_attention_heads
+        derived = {"head_dim": self.hidden_size // heads, "num_key_value_heads": heads}
+        for name in self.family.derived_keys:
+            if getattr(self, name) != derived[name]:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} must be {derived[name]} in {self.model_type}"
+                )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
         for name in sorted(OWN_KEYS - set(self.family.own_keys)):
@@ -174,23 +186,24 @@ class DecoderConfig(FamilyConfig):
                 f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
                 "leaves no two dimensions to rotate"
             )
-        if isinstance(scaling, DynamicRope) and self.rotary_dim == 2:
-            raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
-        if isinstance(scaling, YarnRope) and self.rope_theta <= 1:
-            raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
-        if isinstance(scaling, LongRope):
-            pairs = (self.rotary_dim + 1) // 2
-            for name in ("short_factor", "long_factor"):
-                if len(getattr(scaling, name)) != pairs:
-                    raise ValueError(
-                        f"rope_scaling: {name} has {len(getattr(scaling, name))} numbers, and "
-                        f"{pairs} pairs of dimensions are rotated"
-                    )
+        check_rope(scaling, self.rotary_dim, self.rope_theta)
 
     @property
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have biases."""
         return self.attention_bias or self.family.qkv_bias
+
+    @property
+    def qk_norm(self) -> str | None:
+        """`FamilySpec.qk_norm`, or "own" where each head has a norm of its own."""
+        return "own" if self.qk_layernorm else self.family.qk_norm
+
+    @property
+    def indivisible(self) -> str:
+        """Reason why tensor parallelism can't cut this model's layers; "" where it can."""
+        if self.qk_layernorm:
+            return "each head of queries and keys has a norm of its own (qk_layernorm)"
+        return super().indivisible
 
     @property
     def rotary_dim(self) -> int:
@@ -245,6 +258,8 @@ class DecoderConfig(FamilyConfig):
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model."""
         values = self.model_dump(exclude={"rope_theta", "rope_scaling", *OWN_KEYS})
+        for name in self.family.derived_keys:
+            del values[name]
         return config_json(self.family, self, values)
 
 
@@ -298,7 +313,7 @@ class LlamaConfig(DecoderConfig):
 
     model_type: DenseType = "llama"
     """the family: one of llama, mistral, qwen2, qwen3, granite, smollm3, phi3, olmo2, olmo3, arcee,
-    glm4, gemma2, gemma3_text."""
+    glm4, gemma2, gemma3_text, stablelm."""
 
 
 class MoEConfig(DecoderConfig):

@@ -18,6 +18,8 @@ HF_DEFAULTS: dict[str, Any] = {
 }
 
 _NO_BIAS = ("attention_bias", (False,), False)
+_NO_BIASES = (_NO_BIAS, ("mlp_bias", (False,), False))
+_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _ALL_ROPE = ("default", "linear", "llama3")
 
 #: Granite's keys.
@@ -120,6 +122,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "smollm3": FamilySpec(
         "SmolLM3ForCausalLM",
+        GGUFSpec("smollm3", rotates_pairs=True, fixed=_NO_BIASES),
         own_keys=(
             *("attention_bias", "mlp_bias", "sliding_window", "layer_types", "no_rope_layers"),
         ),
@@ -140,6 +143,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "phi3": FamilySpec(
         "Phi3ForCausalLM",
+        GGUFSpec("phi3", rope_kinds=("default", "longrope"), exact_heads=True),
         own_keys=("sliding_window", "partial_rotary_factor"),
         hf_defaults={
             "vocab_size": 32064,
@@ -159,6 +163,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "olmo2": FamilySpec(
         "Olmo2ForCausalLM",
+        GGUFSpec("olmo2", fixed=(_NO_BIAS,), head="written", exact_heads=True),
         own_keys=("attention_bias",),
         hf_defaults=_SIZES_OF_OLMO,
         qk_norm="width",
@@ -169,6 +174,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "olmo3": FamilySpec(
         "Olmo3ForCausalLM",
+        GGUFSpec("olmo2", fixed=(_NO_BIAS,), head="written", has_windows=True, exact_heads=True),
         own_keys=("attention_bias", "sliding_window", "layer_types", "rope_local_base_freq"),
         hf_defaults={
             **_SIZES_OF_OLMO,
@@ -185,6 +191,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "arcee": FamilySpec(
         "ArceeForCausalLM",
+        GGUFSpec("arcee", rotates_pairs=True, rope_kinds=_ALL_ROPE, fixed=_NO_BIASES),
         own_keys=("attention_bias", "mlp_bias"),
         hf_defaults={
             "vocab_size": 32000,
@@ -199,6 +206,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "glm4": FamilySpec(
         "Glm4ForCausalLM",
+        GGUFSpec("glm4"),
         own_keys=("attention_bias", "partial_rotary_factor"),
         hf_defaults={
             "vocab_size": 151552,
@@ -220,6 +228,14 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "gemma2": FamilySpec(
         "Gemma2ForCausalLM",
+        GGUFSpec(
+            "gemma2",
+            fixed=(_NO_BIAS,),
+            numbers={**_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
+            head="tied",
+            has_windows=True,
+            wide_scale_layers=46,
+        ),
         own_keys=(
             *("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"),
             *("attn_logit_softcapping", "final_logit_softcapping"),
@@ -241,6 +257,15 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "gemma3_text": FamilySpec(
         "Gemma3ForCausalLM",
+        GGUFSpec(
+            "gemma3",
+            fixed=(_NO_BIAS,),
+            numbers=_CAP,
+            optional=tuple(_CAP),
+            has_windows=True,
+            has_window_base=True,
+            wide_scale_layers=62,
+        ),
         own_keys=(
             *("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"),
             *("final_logit_softcapping", "rope_local_base_freq"),
@@ -262,6 +287,27 @@ DENSE: dict[str, FamilySpec] = {
         full_attention_every=6,
         period_key="sliding_window_pattern",
         divides_width=True,
+    ),
+    "stablelm": FamilySpec(
+        "StableLmForCausalLM",
+        GGUFSpec("stablelm", head="written"),
+        own_keys=(
+            *("attention_bias", "partial_rotary_factor", "qk_layernorm", "use_parallel_residual"),
+        ),
+        json_names={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+        hf_defaults={
+            "vocab_size": 50304,
+            "hidden_size": 2560,
+            "intermediate_size": 6912,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        output_bias=False,
+        norm_kind="layer",
+        rope=RopeSpec(partial_factor=0.25),
+        divides_width=True,
+        derived_keys=("head_dim",),
     ),
 }
 
@@ -334,5 +380,6 @@ LATER_KEYS: frozenset[str] = frozenset(
         *MULTIPLIERS,
         *("layer_types", "no_rope_layers", "partial_rotary_factor", "rope_local_base_freq"),
         *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        *("qk_layernorm", "use_parallel_residual"),
     )
 )

@@ -32,9 +32,12 @@ def values_from_json(
     Raises:
         ModelError: it asks for something that would change the outputs and isn't built.
     """
-    _check_built(spec, config)
+    _check_built(spec, config, has_choice=spec.activation_key in names)
+    # Under our names. Where both stand, transformers reads the family's own.
+    own = {ours: config[theirs] for ours, theirs in spec.json_names.items() if theirs in config}
+    config = {**{key: value for key, value in config.items() if key not in spec.json_names}, **own}
     values = {**HF_DEFAULTS, **spec.hf_defaults}
-    common = set(names) - {"rope_theta", "rope_scaling", *OWN_KEYS}
+    common = set(names) - {"rope_theta", "rope_scaling", *OWN_KEYS, *spec.derived_keys}
     given = {ours: ours for ours in common if ours in config}
     if "num_experts" in names and "num_local_experts" in config:
         # Mixtral's files, and transformers 5 for all, call the number of experts otherwise.
@@ -54,9 +57,9 @@ def values_from_json(
     return {**values, **_rope_from_json(spec, config, values)}
 
 
-def _check_built(spec: FamilySpec, config: Mapping[str, Any]) -> None:
+def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: bool) -> None:
     activation = config.get(spec.activation_key) or spec.activation
-    if _SAME_ACTIVATION.get(activation, activation) != spec.activation:
+    if not has_choice and _SAME_ACTIVATION.get(activation, activation) != spec.activation:
         raise ModelError(
             f"{spec.activation_key} '{activation}' is not supported: only '{spec.activation}' is"
         )
@@ -108,7 +111,7 @@ def _rope_from_json(
     """`rope_theta`, `rope_scaling` and what else there is about rotary positions."""
     # transformers 5 keeps the rotary settings in one object, 4 in two keys; where both stand,
     # it reads the two.
-    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    settings = config.get("rope_scaling") or config.get("rope_parameters") or spec.rope.default
     found: dict[str, Any] = {}
     if spec.rope.nested:
         nested = config.get("rope_parameters") or {}
@@ -207,7 +210,7 @@ def config_json(spec: FamilySpec, model: Any, values: Mapping[str, Any]) -> dict
         if spec.rope.local_theta_key:
             own[spec.rope.local_theta_key] = local["rope_theta"]
         rope = {"full_attention": rope, "sliding_attention": local}
-    return {
+    content = {
         "architectures": [spec.architecture],
         **values,
         **own,
@@ -220,3 +223,4 @@ def config_json(spec: FamilySpec, model: Any, values: Mapping[str, Any]) -> dict
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,
     }
+    return {spec.json_names.get(key, key): value for key, value in content.items()}

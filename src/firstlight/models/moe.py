@@ -17,15 +17,24 @@ from firstlight.models.llama_config import MoEConfig
 from firstlight.models.ops import product_dtype
 
 
+class Router(nn.Linear):
+    """The matrix whose outputs choose each token's experts: neither adapted nor quantised."""
+
+
 class Experts(nn.Module):
     """All experts' weights of a layer, stacked: [E, 2F, C] (gate, then up) and [E, C, F]; each
-    expert is a SwiGLU (Shazeer 2020)."""
+    expert is a SwiGLU (Shazeer 2020).
 
-    def __init__(self, config: MoEConfig) -> None:
+    Args:
+        experts: E.
+        size: C.
+        hidden: F.
+    """
+
+    def __init__(self, experts: int, size: int, hidden: int) -> None:
         super().__init__()
-        E, C, hidden = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * hidden, C))
-        self.down_proj = nn.Parameter(torch.empty(E, C, hidden))
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * hidden, size))
+        self.down_proj = nn.Parameter(torch.empty(experts, size, hidden))
 
     def forward(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Each token's weighted sum over the experts it visits, [N, C].
@@ -45,30 +54,57 @@ class Experts(nn.Module):
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
-        gate_MF, up_MF = grouped_linear(x_MC, self.gate_up_proj, ends_E).chunk(2, dim=-1)
-        y_MC = grouped_linear(F.silu(gate_MF) * up_MF, self.down_proj, ends_E)
+        y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
         y_NKC = y_MC[order_M.argsort()].view(N, K, -1)
         return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
 
+    def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
+        """Each row's result of its expert, [M, C].
 
-class SparseMLP(nn.Module):
-    """The router and the experts of one layer."""
+        Args:
+            x_MC: rows, those of expert 0 first.
+            experts_M: each row's expert, int64.
+            ends_E: end of each expert's rows, int [E].
+        """
+        gate_MF, up_MF = grouped_linear(x_MC, self.gate_up_proj, ends_E).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate_MF) * up_MF, self.down_proj, ends_E)
 
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.num_experts_per_tok, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = Experts(config)
+
+class RoutedMLP(nn.Module):
+    """A router and the experts of one layer. A family says in `route` how tokens choose."""
+
+    experts: Experts
+
+    def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The router's logits [N, E], and the weights and the numbers of each token's experts, both
+        [N, K]."""
+        raise NotImplementedError
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output, [B, T, C], and the router's logits, [N, E]."""
         x_NC = x_BTC.flatten(0, 1)
+        logits_NE, weights_NK, experts_NK = self.route(x_NC)
+        return self.experts(x_NC, experts_NK, weights_NK).view_as(x_BTC), logits_NE
+
+
+class SparseMLP(RoutedMLP):
+    """The experts of Mixtral and Qwen3-MoE: a softmax over all, of which the greatest count."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.num_experts_per_tok, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = Router(config.hidden_size, config.num_experts, bias=False)
+        sizes = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.experts = Experts(*sizes)
+
+    def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `RoutedMLP.route`."""
         logits_NE = self.gate(x_NC)
         # In fp32, as in transformers: in bf16 experts of close logits would change places.
         weights_NK, experts_NK = logits_NE.float().softmax(-1).topk(self.num_experts_per_tok)
         if self.normalise:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        return self.experts(x_NC, experts_NK, weights_NK).view_as(x_BTC), logits_NE
+        return logits_NE, weights_NK, experts_NK
 
 
 def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
@@ -119,7 +155,8 @@ def _grouped_linear_backward(
     # Autograd may give an expanded or transposed view, and the kernel needs rows in order.
     grad_MF = grad_MF.contiguous()
     if _takes_blocks(x_MC, weight_EFC):
-        grad_x_MC, grad_EFC = torch.empty_like(x_MC), torch.empty_like(weight_EFC)
+        # In order, as other kernels give it, however the weight lies: compiled code relies on it.
+        grad_x_MC, grad_EFC = torch.empty_like(x_MC), weight_EFC.new_empty(weight_EFC.shape)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]
             # The product sums over rows: the block's rows of other experts must count as zero.
@@ -141,7 +178,7 @@ def _grouped_linear_backward(
 
 @_grouped_linear_backward.register_fake
 def _(grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_MC), torch.empty_like(weight_EFC)
+    return torch.empty_like(x_MC), weight_EFC.new_empty(weight_EFC.shape)
 
 
 def _backward(ctx: Any, grad_MF: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -248,10 +285,21 @@ def load_balancing_loss(
         logits_LNE: the router's logits [N, E] of each layer.
         num_experts_per_tok: K.
     """
-    probabilities_LNE = torch.stack([logits.float().softmax(-1) for logits in logits_LNE])
-    experts = probabilities_LNE.shape[-1]
+    probabilities_LNE = [logits.float().softmax(-1) for logits in logits_LNE]
     # A choice has no gradient: it reaches the router through the probabilities alone.
-    chosen_LNK = probabilities_LNE.detach().topk(num_experts_per_tok).indices
+    chosen_LNK = [one.detach().topk(num_experts_per_tok).indices for one in probabilities_LNE]
+    return balancing_loss(probabilities_LNE, chosen_LNK)
+
+
+def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss [] and the visits [L, E] of `load_balancing_loss`.
+
+    Args:
+        scores_LNE: the experts' scores for each token, which sum to 1, [N, E] of each layer.
+        chosen_LNK: the experts that each token visits, int64 [N, K] of each layer.
+    """
+    probabilities_LNE = torch.stack(scores_LNE)
+    experts = probabilities_LNE.shape[-1]
     visits_LE = torch.stack([_visits(chosen_NK, experts) for chosen_NK in chosen_LNK])
     tokens = probabilities_LNE.shape[0] * probabilities_LNE.shape[1]
     share_E = visits_LE.sum(0).float() / tokens

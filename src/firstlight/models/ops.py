@@ -48,6 +48,9 @@ class AttentionFunction(Protocol):
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: bound c of the scores s, which become c tanh(s / c) before the mask; None leaves
             them as they are. A kernel without it refuses another value than None.
+        sinks_H: a logit of each head that its softmax has beside the scores, fp32 or less [H]: the
+            share of the weights that it takes reaches no value (Xiao et al. 2023; gpt-oss). None
+            is none; a kernel without them refuses others.
     """
 
     def __call__(
@@ -60,6 +63,7 @@ class AttentionFunction(Protocol):
         mask: Any,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -82,6 +86,7 @@ def attention(
     mask: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention [B, H, T, D] by torch's fused kernels, which choose among themselves.
 
@@ -91,6 +96,7 @@ def attention(
     The other arguments are those of `AttentionFunction`.
     """
     assert softcap is None, "torch's fused kernels have no cap of scores"
+    assert sinks_H is None, "torch's fused kernels have no sinks"
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     # torch's `is_causal` lets the first query see the first key alone: right only if T is S.
     if mask is None and 1 < new < total:
@@ -116,6 +122,7 @@ def plain_attention(
     mask: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention [B, H, T, D] as it is written down (Vaswani et al. 2017): two matrix
     products with a softmax between them in fp32. All T x S scores are in memory at once.
@@ -128,8 +135,12 @@ def plain_attention(
     q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1]) if scale is None else q_BHTD * scale
     scores = soft_capped(at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1)), softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
-    weights = F.dropout(scores.softmax(-1).to(v_BKSD.dtype), dropout)
-    return weights @ v_BKSD
+    if sinks_H is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    return F.dropout(weights.to(v_BKSD.dtype), dropout) @ v_BKSD
 
 
 def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:

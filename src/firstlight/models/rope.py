@@ -91,6 +91,31 @@ ROPE_KINDS: dict[str, type[AnyRope]] = {
 }
 
 
+def check_rope(scaling: AnyRope | None, rotary_dim: int, rope_theta: float) -> None:
+    """Refuse rotary settings that can't be computed.
+
+    Args:
+        scaling: rescaling of the frequencies; None is none.
+        rotary_dim: R, the dimensions of a head that are rotated.
+        rope_theta: base of the frequencies.
+
+    Raises:
+        ValueError: the settings and the number of rotated dimensions do not fit.
+    """
+    if isinstance(scaling, DynamicRope) and rotary_dim == 2:
+        raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
+    if isinstance(scaling, YarnRope) and rope_theta <= 1:
+        raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
+    if isinstance(scaling, LongRope):
+        pairs = (rotary_dim + 1) // 2
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(scaling, name)) != pairs:
+                raise ValueError(
+                    f"rope_scaling: {name} has {len(getattr(scaling, name))} numbers, and "
+                    f"{pairs} pairs of dimensions are rotated"
+                )
+
+
 def depends_on_length(scaling: AnyRope | None) -> bool:
     """Whether the frequencies differ between short and long texts."""
     return isinstance(scaling, DynamicRope | LongRope)

@@ -50,7 +50,8 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     def role(name: str, parameter: Tensor) -> Role:
         if id(parameter) in tables:
             return "embedding"
-        if parameter.dim() < 2:
+        # Experts' biases are stacked, and have two dimensions.
+        if parameter.dim() < 2 or name.endswith("bias"):
             return "vector"
         # An adapter of the head is a matrix like all adapters.
         return "head" if name == "lm_head.weight" else "matrix"
@@ -79,7 +80,7 @@ def parameter_groups(
         role, transposed = kinds[name]
         settings = {**config.group_settings(role), "transposed": transposed}
         # Adafactor's lists hold matrices or vectors, never both.
-        key = (role == "vector", *settings.values())
+        key = (role == "vector", parameter.dim() < 2, *settings.values())
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
     return list(groups.values())
 

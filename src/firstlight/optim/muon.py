@@ -231,7 +231,9 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
 def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
     """Whether a parameter is a matrix, or a stack of them, of a numbered layer
     (`model.layers.3...`, `h.3...`)."""
-    return parameter.dim() in (2, 3) and any(part.isdigit() for part in name.split("."))
+    # Experts' biases are stacked: they are no matrices, though they have two dimensions.
+    is_matrix = parameter.dim() in (2, 3) and not name.endswith("bias")
+    return is_matrix and any(part.isdigit() for part in name.split("."))
 
 
 MUON = OptimizerSpec(

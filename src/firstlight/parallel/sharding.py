@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from firstlight.models import Model, ModelConfig, families_with
 from firstlight.models.language_model import KVCache
-from firstlight.models.llama import RMSNorm
+from firstlight.models.llama_layers import RMSNorm
 from firstlight.optim.dtensors import full_parameters, is_sharded
 from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel.engine import Engine, StateTensors, TensorsOf, on_cpu
@@ -45,10 +45,10 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
             f"{families_with(lambda family: family.tensor_parallel_sizes)}, and the model is "
             f"{config.model_type}: set it to 1, and distributed.engine to fsdp"
         )
-    elif config.family.indivisible:
+    elif config.indivisible:
         yield (
             f"distributed.tensor_parallel can't cut {config.model_type} models, where "
-            f"{config.family.indivisible}: set it to 1, and distributed.engine to fsdp"
+            f"{config.indivisible}: set it to 1, and distributed.engine to fsdp"
         )
     for name in config.tensor_parallel_sizes:
         count = getattr(config, name)
@@ -225,7 +225,7 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
     # Every process has the weights already: nothing is sent.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm | nn.LayerNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
     # torch makes a new parameter for each module of the plan: a tied weight would become two.
     if model.config.tie_word_embeddings:
@@ -233,32 +233,34 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
     model.make_cache = functools.partial(_cache_of_own_heads, model, mesh.size())  # type: ignore[method-assign]
 
 
-def _keep_whole(norm: RMSNorm, mesh: DeviceMesh, *, sees_own_heads: bool) -> None:
-    """Keep the weight of a norm whole on all processes.
+def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_heads: bool) -> None:
+    """Keep the parameters of a norm whole on all processes.
 
-    The weight becomes a DTensor too, so that optimizer and gradient norm see one kind of tensor;
-    the norm computes with it as a plain tensor.
+    They become DTensors too, so that optimizer and gradient norm see one kind of tensor; the norm
+    computes with them as plain tensors.
     """
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
-    before = norm.weight
-    weight = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
-    norm.weight = nn.Parameter(weight, before.requires_grad)
+    for name, before in list(norm.named_parameters()):
+        whole = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
+        setattr(norm, name, nn.Parameter(whole, before.requires_grad))
     # Other processes norm the queries and keys of their heads: gradients are partial sums.
     placement = Partial() if sees_own_heads else Replicate()
-    norm.forward = functools.partial(_norm_with_plain_weight, norm, placement)  # type: ignore[method-assign]
+    norm.forward = functools.partial(_norm_with_plain_parameters, norm, placement)  # type: ignore[method-assign]
 
 
-def _norm_with_plain_weight(norm: RMSNorm, gradient: Any, x: Tensor) -> Tensor:
+def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate
 
-    weight = cast("DTensor", norm.weight)
     # Nothing is sent here; backwards, gradients of different heads are added up.
-    weight = weight.redistribute(placements=[Replicate()])
-    plain = SimpleNamespace(
-        weight=weight.to_local(grad_placements=[gradient]), eps=norm.eps, kind=norm.kind
-    )
-    return RMSNorm.forward(cast(RMSNorm, plain), x)
+    plain = {
+        name: cast("DTensor", parameter)
+        .redistribute(placements=[Replicate()])
+        .to_local(grad_placements=[gradient])
+        for name, parameter in norm.named_parameters()
+    }
+    # The norm's class computes with the settings of the module, and with these.
+    return type(norm).forward(cast(Any, SimpleNamespace(**vars(norm), **plain)), x)
 
 
 def _cache_of_own_heads(

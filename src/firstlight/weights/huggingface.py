@@ -108,8 +108,10 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
 
 
-#: Number of layers and experts that are quickly made, whatever the files hold.
-_FEW = 200
+#: Number of layers, and of experts in all layers, that are quickly made, whatever the files hold.
+_FEW_LAYERS, _FEW_EXPERTS = 200, 20_000
+#: Fewest tensors of a layer, and of an expert where each layer has experts.
+_LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 
 
 def unloaded_model(
@@ -129,13 +131,18 @@ def unloaded_model(
         ModelError: the files don't have so many layers or experts, or they are damaged.
     """
     count = count_tensors(stored_tensors(folder)) if tensors is None else tensors
-    sizes = {"num_hidden_layers": config.num_hidden_layers}
-    if config.expert_count:
-        sizes["num_experts"] = config.expert_count
-    for name, size in sizes.items():
-        if size > max(count, _FEW):
+    layers, experts = config.num_hidden_layers, config.expert_count or 0
+    for says, size, most in (
+        (f"num_hidden_layers {layers}", layers, max(count // _LAYER_TENSORS, _FEW_LAYERS)),
+        (
+            f"num_experts {experts} in {layers} layers",
+            layers * experts,
+            max(count // _EXPERT_TENSORS, _FEW_EXPERTS),
+        ),
+    ):
+        if size > most:
             raise ModelError(
-                f"{folder}: {CONFIG_NAME} says {name} {size}, and its files have {count} tensors"
+                f"{folder}: {CONFIG_NAME} says {says}, and its files have {count} tensors"
             )
     try:
         with torch.device("meta"):
@@ -203,12 +210,14 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         ModelError: it is damaged, or of a family that firstlight doesn't have.
     """
-    if content.get("quantization_config"):
+    family = FAMILIES.get(str(content.get("model_type")))
+    packed = content.get("quantization_config")
+    kind = packed.get("quant_method") if isinstance(packed, Mapping) else None
+    if packed and not (kind == "mxfp4" and family is not None and family.spec.has_mxfp4):
         raise ModelError(
             f"{where}: quantization_config: quantised weights are not read: take the model that "
             "was not quantised"
         )
-    family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
         raise ModelError(
             f"{where}: model_type '{content.get('model_type')}' is not supported"
@@ -324,7 +333,7 @@ def training_notes(folder: Path) -> list[str]:
     content = _read_model_json(path)
     return [
         f"{path} has {name} {content[name]}, which is not applied"
-        for name in ("attention_dropout", "router_jitter_noise")
+        for name in ("attention_dropout", "hidden_dropout", "router_jitter_noise")
         if content.get(name)
     ]
 

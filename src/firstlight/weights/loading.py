@@ -10,8 +10,8 @@ A model on the meta device gets its weights in one of three modes:
                 programs load; here to be compared with
 
 The default, `auto`, maps what can be mapped whole, which is what makes a model on the CPU answer at
-once, and reads the rest sequentially: other devices, other dtypes, stacked experts, padded
-vocabularies. Training, which writes all of its weights, reads sequentially.
+once, and reads the rest sequentially: other devices, other dtypes, stacked experts, experts in
+MXFP4, padded vocabularies. Training, which writes all of its weights, reads sequentially.
 
 `file_tensors` is the one table of names in the file and places in the model, for loading and for
 saving.
@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from firstlight.errors import ModelError
 from firstlight.models import Model, ModelConfig, allocate, padded_vocab_size
 from firstlight.models.family import ExpertNames
+from firstlight.weights.mxfp4 import AnyStored, open_tensors, with_packed
 from firstlight.weights.stored import (
     FLOAT_FORMATS,
     FileState,
     StoredTensor,
-    open_mapped,
     stored_tensors,
 )
 
@@ -58,6 +58,9 @@ class _Described(Protocol):
 _AnyTensor = TypeVar("_AnyTensor", bound=_Described)
 
 
+#: The parameter of the head.
+HEAD_WEIGHT = "lm_head.weight"
+
 #: The end of a name that only files with stacked experts have.
 _STACKED = ".mlp.experts.gate_up_proj"
 
@@ -70,8 +73,11 @@ def has_stacked_experts(names: Iterable[str]) -> bool:
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
     """Number of tensors in a model's files, stacked experts counted one by one."""
+    # A tensor without numbers can have any number of experts.
     return sum(
-        t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1 for n, t in stored.items()
+        t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1
+        for n, t in stored.items()
+        if 0 not in t.shape
     )
 
 
@@ -84,11 +90,11 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
     config = model.config
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name == HEAD_WEIGHT and config.tie_word_embeddings:
             continue
-        if name in ("lm_head.weight", embedding_name(model)):
+        if name in (HEAD_WEIGHT, embedding_name(model)):
             tensor = tensor[: config.vocab_size]
-        tensors[name] = tensor
+        tensors[file_name(model, name)] = tensor
     return tensors if stacked else one_by_one(tensors, config)
 
 
@@ -102,6 +108,11 @@ def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
         else:
             found[name] = tensor
     return found
+
+
+def file_name(model: Model, name: str) -> str:
+    """The name in a model's file of a parameter that is not of an expert."""
+    return model.head_file_name if name == HEAD_WEIGHT else name
 
 
 def embedding_name(model: Model) -> str:
@@ -153,7 +164,7 @@ def load_weights(
     return mapped
 
 
-def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
+def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
     """The tensors of a model folder by the names of `file_tensors`, with experts stacked as in its
     files.
 
@@ -164,7 +175,10 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ModelError: as `load_weights`.
     """
-    return require_fit(model, folder, stored_tensors(folder))
+    stored: dict[str, AnyStored] = {**stored_tensors(folder)}
+    if model.config.family.has_mxfp4:
+        stored = with_packed(stored_tensors(folder))
+    return require_fit(model, folder, stored)
 
 
 def require_fit(
@@ -177,18 +191,19 @@ def require_fit(
     """
     expected = file_tensors(model, stacked=has_stacked_experts(stored))
     prefix, _, short = embedding_name(model).partition(".")
+    head_name = model.head_file_name
+    heads = (HEAD_WEIGHT, head_name)
     if short in stored:  # saved without its head, and without the name that it has beside that
-        stored = {
-            name if name.startswith("lm_head.") else f"{prefix}.{name}": tensor
-            for name, tensor in stored.items()
-        }
+        stored = {n if n in heads else f"{prefix}.{n}": tensor for n, tensor in stored.items()}
+    if HEAD_WEIGHT in stored:  # transformers 5 calls it so in all families
+        stored = {head_name if n == HEAD_WEIGHT else n: tensor for n, tensor in stored.items()}
     stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(COMPUTED_BUFFERS)}
     quantised = sorted(
         f"{name} ({tensor.kind})"
         for name, tensor in stored.items()
         if tensor.kind not in FLOAT_FORMATS
     )
-    head = stored.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
+    head = stored.pop(head_name, None) if model.config.tie_word_embeddings else None
     wrong = [
         f"{name} is {list(stored[name].shape)}, expected {list(tensor.shape)}"
         for name, tensor in expected.items()
@@ -196,7 +211,7 @@ def require_fit(
     ]
     embedding = embedding_name(model)
     if head is not None and head.shape != (shape := expected[embedding].shape):
-        wrong.append(f"lm_head.weight is {list(head.shape)}, expected {list(shape)}")
+        wrong.append(f"{head_name} is {list(head.shape)}, expected {list(shape)}")
     for problem, names, advice in (
         ("lacks", sorted(expected.keys() - stored.keys()), ""),
         ("has unknown", sorted(stored.keys() - expected.keys()), ""),
@@ -209,19 +224,19 @@ def require_fit(
             raise ModelError(f"{folder} {problem} tensors: {', '.join(names[:3])}{more}{advice}")
     if head is not None and not head.has_values_of(stored[embedding]):
         raise ModelError(
-            f"{folder}: config.json ties lm_head.weight to {embedding}, but the two differ"
+            f"{folder}: config.json ties {head_name} to {embedding}, but the two differ"
         )
     return stored
 
 
 def _load_sequentially(
-    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+    model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
     allocate(model, device)
     places = file_tensors(model, stacked=has_stacked_experts(stored))
     inference = torch.is_inference_mode_enabled()
 
-    def read(tensor: StoredTensor, place: Tensor) -> None:
+    def read(tensor: AnyStored, place: Tensor) -> None:
         # The mode is a thread's own.
         with torch.inference_mode(inference):
             tensor.read_into(place)
@@ -232,23 +247,31 @@ def _load_sequentially(
     return ()
 
 
+def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
+    """The tensors of a model's file that are no parameters, by name."""
+    saved = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+
+
 def _load_mapped(
-    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+    model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    files = tuple({tensor.file for tensor in stored.values()})
-    mapped = open_mapped(stored)
-    parameters = dict(model.named_parameters())
-    whole = {
-        name: tensor
-        for name, tensor in mapped.items()
-        if name in parameters
-        and parameters[name].shape == tensor.shape
-        and parameters[name].dtype == tensor.dtype
-        and device.type == "cpu"
-    }
-    # Stacked experts, padded vocabularies, other dtypes and devices need memory of their own.
-    for name, parameter in parameters.items():
-        if name not in whole:
+    # What is unpacked lies in memory of its own.
+    plain = [tensor for tensor in stored.values() if isinstance(tensor, StoredTensor)]
+    files = tuple({tensor.file for tensor in plain})
+    mapped = open_tensors(stored)
+    whole = {}
+    for name, parameter in (*model.named_parameters(), *_saved_buffers(model)):
+        tensor = mapped.get(file_name(model, name))
+        if (
+            tensor is not None
+            and parameter.shape == tensor.shape
+            and parameter.dtype == tensor.dtype
+            and device.type == "cpu"
+        ):
+            whole[name] = tensor
+        else:
+            # Stacked experts, padded vocabularies, other dtypes and devices need own memory.
             whole[name] = torch.zeros_like(parameter, device=device)
     model.load_state_dict(whole, strict=False, assign=True)
     model.finish_loading()
@@ -259,10 +282,10 @@ def _load_mapped(
 
 
 def _load_straight(
-    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+    model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
     # Copies, so that all of them are in memory at once and not only mapped there.
-    read = {name: tensor.clone() for name, tensor in open_mapped(stored).items()}
+    read = {name: tensor.clone() for name, tensor in open_tensors(stored).items()}
     allocate(model, device)
     for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
         place.copy_(read[name])
@@ -270,17 +293,20 @@ def _load_straight(
 
 
 def _load_automatically(
-    model: Model, stored: Mapping[str, StoredTensor], device: torch.device
+    model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
+    every = (*model.named_parameters(), *_saved_buffers(model))
+    named = {file_name(model, name): p for name, p in every}
     mappable = device.type == "cpu" and all(
-        name in stored and stored[name].shape == p.shape and stored[name].dtype == p.dtype
-        for name, p in model.named_parameters()
+        isinstance(one := stored.get(name), StoredTensor)
+        and (one.shape, one.dtype) == (p.shape, p.dtype)
+        for name, p in named.items()
     )
     return (_load_mapped if mappable else _load_sequentially)(model, stored, device)
 
 
 _MODES: dict[
-    LoadingMode, Callable[[Model, Mapping[str, StoredTensor], torch.device], tuple[FileState, ...]]
+    LoadingMode, Callable[[Model, Mapping[str, AnyStored], torch.device], tuple[FileState, ...]]
 ] = {
     "auto": _load_automatically,
     "sequential": _load_sequentially,
@@ -343,7 +369,7 @@ def grow_vocabulary(
     vocab_size = max(tokens_now, model.config.vocab_size)
     rows = padded_vocab_size(vocab_size, vocab_multiple)
     tied = model.config.tie_word_embeddings
-    for name in (embedding_name(model), *(() if tied else ("lm_head.weight",))):
+    for name in (embedding_name(model), *(() if tied else (HEAD_WEIGHT,))):
         module = model.get_submodule(name.removesuffix(".weight"))
         old = module.weight
         assert isinstance(old, Tensor)

@@ -43,11 +43,11 @@ FLOAT_FORMATS = {
     "BF16": torch.bfloat16,
 }
 
-#: Bytes read at a time where they have to be converted: few enough to stay in a core's cache, and
-#: to be little memory for several threads.
+#: Tensors of a file, 1.5 KB each while it is read: models have up to 100,000 in all files.
+_MOST_TENSORS = 100_000
+#: Bytes read at a time to be converted: few enough for a core's cache, and for several threads.
 _CHUNK_BYTES = 1 << 20
-#: The same where they are moved to a GPU, each time with a wait; what is converted there lies there
-#: twice, for each thread that reads.
+#: The same for a GPU, each time with a wait; what is converted there lies there twice a thread.
 _GPU_CHUNK_BYTES = 1 << 21
 
 
@@ -113,8 +113,8 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its number format, one of `FLOAT_FORMATS`."""
-        return FLOAT_FORMATS[self.kind]
+        """Its number format, one of `FLOAT_FORMATS`, or bytes."""
+        return torch.uint8 if self.kind == "U8" else FLOAT_FORMATS[self.kind]
 
     def read_into(self, target: Tensor) -> None:
         """Copy its values into a contiguous tensor of the same shape, any dtype and any device.
@@ -243,8 +243,7 @@ def indexed_tensors(
                 where = weight_map.get(name, "nowhere")
                 raise ModelError(f"{path} has tensor {name}, which {index_name} puts {where}")
             tensors[name] = tensor
-    lost = sorted(weight_map.keys() - tensors.keys())
-    if lost:
+    if lost := sorted(weight_map.keys() - tensors.keys()):
         raise ModelError(f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {index_name}")
     return tensors
 
@@ -264,9 +263,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path} has a header of {length:,} bytes, more than the {MAX_JSON_BYTES:,} "
                     "that are read"
                 )
+            content = file.read(length) if length <= MAX_JSON_BYTES else b""
+            if (count := content.count(b"{")) > _MOST_TENSORS:
+                raise ModelError(f"{path} has {count:,} tensors, and {_MOST_TENSORS:,} are read")
             # The library checks the header against the file's length, but does not give offsets.
             with safetensors.safe_open(path, framework="pt"):
-                header = json.loads(file.read(length), object_pairs_hook=unique_keys)
+                header = json.loads(content, object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
     except safetensors.SafetensorError as error:
@@ -331,9 +333,9 @@ def _read_index(folder: Path, index_name: str) -> dict[str, str]:
         isinstance(name, str) for name in weight_map.values()
     ):
         raise ModelError(f"{folder / index_name} has no weight_map of tensors to files")
-    outside = sorted(name for name in weight_map.values() if Path(name).name != name)
+    outside = {name for name in weight_map.values() if os.path.basename(name) != name}
     if outside:
-        raise ModelError(f"{folder / index_name} names a file outside its folder: {outside[0]}")
+        raise ModelError(f"{folder / index_name} names a file outside its folder: {min(outside)}")
     return weight_map
 
 

@@ -295,7 +295,7 @@ def with_own_tables(
     """
     cut = recipe.distributed
     if cut.tensor_parallel > 1:
-        share = _share_elsewhere(part, cut.tensor_parallel, ("embed_tokens", "lm_head"))
+        share = _share_elsewhere(part, cut.tensor_parallel, head=True, table=True)
         prediction = with_peaks(prediction, lambda _, peak: _without(peak, share))
     if cut.pipeline == 1:
         return prediction
@@ -303,7 +303,7 @@ def with_own_tables(
     # One forward and one backward in turn; without enough micro-batches all forward passes first.
     waiting = 1 if passes >= cut.pipeline else passes
     hidden = 4 * part.batch.micro_batch_size * part.data.seq_len * part.model.hidden_size
-    head, table = (_share_elsewhere(part, 0, (name,)) for name in ("lm_head", "embed_tokens"))
+    head, table = _share_elsewhere(part, 0, head=True), _share_elsewhere(part, 0, table=True)
     forward = prediction.phases.get("forward")
     kept = 0 if forward is None or passes == 1 else forward.parts.get("activations", 0)
 
@@ -322,20 +322,26 @@ def with_own_tables(
     return max(ends, key=lambda one: one.peak_bytes)
 
 
-def _share_elsewhere(part: ResolvedRecipe, pieces: int, tables: tuple[str, ...]) -> float:
+def _share_elsewhere(
+    part: ResolvedRecipe, pieces: int, *, head: bool = False, table: bool = False
+) -> float:
     """The share of a part's parameters that other processes have.
 
     Args:
-        pieces: number of shards of each table; 0 if other processes have all of it.
-        tables: parts of their names.
+        pieces: number of shards of head and embedding; 0 if other processes have all of them.
+        head: the head is shared out.
+        table: the embedding is shared out; one that the head is tied to counts once.
     """
-    parameters = dict(meta_model(part.model).named_parameters())
+    model = meta_model(part.model)
+    weights = [
+        *([model.lm_head.weight] if head else []),
+        *([model.embedding.weight] if table else []),
+    ]
     elsewhere = 0
-    for name, p in parameters.items():
-        if any(table in name for table in tables):
-            own = -(-len(p) // pieces) if pieces else 0
-            elsewhere += (len(p) - own) * (p.numel() // len(p))
-    return elsewhere / sum(p.numel() for p in parameters.values())
+    for p in {id(p): p for p in weights}.values():
+        own = -(-len(p) // pieces) if pieces else 0
+        elsewhere += (len(p) - own) * (p.numel() // len(p))
+    return elsewhere / sum(p.numel() for p in model.parameters())
 
 
 def _without(peak: PhasePeak, share: float, **more: int) -> PhasePeak:

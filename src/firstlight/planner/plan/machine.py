@@ -339,11 +339,12 @@ def planned_run(
     batch = recipe.batch.schedule(seq_len, copies)
     rows = _rows_per_epoch(recipe, seq_len)
     minutes, length = recipe.schedule.max_minutes, None
+    is_one_epoch = minutes is None and recipe.schedule.max_steps is None
     if minutes is not None:
         if tokens_per_second is None:
             return None
         length = PredictedLength(predicted_steps(minutes, tokens_per_second, batch, seq_len))
-    elif rows is None and recipe.schedule.max_steps is None:
+    if rows is None and (recipe.schedule.epochs is not None or is_one_epoch):
         return None
     peak = recipe.optimizer.learning_rate
     schedule = resolve_schedule(recipe.schedule, peak, rows or 0, batch, seq_len, length)

@@ -1,0 +1,306 @@
+"""Hugging Face's config.json from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firstlight.conversion.gguf_layout import (
+    ARCHITECTURES,
+    ROPE_FACTORS,
+    ROPE_FACTORS_LONG,
+    ROPE_FACTORS_SHORT,
+    rope_of,
+)
+from firstlight.conversion.gguf_writer import KEPT, KEPT_KEYS
+from firstlight.errors import ModelError
+from firstlight.models import FAMILIES
+from firstlight.models.family import ExpertNames, FamilySpec
+
+#: Shapes of the tensors in a file by name, outermost dimension first.
+Shapes = Mapping[str, tuple[int, ...]]
+
+#: Fewest tensors of a layer.
+_LAYER_TENSORS = 5
+
+#: The frequency factors of all published Llama 3.1, 3.2 and 3.3 models.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+class _Values:
+    """The metadata of one architecture, checked when it is read."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self._metadata = metadata
+        self.architecture = architecture
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A count; a list with one count a layer is not supported."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelError(f"{self.architecture}.{key} is {value!r}, not a whole number")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number, with the digits that fp32 keeps."""
+        value = self.get(key, default)
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise ModelError(f"{self.architecture}.{key} is {value!r}, not a number")
+        return float(str(np.float32(value)))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The unchecked value."""
+        return self._metadata.get(f"{self.architecture}.{key}", default)
+
+
+def config_of(
+    metadata: Mapping[str, Any], stored: Shapes, factors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Hugging Face's config.json of a GGUF file.
+
+    Args:
+        metadata: the file's entries.
+        stored: shapes of its tensors but the rotary factors.
+        factors: divisors of the rotary frequencies, by the tensors' names.
+
+    Raises:
+        ModelError: the file is damaged, or its model's family or settings are not supported.
+    """
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in ARCHITECTURES.values():
+        raise ModelError(
+            f"models of the architecture '{architecture}' are not supported "
+            f"(supported: {', '.join(dict.fromkeys(ARCHITECTURES.values()))})"
+        )
+    values = _Values(metadata, architecture)
+    rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
+    kept = _kept(metadata, architecture)
+    layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
+    # Checked before the table of all tensors is made, which a damaged count would make endless.
+    if embedding is None or layers > len(stored) // _LAYER_TENSORS:
+        raise ModelError(f"the file holds {len(stored)} tensors, too few for {layers} layers")
+    config: dict[str, Any] = {
+        "vocab_size": embedding[0],
+        "tie_word_embeddings": "output.weight" not in stored,
+        **(_llama_config(values, kept, stored) if rotary else _gpt2_config(values)),
+    }
+    config |= {key: kept[key] for key in KEPT_KEYS if key in kept}
+    for name in ("bos_token_id", "eos_token_id"):
+        if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
+            config[name] = token_id
+    if rotary:
+        # Some of transformers' classes have an id of their own, maybe beyond the vocabulary.
+        config["pad_token_id"] = None
+        config |= _rope_config(values, kept, factors, config)
+    family = FAMILIES[config["model_type"]].spec
+    config = {family.json_names.get(key, key): value for key, value in config.items()}
+    for key in family.derived_keys:
+        del config[key]
+    if rotary:
+        rope_of(config)
+    return {"architectures": [family.architecture], **config}
+
+
+def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The entries of firstlight.config; empty in files of other programs."""
+    try:
+        kept = json.loads(metadata.get(KEPT, "{}"))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"the file is damaged: {KEPT} is not JSON") from error
+    if not isinstance(kept, dict) or (
+        "model_type" in kept and ARCHITECTURES.get(str(kept["model_type"])) != architecture
+    ):
+        raise ModelError(f"the file is damaged: {KEPT} does not fit the architecture")
+    return kept
+
+
+def _gpt2_config(values: _Values) -> dict[str, Any]:
+    positions = values.whole("context_length")
+    return {
+        "model_type": "gpt2",
+        "n_layer": values.whole("block_count"),
+        "n_embd": values.whole("embedding_length"),
+        "n_inner": values.whole("feed_forward_length"),
+        "n_head": values.whole("attention.head_count"),
+        "n_positions": positions,
+        "n_ctx": positions,
+        "layer_norm_epsilon": values.real("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+        "scale_attn_weights": True,
+    }
+
+
+def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
+    """The config of a rotary family under our names, without its rotary settings."""
+    hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
+    head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
+    window, experts = values.whole("attention.sliding_window", 0), values.whole("expert_count", 0)
+    model_type = kept.get("model_type") or _family_of(values.architecture, experts, window)
+    family = FAMILIES[model_type].spec
+    rotary_dim = values.whole("rope.dimension_count", head_dim)
+    is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
+    if values.whole("attention.value_length", head_dim) != head_dim or not is_whole:
+        raise ModelError("heads whose keys, values and rotary part differ in size: not supported")
+    eps = "layer_norm_epsilon" if family.norm_kind == "layer" else "layer_norm_rms_epsilon"
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": values.whole("feed_forward_length"),
+        "num_hidden_layers": values.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        family.activation_key: family.activation,
+        "max_position_embeddings": values.whole("context_length"),
+        "rms_norm_eps": values.real(f"attention.{eps}"),
+        # Written even as None: Mistral's default is a window.
+        "sliding_window": window or None,
+    }
+    if "attention_bias" in family.own_keys:
+        biases = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
+        config["attention_bias"] = any(name in stored for name in biases)
+    if "mlp_bias" in family.own_keys:
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
+    config |= _layer_config(values, stored, family, config)
+    if experts:
+        config |= _expert_config(values, stored, family.experts, experts)
+    numbers = family.gguf.numbers
+    return config | {
+        key: None if key in family.gguf.optional and values.get(name) is None else values.real(name)
+        for key, name in numbers.items()
+    }
+
+
+def _layer_config(
+    values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Entries of families whose layers differ from Llama's, or among each other."""
+    own, found = family.own_keys, dict[str, Any]()
+    if "query_pre_attn_scalar" in own:
+        wide = config["num_hidden_layers"] == family.gguf.wide_scale_layers
+        width = config["hidden_size"] // max(config["num_attention_heads"], 1)
+        found["query_pre_attn_scalar"] = width if wide else config["head_dim"]
+    if "qk_layernorm" in own:
+        norm = stored.get("blk.0.attn_q_norm.weight")
+        found["qk_layernorm"] = norm is not None
+        # Checked before the table of all tensors is made, as the number of layers is.
+        if norm is not None and norm[0] != config["num_attention_heads"]:
+            raise ModelError(f"the file is damaged: norms of {norm[0]} heads")
+    if "use_parallel_residual" in own:
+        is_parallel = "blk.0.ffn_norm.weight" not in stored
+        found["use_parallel_residual"] = values.get("use_parallel_residual", is_parallel) is True
+    pattern = values.get("attention.sliding_window_pattern")
+    if "layer_types" in own and isinstance(pattern, list):
+        found["layer_types"] = [
+            "sliding_attention" if has_window else "full_attention" for has_window in pattern
+        ]
+    return found
+
+
+def _families_of(architecture: str) -> list[str]:
+    return [name for name in ARCHITECTURES if ARCHITECTURES[name] == architecture]
+
+
+def _family_of(architecture: str, experts: int, window: int) -> str:
+    """The first family of an architecture with the file's experts and window."""
+    named = _families_of(architecture)
+    for name in named:
+        family = FAMILIES[name].spec
+        has_window = not window or "sliding_window" in family.own_keys
+        if has_window and (family.experts is not None) == (experts > 0):
+            return name
+    return named[0]
+
+
+def _expert_config(
+    values: _Values, stored: Shapes, names: ExpertNames | None, experts: int
+) -> dict[str, Any]:
+    """The config entries of a mixture of experts."""
+    layers = values.whole("block_count")
+    router = stored.get("blk.0.ffn_gate_inp.weight")
+    # Checked before the table of all tensors is made, as the number of layers is.
+    numbers = sum(math.prod(shape) for shape in stored.values())
+    if router is None or router[0] != experts or 3 * layers * experts > numbers:
+        raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
+    used = {"num_experts_per_tok": values.whole("expert_used_count")}
+    if names is not None and names.size == "intermediate_size":
+        return {"num_local_experts": experts, **used}
+    size = values.whole("expert_feed_forward_length", values.whole("feed_forward_length"))
+    return {
+        "num_experts": experts,
+        **used,
+        "moe_intermediate_size": size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _rope_config(
+    values: _Values,
+    kept: Mapping[str, Any],
+    factors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The rotary settings, in the spellings of transformers 5 and 4."""
+    family, found = FAMILIES[config["model_type"]].spec, dict[str, Any]()
+    theta = values.real("rope.freq_base", 10_000.0)
+    kind = values.get("rope.scaling.type", "none")
+    scaling: dict[str, Any] | None = None
+    rotary_dim = values.whole("rope.dimension_count", config["head_dim"])
+    if ROPE_FACTORS_LONG in factors and ROPE_FACTORS_SHORT in factors:
+        scaling = _longrope_scaling(values, kept.get("rope_scaling"), factors)
+        found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    elif ROPE_FACTORS in factors:
+        known = kept.get("rope_scaling")
+        scaling = _llama3_scaling(known, theta, factors[ROPE_FACTORS], rotary_dim)
+    elif kind == "linear":
+        scaling = {"rope_type": "linear", "factor": values.real("rope.scaling.factor")}
+    elif kind != "none":
+        raise ModelError(f"rope scaling {kind!r} is not supported: linear and Llama 3's are")
+    rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    if "partial_rotary_factor" in family.own_keys:
+        part = kept.get("partial_rotary_factor", rotary_dim / config["head_dim"])
+        rope["partial_rotary_factor"] = found["partial_rotary_factor"] = part
+    if family.rope.nested:
+        usual = 10_000.0 if family.rope.local_theta_key else theta
+        local = {"rope_type": "default", "rope_theta": values.real("rope.freq_base_swa", usual)}
+        rope = {"full_attention": rope, "sliding_attention": local}
+    return {**found, "rope_parameters": rope, "rope_theta": theta, "rope_scaling": scaling}
+
+
+def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """LongRoPE's settings: firstlight's own note, or else from the file's entries."""
+    if isinstance(known, dict):
+        return {**known, "rope_type": "longrope"}
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors[ROPE_FACTORS_SHORT].tolist(),
+        "long_factor": factors[ROPE_FACTORS_LONG].tolist(),
+        "original_max_position_embeddings": values.whole("rope.scaling.original_context_length"),
+        "attention_factor": values.real("rope.scaling.attn_factor", 1.0),
+    }
+
+
+def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
+    """The settings of the factors: firstlight's own note, or else the published ones."""
+    scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
+    scaling = {**scaling, "rope_type": "llama3"}
+    config = {"model_type": "llama", "rope_theta": theta, "rope_scaling": scaling}
+    expected = rope_of(config).factors(rotary_dim)
+    if expected is None or expected.shape != factors.shape:
+        raise ModelError(f"the file is damaged: tensor {ROPE_FACTORS} does not fit the heads")
+    if not torch.allclose(expected, factors, rtol=1e-4):
+        raise ModelError(f"tensor {ROPE_FACTORS} holds no rotary factors of Llama 3")
+    return scaling

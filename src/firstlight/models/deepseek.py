@@ -1,0 +1,216 @@
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): multi-head latent attention, experts beside shared ones.
+
+Keys and values are read from one compressed vector a token, which alone is cached, and a rotated
+part of the key that all heads share. Tokens choose experts among the best groups of them; in V3 by
+sigmoids, to which a bias is added for the choice alone. Parameter names are those of Hugging Face's
+`DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight is a DeepSeek-V3.
+
+Shape letters as in `models/ops.py` and `models/moe.py`; L is the size of the compressed vector, R
+the rotated part of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firstlight.models.blockwise import blockwise_attention
+from firstlight.models.deepseek_config import DeepseekConfig
+from firstlight.models.language_model import Cache, InitConfig, KVCache
+from firstlight.models.llama import Llama, LlamaDecoder
+from firstlight.models.llama_layers import LlamaBlock, LlamaMLP, RMSNorm
+from firstlight.models.moe import Experts, RoutedMLP, Router, balancing_loss
+from firstlight.models.ops import SelfAttention
+from firstlight.models.rope import apply_rope, apply_rope_to_neighbours
+
+#: Of the norms of compressed vectors, whatever `rms_norm_eps` is.
+_LATENT_EPS = 1e-6
+
+
+class DeepseekAttention(SelfAttention):
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
+
+    def __init__(self, config: DeepseekConfig, layer: int) -> None:
+        super().__init__()
+        C, H, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+        self.layer, self.heads, self.scale = layer, H, config.attention_spec(layer).scale
+        self.key_sizes = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.latent_sizes = config.kv_lora_rank, config.qk_rope_head_dim
+        self.expanded_sizes = config.qk_nope_head_dim, config.v_head_dim
+        queries, latent, rank = H * config.head_dim, sum(self.latent_sizes), config.q_lora_rank
+        self.is_compressed = rank is not None
+        if rank is None:
+            self.q_proj = nn.Linear(C, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(C, rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(rank, _LATENT_EPS)
+            self.q_b_proj = nn.Linear(rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(C, latent, bias=bias)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, H * sum(self.expanded_sizes), bias=False)
+        self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
+        self.turns_in_fp32 = config.family.rope.in_fp32
+        self.turn = apply_rope_to_neighbours if config.rope_interleave else apply_rope
+        self.attend = blockwise_attention
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        ropes: tuple[tuple[Tensor, Tensor], ...],
+        mask: Any,
+        cache: Cache | None,
+    ) -> Tensor:
+        """As `LlamaAttention.forward`."""
+        if self.is_compressed:
+            q_BTC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTC)))
+        else:
+            q_BTC = self.q_proj(x_BTC)
+        q_BHTD = q_BTC.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q_nope, q_rope = q_BHTD.split(self.key_sizes, dim=-1)
+        latent_BTL, k_BTR = self.kv_a_proj_with_mqa(x_BTC).split(self.latent_sizes, dim=-1)
+        latent_B1SL, k_B1SR = self.kv_a_layernorm(latent_BTL)[:, None], k_BTR[:, None]
+        cos, sin = (t if self.turns_in_fp32 else t.to(q_rope.dtype) for t in ropes[0])
+        dtype = q_rope.dtype
+        q_rope, k_B1SR = (self.turn(x, cos, sin).to(dtype) for x in (q_rope, k_B1SR))
+        if cache is not None:
+            latent_B1SL, k_B1SR = cache.update(self.layer, latent_B1SL, k_B1SR)
+        kv_BSHD = self.kv_b_proj(latent_B1SL[:, 0]).unflatten(-1, (self.heads, -1))
+        k_nope, v_BHSD = kv_BSHD.transpose(1, 2).split(self.expanded_sizes, dim=-1)
+        k_BHSD = torch.cat((k_nope, k_B1SR.to(k_nope.dtype).expand(-1, self.heads, -1, -1)), -1)
+        q_BHTD = torch.cat((q_nope, q_rope), -1)
+        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, dropout=0.0, mask=mask, scale=self.scale)
+        return self.o_proj(y_BHTD.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class DeepseekRouter(Router):
+    """A router, in V3 with a bias [E] of the choice, which is no parameter: it gets no gradient,
+    stays in fp32, and is saved with the weights."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__(config.hidden_size, config.num_experts, bias=False)
+        self.has_bias = config.model_type == "deepseek_v3"
+        if self.has_bias:
+            self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.e_score_correction_bias if self.has_bias else None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before is not None:
+            moved = self.e_score_correction_bias
+            is_empty = before.is_meta or moved.is_meta
+            # `model.to(torch.bfloat16)` must not round it.
+            self.e_score_correction_bias = (
+                torch.zeros_like(moved, dtype=torch.float32)
+                if is_empty
+                else before.to(moved.device)
+            )
+        return self
+
+    def forward(self, x_NC: Tensor) -> Tensor:
+        """Logits [N, E], computed in fp32 also under autocast, as in transformers."""
+        with torch.autocast(x_NC.device.type, enabled=False):
+            return F.linear(x_NC.float(), self.weight.float())
+
+
+class DeepseekMLP(RoutedMLP):
+    """The experts of one layer, and those that all tokens visit."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.moe_intermediate_size
+        self.gate = DeepseekRouter(config)
+        self.experts = Experts(config.num_experts, config.hidden_size, width)
+        shared = {"intermediate_size": width * config.n_shared_experts}
+        self.shared_experts = LlamaMLP(config.model_copy(update=shared))
+
+    def scores(self, logits_NE: Tensor) -> Tensor:
+        """The experts' scores [N, E], fp32."""
+        return logits_NE.sigmoid() if self.gate.has_bias else logits_NE.softmax(-1)
+
+    def chosen(self, scores_NE: Tensor) -> Tensor:
+        """Each token's experts [N, K], of its best groups."""
+        config = self.config
+        wanted_NE = scores_NE.detach()
+        if self.gate.has_bias:
+            wanted_NE = wanted_NE + self.gate.e_score_correction_bias
+        if config.n_group > 1:
+            groups_NGX = wanted_NE.view(len(wanted_NE), config.n_group, -1)
+            best = groups_NGX.topk(2 if self.gate.has_bias else 1, dim=-1).values.sum(-1)
+            kept_NG = best.topk(config.topk_group, dim=-1).indices
+            is_out_NG = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept_NG, False)
+            wanted_NE = groups_NGX.masked_fill(is_out_NG[..., None], -math.inf).flatten(1)
+        return wanted_NE.topk(config.num_experts_per_tok, dim=-1).indices
+
+    def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `RoutedMLP.route`."""
+        logits_NE = self.gate(x_NC)
+        scores_NE = self.scores(logits_NE)
+        experts_NK = self.chosen(scores_NE)
+        weights_NK = scores_NE.gather(1, experts_NK)
+        if self.config.norm_topk_prob:
+            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
+        return logits_NE, weights_NK * self.config.routed_scaling_factor, experts_NK
+
+    def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output, [B, T, C], and the router's logits, [N, E]."""
+        y_BTC, logits_NE = super().forward(x_BTC)
+        return y_BTC + self.shared_experts(x_BTC), logits_NE
+
+
+class DeepseekBlock(LlamaBlock):
+    """One layer: latent attention, and an MLP or experts."""
+
+    def make_attention(self, config: Any, layer: int) -> DeepseekAttention:
+        """The attention of a layer."""
+        return DeepseekAttention(config, layer)
+
+    def make_mlp(self, config: Any, layer: int) -> LlamaMLP | RoutedMLP:
+        """The MLP of a layer, or its experts."""
+        return DeepseekMLP(config) if config.has_experts(layer) else LlamaMLP(config)
+
+
+class Deepseek(Llama):
+    """A DeepSeek language model; see `LanguageModel`."""
+
+    config: DeepseekConfig  # type: ignore[assignment]
+
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
+
+    def add_decoder(self, rows: int) -> None:
+        """Make embedding (of so many rows), layers and final norm."""
+        self.model = LlamaDecoder(self.config, rows, DeepseekBlock)
+
+    def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
+        """Draw the initial weights, see `LanguageModel`; biases of the choice are zero."""
+        super().init_weights(generator, init)
+        for module in self.modules():
+            if isinstance(module, DeepseekRouter) and module.has_bias:
+                module.e_score_correction_bias.zero_()
+
+    def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
+        """An empty cache of compressed vectors (its keys) and rotated keys (its values)."""
+        config = self.config
+        return KVCache(
+            *(config.num_hidden_layers, 1, config.kv_lora_rank),
+            value_dim=config.qk_rope_head_dim,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            device=self.embedding.weight.device,
+        )
+
+    def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """See `LanguageModel.balance`: by the experts that are visited, and by scores that sum to 1
+        (DeepSeek-AI 2024, DeepSeek-V3, equations 17 to 20, over a whole pass)."""
+        layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DeepseekMLP)]
+        scores = [mlp.scores(one) for mlp, one in zip(layers, router_logits, strict=True)]
+        chosen = [mlp.chosen(one) for mlp, one in zip(layers, scores, strict=True)]
+        return balancing_loss([one / one.sum(-1, keepdim=True) for one in scores], chosen)

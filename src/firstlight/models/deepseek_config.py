@@ -1,0 +1,235 @@
+"""Shapes of DeepSeek-V2 and V3, which `deepseek.py` computes, in and out of config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from firstlight.errors import ModelError
+from firstlight.models.family import AttentionSpec, ExpertNames, FamilySpec, RopeSpec
+from firstlight.models.llama_config import DecoderConfig
+from firstlight.models.llama_json import values_from_json
+from firstlight.models.rope import YarnRope
+
+_EXPERTS = ExpertNames(
+    gate="mlp.experts.{}.gate_proj.weight",
+    up="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+    router="mlp.gate.weight",
+    size="moe_intermediate_size",
+)
+_JSON_NAMES = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
+_SIZES = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "router_aux_loss_coef": 0.001,
+}
+
+
+class DeepseekConfig(DecoderConfig):
+    """Shape of a DeepSeek-V2 or V3 model."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {
+        "deepseek_v2": FamilySpec(
+            "DeepseekV2ForCausalLM",
+            own_keys=("attention_bias", "mlp_bias"),
+            json_names=_JSON_NAMES,
+            hf_defaults={
+                **_SIZES,
+                "vocab_size": 102400,
+                "intermediate_size": 11008,
+                "max_position_embeddings": 2048,
+                "num_experts": 64,
+                "n_shared_experts": 2,
+                "moe_intermediate_size": 1407,
+                "first_k_dense_replace": 0,
+                "routed_scaling_factor": 1.0,
+                "norm_topk_prob": False,
+            },
+            rope=RopeSpec(turns_neighbours=True, in_fp32=True),
+            divides_width=True,
+            experts=_EXPERTS,
+        ),
+        "deepseek_v3": FamilySpec(
+            "DeepseekV3ForCausalLM",
+            own_keys=("attention_bias",),
+            json_names=_JSON_NAMES,
+            hf_defaults={
+                **_SIZES,
+                "vocab_size": 129280,
+                "hidden_size": 7168,
+                "intermediate_size": 18432,
+                "num_hidden_layers": 61,
+                "num_attention_heads": 128,
+                "num_key_value_heads": 128,
+                "max_position_embeddings": 4096,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 2048,
+                "first_k_dense_replace": 3,
+                "n_group": 8,
+                "topk_group": 4,
+                "routed_scaling_factor": 2.5,
+            },
+            rope=RopeSpec(turns_neighbours=True),
+            experts=_EXPERTS,
+            has_buffers=True,
+        ),
+    }
+    default_type: ClassVar[str] = "deepseek_v3"
+
+    model_type: Literal["deepseek_v2", "deepseek_v3"] = "deepseek_v3"
+    """"deepseek_v2" or "deepseek_v3" (Moonlight's, too)."""
+    kv_lora_rank: int = Field(64, gt=0)
+    """size of the compressed vector of keys and values."""
+    q_lora_rank: int | None = Field(None, gt=0)
+    """size of the compressed vector of queries; null is a full projection."""
+    qk_nope_head_dim: int = Field(32, gt=0)
+    """part of a query's and key's head that is not rotated, even."""
+    qk_rope_head_dim: int = Field(16, gt=0)
+    """part that is rotated, even; of the keys one for all heads."""
+    v_head_dim: int = Field(32, gt=0)
+    """size of a value's head."""
+    rope_interleave: bool = True
+    """neighbouring dimensions turn together, and not halves (deepseek_v3)."""
+    first_k_dense_replace: int = Field(1, ge=0)
+    """the first so many layers have an MLP in place of experts."""
+    num_experts: int = Field(8, gt=0, le=10_000)
+    """experts a layer, without the shared ones."""
+    num_experts_per_tok: int = Field(2, gt=0)
+    """experts that each token visits beside the shared ones."""
+    n_shared_experts: int = Field(1, gt=0)
+    """experts that each token visits anyway, as one MLP."""
+    moe_intermediate_size: int = Field(64, gt=0)
+    """width inside an expert."""
+    n_group: int = Field(1, gt=0)
+    """groups of experts; 1 is no limit to some."""
+    topk_group: int = Field(1, gt=0)
+    """groups among which a token chooses its experts."""
+    routed_scaling_factor: float = Field(1.0, gt=0)
+    """factor of the visited experts' weights."""
+    norm_topk_prob: bool = True
+    """the visited experts' weights are scaled to sum to 1 first (deepseek_v3)."""
+    router_aux_loss_coef: float = Field(0.001, ge=0)
+    """weight of the load-balancing loss in training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_heads(cls, values: Any) -> Any:
+        # Runs before the base's.
+        if not isinstance(values, dict):
+            return values
+        sizes = [
+            values.get(name, cls.model_fields[name].default)
+            for name in ("qk_nope_head_dim", "qk_rope_head_dim")
+        ]
+        values = {**values}
+        if values.get("model_type") == "deepseek_v2":
+            values.setdefault("norm_topk_prob", False)
+        if all(isinstance(size, int) for size in sizes):
+            values["head_dim"] = sum(sizes)
+        return values
+
+    @model_validator(mode="after")
+    def _check_latents(self) -> Self:
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"num_key_value_heads {self.num_key_value_heads} must be num_attention_heads "
+                f"{self.num_attention_heads}: all heads read one compressed vector"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} must be even")
+        if self.model_type == "deepseek_v2" and (self.norm_topk_prob or not self.rope_interleave):
+            raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.num_experts % self.n_group or self.topk_group > self.n_group:
+            raise ValueError(
+                f"num_experts {self.num_experts} must be a multiple of n_group {self.n_group}, and "
+                f"topk_group {self.topk_group} at most that"
+            )
+        group = self.num_experts // self.n_group
+        if self.num_experts_per_tok > group * self.topk_group:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than the "
+                f"{group * self.topk_group} experts of topk_group {self.topk_group}"
+            )
+        if self.model_type == "deepseek_v3" and group < 2:
+            raise ValueError("a group must have two experts: deepseek_v3 compares their two best")
+        if self.first_k_dense_replace >= self.num_hidden_layers:
+            raise ValueError(
+                f"first_k_dense_replace {self.first_k_dense_replace} leaves no layer with experts"
+            )
+        return self
+
+    @property
+    def expert_count(self) -> int:
+        """Experts of a layer that has some."""
+        return self.num_experts
+
+    @property
+    def router_loss_coefficient(self) -> float:
+        """Weight of the load-balancing loss in training."""
+        return self.router_aux_loss_coef
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dimensions of each head."""
+        return self.qk_rope_head_dim
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers that a token takes in a layer's cache."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer (counted from 0) has experts in place of an MLP."""
+        return layer >= self.first_k_dense_replace
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Attention of a layer, counted from 0."""
+        scale, rope = self.head_dim**-0.5, self.rope_scaling
+        if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
+            scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+        return AttentionSpec(scale=scale, value_dim=self.v_head_dim)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """From a Hugging Face `config.json`; see `DecoderConfig.from_hf`."""
+        kind = str(config.get("model_type", cls.default_type))
+        # It is that of the rotated part there.
+        config = {key: value for key, value in config.items() if key != "head_dim"}
+        is_v2 = kind == "deepseek_v2"
+        usual = {
+            "scoring_func": "softmax" if is_v2 else "sigmoid",
+            "moe_layer_freq": 1,
+            **({} if is_v2 else {"topk_method": "noaux_tc"}),
+        }
+        for key, value in usual.items():
+            if config.get(key, value) != value:
+                raise ModelError(f"{key} {config[key]!r} is not supported: only {value!r} is")
+        values = values_from_json(cls.families[kind], tuple(cls.model_fields), config)
+        if "q_lora_rank" in config:
+            values["q_lora_rank"] = config["q_lora_rank"]
+        if is_v2 and config.get("topk_method", "greedy") == "greedy":
+            values |= {"n_group": 1, "topk_group": 1}
+        return cls(**{**values, "model_type": kind})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
+        content = super().to_hf() | {"head_dim": self.qk_rope_head_dim, "moe_layer_freq": 1}
+        if self.model_type == "deepseek_v3":
+            more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+            return content | more | {"num_nextn_predict_layers": 0}
+        del content["rope_interleave"]
+        method = "greedy" if self.n_group == 1 else "group_limited_greedy"
+        return content | {"scoring_func": "softmax", "topk_method": method}

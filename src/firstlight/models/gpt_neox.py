@@ -1,0 +1,193 @@
+"""GPT-NeoX (Black et al. 2022) and Pythia: a Llama with LayerNorm, queries, keys and values
+interleaved in one matrix, a rotated part of each head, biases, GELU without a gate, and attention
+and MLP side by side, each behind a norm of its own.
+
+Parameter names are those of Hugging Face's `GPTNeoXForCausalLM`. Shape letters as in `llama.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from firstlight.models.family import FamilySpec, GGUFSpec, RopeSpec
+from firstlight.models.language_model import Cache
+from firstlight.models.llama import Llama
+from firstlight.models.llama_config import DecoderConfig
+from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, make_norm
+from firstlight.models.ops import Embedding
+
+#: Hugging Face's names of the activations -> ours
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+
+_NEOX = FamilySpec(
+    "GPTNeoXForCausalLM",
+    GGUFSpec(
+        "gptneox",
+        fixed=(("attention_bias", (True,), True),),
+        block={
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        head="written",
+    ),
+    own_keys=("attention_bias", "partial_rotary_factor", "use_parallel_residual"),
+    json_names={
+        "rms_norm_eps": "layer_norm_eps",
+        "rope_theta": "rotary_emb_base",
+        "partial_rotary_factor": "rotary_pct",
+    },
+    hf_defaults={
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+    },
+    norm_kind="layer",
+    activation="gelu",
+    gated=False,
+    rope=RopeSpec(partial_factor=0.25),
+    divides_width=True,
+    derived_keys=("head_dim", "num_key_value_heads"),
+)
+
+
+class GPTNeoXConfig(DecoderConfig):
+    """Shape of a GPT-NeoX model."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {"gpt_neox": _NEOX}
+    default_type: ClassVar[str] = "gpt_neox"
+    tensor_parallel_sizes = ("num_attention_heads", "intermediate_size")
+    has_pipeline = True
+
+    model_type: Literal["gpt_neox"] = "gpt_neox"
+    """"gpt_neox"."""
+    hidden_act: Literal["gelu", "gelu_new", "gelu_fast"] = "gelu"
+    """"gelu" (exact, Pythia's), or in the tanh form "gelu_fast" (GPT-NeoX-20B's) or "gelu_new"."""
+    attention_bias: bool = True
+    """biases on all the attention's projections; the MLP's always have them."""
+    use_parallel_residual: bool = True
+    """attention and MLP read the same residual stream, and both are added to it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_width(cls, values: Any) -> Any:
+        # Runs before the base's, which takes 8/3 of the width.
+        if isinstance(values, dict) and not values.get("intermediate_size"):
+            hidden = values.get("hidden_size", 256)
+            if isinstance(hidden, int):
+                return {**values, "intermediate_size": 4 * hidden}
+        return values
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
+        return super().to_hf() | {"hidden_act": self.hidden_act}
+
+
+class GPTNeoXAttention(LlamaAttention):
+    """Multi-head attention, whose matrix has the rows of queries, keys and values of the first
+    head, then of the second."""
+
+    def add_projections(self, config: DecoderConfig) -> None:
+        """Make the matrices, under the names of the family's files."""
+        C, bias = config.hidden_size, config.attention_bias
+        self.query_key_value = nn.Linear(C, sum(self.sizes), bias=bias)
+        self.dense = nn.Linear(C, C, bias=bias)
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, T, H, D] of the layer's input."""
+        qkv_BTH3D = self.query_key_value(x_BTC).unflatten(-1, (-1, 3, self.head_dim))
+        q_BTHD, k_BTHD, v_BTHD = qkv_BTH3D.unbind(-2)
+        return q_BTHD, k_BTHD, v_BTHD
+
+    def put_out(self, y_BTC: Tensor) -> Tensor:
+        """Output projection of the heads' outputs side by side, [B, T, C] to [B, T, C]."""
+        return self.dense(y_BTC)  # type: ignore[no-any-return]
+
+
+class GPTNeoXMLP(nn.Module):
+    """Two layers with GELU between, [B, T, C] to [B, T, C]."""
+
+    def __init__(self, config: GPTNeoXConfig) -> None:
+        super().__init__()
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.dense_4h_to_h = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACTIVATIONS[_ACTIVATIONS[config.hidden_act]]
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x_BTC)))  # type: ignore[no-any-return]
+
+
+class GPTNeoXBlock(nn.Module):
+    """One layer, whose MLP reads the residual stream of before attention, or behind it without
+    `use_parallel_residual`."""
+
+    def __init__(self, config: GPTNeoXConfig, layer: int) -> None:
+        super().__init__()
+        self.is_parallel = config.use_parallel_residual
+        self.input_layernorm = make_norm(config, config.hidden_size)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        self.attention = GPTNeoXAttention(config, layer)
+        self.mlp = GPTNeoXMLP(config)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        ropes: tuple[tuple[Tensor, Tensor], ...],
+        masks: tuple[Any, Any],
+        cache: Cache | None,
+    ) -> tuple[Tensor, None]:
+        """As `LlamaBlock.forward`."""
+        y_BTC = self.attention(self.input_layernorm(x_BTC), ropes, masks[0], cache)
+        if self.is_parallel:
+            return self.mlp(self.post_attention_layernorm(x_BTC)) + y_BTC + x_BTC, None
+        x_BTC = y_BTC + x_BTC
+        return self.mlp(self.post_attention_layernorm(x_BTC)) + x_BTC, None
+
+
+class GPTNeoXDecoder(nn.Module):
+    """Embedding, layers and final norm: Hugging Face's `gpt_neox`."""
+
+    def __init__(self, config: GPTNeoXConfig, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.embed_in = Embedding(padded_vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            GPTNeoXBlock(config, i) for i in range(config.num_hidden_layers)
+        )
+        self.final_layer_norm = make_norm(config, config.hidden_size)
+
+
+class GPTNeoX(Llama):
+    """A GPT-NeoX language model; see `LanguageModel`."""
+
+    config: GPTNeoXConfig  # type: ignore[assignment]
+
+    embedding_name = "gpt_neox.embed_in"
+    layers_name = "gpt_neox.layers"
+    final_modules = ("gpt_neox.final_layer_norm", "lm_head")
+    head_file_name = "embed_out.weight"
+    residual_projections = ("attention.dense.", "dense_4h_to_h")
+    # Rows of a head's queries, keys and values lie side by side: shards of rows are whole heads.
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
+        "gpt_neox.embed_in": "table",
+        "gpt_neox.layers.*.attention.query_key_value": "columns",
+        "gpt_neox.layers.*.attention.dense": "rows",
+        "gpt_neox.layers.*.mlp.dense_h_to_4h": "columns",
+        "gpt_neox.layers.*.mlp.dense_4h_to_h": "rows",
+        "lm_head": "head",
+    }
+
+    def add_decoder(self, rows: int) -> None:
+        """Make embedding (of so many rows), layers and final norm, under the names of the family's
+        files."""
+        self.gpt_neox = GPTNeoXDecoder(self.config, rows)

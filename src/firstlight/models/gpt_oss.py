@@ -1,0 +1,185 @@
+"""gpt-oss: Llama with attention sinks, and experts with biases and a clamped SwiGLU.
+
+OpenAI's open-weight models (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card"). Every second
+layer has a sliding window. Parameter names and layouts are those of Hugging Face's
+`GptOssForCausalLM`, which keeps a layer's experts stacked and as [in, out], an expert's gates and
+ups taking turns: import and export are the identity. OpenAI's files have the experts in MXFP4,
+which `weights/mxfp4.py` reads.
+
+Shape letters as in `models/moe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from firstlight.models.family import AttentionSpec, FamilySpec, RopeSpec
+from firstlight.models.llama import Llama, LlamaDecoder
+from firstlight.models.llama_config import DecoderConfig
+from firstlight.models.llama_layers import LlamaBlock
+from firstlight.models.moe import Experts, RoutedMLP, Router, grouped_linear
+
+
+class GptOssConfig(DecoderConfig):
+    """Shape of a gpt-oss model."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {
+        "gpt_oss": FamilySpec(
+            "GptOssForCausalLM",
+            own_keys=("attention_bias", "sliding_window", "layer_types"),
+            hf_defaults={
+                "vocab_size": 201088,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150_000.0,
+                "sliding_window": 128,
+                "num_experts": 128,
+                "num_experts_per_tok": 4,
+                "router_aux_loss_coef": 0.001,
+            },
+            norm_kind="wide",
+            rope=RopeSpec(
+                default={
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                }
+            ),
+            full_attention_every=2,
+            has_mxfp4=True,
+        )
+    }
+    default_type: ClassVar[str] = "gpt_oss"
+
+    model_type: Literal["gpt_oss"] = "gpt_oss"
+    """"gpt_oss"."""
+    attention_bias: bool = True
+    """biases on all the attention's projections."""
+    num_experts: int = Field(8, gt=0, le=10_000)
+    """experts a layer."""
+    num_experts_per_tok: int = Field(2, gt=0)
+    """experts that each token visits."""
+    swiglu_alpha: float = Field(1.702, gt=0)
+    """factor a in an expert's gate, g sigmoid(a g)."""
+    swiglu_limit: float = Field(7.0, gt=0)
+    """bound of an expert's gates from above, and of its ups on both sides."""
+    router_aux_loss_coef: float = Field(0.01, ge=0)
+    """weight of the load-balancing loss in training (Fedus et al. 2021)."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than "
+                f"num_experts {self.num_experts}"
+            )
+        return self
+
+    @property
+    def expert_count(self) -> int:
+        """Experts of each layer."""
+        return self.num_experts
+
+    @property
+    def router_loss_coefficient(self) -> float:
+        """Weight of the load-balancing loss in training."""
+        return self.router_aux_loss_coef
+
+    def has_experts(self, layer: int) -> bool:
+        """Every layer has experts."""
+        return True
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Attention of a layer, counted from 0."""
+        return AttentionSpec(super().attention_spec(layer).window, sinks=True)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
+        content = super().to_hf() | {"output_router_logits": False}
+        content["num_local_experts"] = content.pop("num_experts")
+        return content
+
+
+class GptOssExperts(Experts):
+    """All experts of a layer, stacked as [E, C, 2F] (gate 0, up 0, gate 1, up 1, ...) and
+    [E, F, C], with biases [E, 2F] and [E, C].
+
+    An expert with gates g and ups u is down((u + 1) g sigmoid(a g)), g and u bounded before.
+    """
+
+    def __init__(self, config: GptOssConfig) -> None:
+        nn.Module.__init__(self)
+        E, C, hidden = config.num_experts, config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, C, 2 * hidden))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(E, 2 * hidden))
+        self.down_proj = nn.Parameter(torch.empty(E, hidden, C))
+        self.down_proj_bias = nn.Parameter(torch.empty(E, C))
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+
+    def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
+        """See `Experts.visited`."""
+        # A product with one 1 in each row, and not a lookup, whose gradient GPUs add up in no
+        # fixed order.
+        every_E = torch.arange(len(self.down_proj), device=x_MC.device)
+        is_own_ME = experts_M[:, None] == every_E
+
+        def linear(rows: Tensor, weight_EIO: Tensor, bias_EO: Tensor) -> Tensor:
+            product = grouped_linear(rows, weight_EIO.transpose(1, 2), ends_E)
+            return product + is_own_ME.to(bias_EO.dtype) @ bias_EO
+
+        gate_up_M2F = linear(x_MC, self.gate_up_proj, self.gate_up_proj_bias)
+        gate_MF = gate_up_M2F[:, ::2].clamp(max=self.limit)
+        up_MF = gate_up_M2F[:, 1::2].clamp(-self.limit, self.limit)
+        hidden_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(gate_MF * self.alpha))
+        return linear(hidden_MF, self.down_proj, self.down_proj_bias)
+
+
+class GptOssMLP(RoutedMLP):
+    """The router, with a bias, and the experts of one layer: the softmax is over the visited
+    experts alone."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.router = Router(config.hidden_size, config.num_experts)
+        self.experts = GptOssExperts(config)
+
+    def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `RoutedMLP.route`."""
+        logits_NE = self.router(x_NC)
+        greatest_NK, experts_NK = logits_NE.float().topk(self.num_experts_per_tok)
+        return logits_NE, greatest_NK.softmax(-1), experts_NK
+
+
+class GptOssBlock(LlamaBlock):
+    """One layer: attention with sinks, and experts."""
+
+    def make_mlp(self, config: GptOssConfig, layer: int) -> GptOssMLP:
+        """The experts of a layer."""
+        return GptOssMLP(config)
+
+
+class GptOss(Llama):
+    """A gpt-oss language model; see `LanguageModel`."""
+
+    config: GptOssConfig  # type: ignore[assignment]
+
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
+
+    def add_decoder(self, rows: int) -> None:
+        """Make embedding (of so many rows), layers and final norm."""
+        self.model = LlamaDecoder(self.config, rows, GptOssBlock)

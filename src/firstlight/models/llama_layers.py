@@ -1,0 +1,290 @@
+"""Parts of the Llama-like models: norms, attention, MLP and block.
+
+Parameter names are those of Hugging Face's classes. Shape letters as in `models/ops.py`, and F, the
+width inside the MLP; cos and sin, the rotary tables, are [T, R], or [B, 1, T, R] where positions
+differ between sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firstlight.models.blockwise import blockwise_attention
+from firstlight.models.language_model import Cache
+from firstlight.models.llama_config import DecoderConfig, MoEConfig
+from firstlight.models.moe import RoutedMLP, SparseMLP
+from firstlight.models.ops import SelfAttention, at_least_fp32, attention
+from firstlight.models.rope import apply_rope, apply_rope_to_neighbours
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    """relu(x)^2 (So et al. 2021, Primer)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu2": _relu_squared,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, [..., size] to [..., size], the mean of squares
+    taken in fp32 (Zhang and Sennrich 2019).
+
+    Args:
+        size: length of the last dimension.
+        eps: term added to the mean of squares.
+        kind: see `FamilySpec.norm_kind`.
+    """
+
+    def __init__(self, size: int, eps: float, kind: str = "rounded") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps, self.kind = eps, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = F.rms_norm(at_least_fp32(x), self.weight.shape, None, self.eps)
+        # Each rounds where its class in transformers does: the logits are the same.
+        if self.kind == "rounded":
+            return normal.to(x.dtype) * self.weight
+        weight = at_least_fp32(self.weight)
+        return (normal * (1.0 + weight if self.kind == "one_plus" else weight)).to(x.dtype)
+
+
+class HeadNorms(nn.Module):
+    """LayerNorm without bias of each head, with weights of its own: [B, T, H, D] to [B, T, H, D].
+
+    Args:
+        heads, head_dim: H and D.
+        eps: term added to the variance.
+    """
+
+    def __init__(self, heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        # Under the names of the family's files; computed for all heads at once.
+        self.norms = nn.ModuleList(nn.LayerNorm(head_dim, eps, bias=False) for _ in range(heads))
+        self.eps = eps
+
+    def forward(self, x_BTHD: Tensor) -> Tensor:
+        weight_HD = at_least_fp32(torch.stack(list(self.parameters())))
+        normal = F.layer_norm(at_least_fp32(x_BTHD), x_BTHD.shape[-1:], eps=self.eps)
+        return (normal * weight_HD).to(x_BTHD.dtype)
+
+
+def make_norm(config: DecoderConfig, size: int) -> RMSNorm | nn.LayerNorm:
+    """The family's norm over a last dimension of `size`."""
+    kind = config.family.norm_kind
+    if kind == "layer":
+        return nn.LayerNorm(size, config.rms_norm_eps)
+    return RMSNorm(size, config.rms_norm_eps, kind)
+
+
+class LlamaAttention(SelfAttention):
+    """Grouped-query self-attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        family, spec = config.family, config.attention_spec(layer)
+        self.layer, self.head_dim = layer, config.head_dim
+        self.scale, self.softcap, self.rope = spec.scale, spec.softcap, spec.rope
+        D = config.head_dim
+        self.sizes = (config.num_attention_heads * D, *(config.num_key_value_heads * D,) * 2)
+        self.add_projections(config)
+        self.qk_norm, self.q_norm_name, self.k_norm_name = config.qk_norm, "q_norm", "k_norm"
+        if self.qk_norm == "own":
+            self.q_norm_name, self.k_norm_name = "q_layernorm", "k_layernorm"
+            for name, size in zip(("q_layernorm", "k_layernorm"), self.sizes[:2], strict=True):
+                self.add_module(name, HeadNorms(size // D, D, config.rms_norm_eps))
+        elif self.qk_norm is not None:
+            sizes = (D, D) if self.qk_norm == "head" else self.sizes[:2]
+            self.q_norm, self.k_norm = (make_norm(config, size) for size in sizes)
+        self.turns_in_fp32 = family.rope.in_fp32
+        self.turn = apply_rope_to_neighbours if family.rope.turns_neighbours else apply_rope
+        self.sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if spec.sinks else None
+        # torch's fused kernels have no cap, and no sinks.
+        is_plain = self.softcap is None and not spec.sinks
+        self.attend = attention if is_plain else blockwise_attention
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        ropes: tuple[tuple[Tensor, Tensor], ...],
+        mask: Any,
+        cache: Cache | None,
+    ) -> Tensor:
+        """[B, T, C] to [B, T, C].
+
+        Args:
+            x_BTC: the layer's input, normalised where the family does.
+            ropes: rotary tables, cos and sin of each.
+            mask: mask as `make_mask` gives it.
+            cache: keys and values of earlier tokens.
+        """
+        B, T, _ = x_BTC.shape
+        q_BTHD, k_BTKD, v_BTKD = self.project(x_BTC)
+        # Qwen3 normalises before the rotation: a rotated vector keeps its length.
+        if self.qk_norm == "width":
+            q_BTHD = self.q_norm(q_BTHD.flatten(2)).view(q_BTHD.shape)
+            k_BTKD = self.k_norm(k_BTKD.flatten(2)).view(k_BTKD.shape)
+        elif self.qk_norm is not None:
+            q_BTHD = getattr(self, self.q_norm_name)(q_BTHD)
+            k_BTKD = getattr(self, self.k_norm_name)(k_BTKD)
+        v_BKSD = v_BTKD.transpose(1, 2)
+        q_BHTD, k_BKSD = q_BTHD.transpose(1, 2), k_BTKD.transpose(1, 2)
+        if self.rope is not None:
+            dtype = q_BHTD.dtype
+            # The tables are fp32, and would make bf16 queries and keys fp32 as well.
+            cos, sin = (t if self.turns_in_fp32 else t.to(dtype) for t in ropes[self.rope])
+            q_BHTD, k_BKSD = (self.turn(x, cos, sin).to(dtype) for x in (q_BHTD, k_BKSD))
+        # Cached keys are rotated already: a token's position never changes.
+        if cache is not None:
+            k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
+        # No family of this architecture drops attention weights out.
+        y_BHTD = self.attend(
+            *(q_BHTD, k_BKSD, v_BKSD),
+            dropout=0.0,
+            mask=mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks_H=self.sinks,
+        )
+        return self.put_out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+
+    def add_projections(self, config: DecoderConfig) -> None:
+        """Make the matrices, under the names of the family's files."""
+        C, bias = config.hidden_size, config.qkv_bias
+        self.is_fused = config.family.fused is True
+        if self.is_fused:
+            self.qkv_proj = nn.Linear(C, sum(self.sizes), bias=bias)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(C, size, bias=bias) for size in self.sizes
+            )
+        out_bias = config.attention_bias and config.family.output_bias
+        self.o_proj = nn.Linear(self.sizes[0], C, bias=out_bias)
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, K, D] of the layer's input."""
+        if self.is_fused:
+            parts = self.qkv_proj(x_BTC).split(self.sizes, dim=-1)
+        else:
+            parts = self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
+        # Not `unflatten`, which breaks a compiled step into pieces while it is planned.
+        heads = (*x_BTC.shape[:2], -1, self.head_dim)
+        q_BTHD, k_BTKD, v_BTKD = (part.view(heads) for part in parts)
+        return q_BTHD, k_BTKD, v_BTKD
+
+    def put_out(self, y_BTC: Tensor) -> Tensor:
+        """Output projection of the heads' outputs side by side, [B, T, H D] to [B, T, C]."""
+        return self.o_proj(y_BTC)  # type: ignore[no-any-return]
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU (Shazeer 2020) or the family's activation, with or without a gate, [B, T, C] to
+    [B, T, C]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        C, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.is_gated, self.is_fused = config.family.gated, bool(config.family.fused)
+        self.activation = ACTIVATIONS[config.family.activation]
+        if self.is_fused:
+            self.gate_up_proj = nn.Linear(C, 2 * hidden, bias=bias)
+        else:
+            if self.is_gated:
+                self.gate_proj = nn.Linear(C, hidden, bias=bias)
+            self.up_proj = nn.Linear(C, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, C, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        if self.is_fused:
+            gate_BTF, up_BTF = self.gate_up_proj(x_BTC).chunk(2, dim=-1)
+            hidden_BTF = self.activation(gate_BTF) * up_BTF
+        elif self.is_gated:
+            hidden_BTF = self.activation(self.gate_proj(x_BTC)) * self.up_proj(x_BTC)
+        else:
+            hidden_BTF = self.activation(self.up_proj(x_BTC))
+        return self.down_proj(hidden_BTF)  # type: ignore[no-any-return]
+
+
+class LlamaBlock(nn.Module):
+    """One layer: attention and MLP or experts, each with a norm before it, behind it or both, and
+    added to the residual stream. A family with other parts makes them in `make_attention` and
+    `make_mlp`."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.has_window = config.attention_spec(layer).window is not None
+        self.self_attn = self.make_attention(config, layer)
+        self.mlp = self.make_mlp(config, layer)
+        self.residual_multiplier = config.residual_multiplier
+        self.is_parallel, self.norms = config.use_parallel_residual, config.family.norms
+        if self.is_parallel:
+            # The MLP reads what attention reads.
+            self.norms = dataclasses.replace(self.norms, before_mlp=None)
+        norms = self.norms
+        # Under the names of the family's files.
+        for name in (
+            *(norms.before_attention, norms.after_attention),
+            *(norms.before_mlp, norms.after_mlp),
+        ):
+            if name is not None:
+                self.add_module(name, make_norm(config, config.hidden_size))
+
+    def make_attention(self, config: Any, layer: int) -> SelfAttention:
+        """The attention of a layer."""
+        return LlamaAttention(config, layer)
+
+    def make_mlp(self, config: Any, layer: int) -> LlamaMLP | RoutedMLP:
+        """The MLP of a layer, or its experts."""
+        has_experts = isinstance(config, MoEConfig) and config.has_experts(layer)
+        return SparseMLP(config) if has_experts else LlamaMLP(config)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        ropes: tuple[tuple[Tensor, Tensor], ...],
+        masks: tuple[Any, Any],
+        cache: Cache | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [B, T, C] after this layer, and the router's logits [N, E], None
+        without experts.
+
+        Args:
+            x_BTC: the residual stream before this layer.
+            ropes: rotary tables, cos and sin of each.
+            masks: mask of the layers without a window, and mask of those with one.
+            cache: keys and values of earlier tokens.
+        """
+        norms, mask = self.norms, masks[self.has_window]
+        input_BTC = self._norm(norms.before_attention, x_BTC)
+        y_BTC = self._norm(norms.after_attention, self.self_attn(input_BTC, ropes, mask, cache))
+        if self.is_parallel:
+            return x_BTC + y_BTC + self.mlp(input_BTC), None
+        x_BTC = x_BTC + multiplied(y_BTC, self.residual_multiplier)
+        y_BTC, router_logits = self._norm(norms.before_mlp, x_BTC), None
+        if isinstance(self.mlp, RoutedMLP):
+            y_BTC, router_logits = self.mlp(y_BTC)
+        else:
+            y_BTC = self.mlp(y_BTC)
+        y_BTC = self._norm(norms.after_mlp, y_BTC)
+        return x_BTC + multiplied(y_BTC, self.residual_multiplier), router_logits
+
+    def _norm(self, name: str | None, x_BTC: Tensor) -> Tensor:
+        return x_BTC if name is None else getattr(self, name)(x_BTC)
+
+
+def multiplied(x: Tensor, factor: float) -> Tensor:
+    """`x` [...] times a factor."""
+    # Granite alone has other factors: others are spared a pass over the tensor.
+    return x if factor == 1 else x * factor
