@@ -7,6 +7,9 @@ It answers what the download of a model asks, with the headers that huggingface_
     HEAD GET  /OWNER/NAME/resolve/COMMIT/FILE              small files; for large ones, a way to
     HEAD GET  /cdn/SHA256/FILE                             another host, which needs no token
 
+Uploads are answered by hub_uploads.py. A dataset is the repository datasets/OWNER/NAME, whose
+paths begin with /api/datasets and /datasets.
+
 A commit is named by the hash of its files, so that other files are another commit.
 """
 
@@ -25,17 +28,19 @@ from types import TracebackType
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from hub_uploads import answer_upload
+
 Access = Literal["public", "gated", "private"]
 End = Literal["close", "reset", "stall"]
 
-_INFO = re.compile(r"/api/models/([^/]+/[^/]+)/revision/(.+)")
-_TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)")
-_RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_INFO = re.compile(r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?")
+_TREE = re.compile(r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/tree/([^/]+)/?")
+_RESOLVE = re.compile(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _CDN = re.compile(r"/cdn/([0-9a-f]{64})/([^/]+)")
 _RANGE = re.compile(r"bytes=(\d+)-")
 
 #: Files that the hub keeps elsewhere, as it does all of Git LFS.
-_LARGE = (".safetensors", ".bin")
+_LARGE = (".safetensors", ".bin", ".gguf", ".png")
 
 _MESSAGES = {
     "GatedRepo": "Access to this model is restricted. You must have access to it. Please log in.",
@@ -61,7 +66,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class _File:
+class File:
     """A file of a commit. `oid` is the SHA-256 of a large file, else what git calls it."""
 
     content: bytes
@@ -70,11 +75,11 @@ class _File:
 
 
 @dataclass
-class _Repository:
+class Repository:
     """The commits of one model by hash, and the names (branches) of some of them."""
 
     access: Access
-    commits: dict[str, dict[str, _File]] = field(default_factory=dict)
+    commits: dict[str, dict[str, File]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
 
     def commit_of(self, revision: str) -> str | None:
@@ -98,6 +103,10 @@ class Hub:
 
     Attributes:
         requests: all that came in, in order.
+        writers: the tokens that may write, each with the owner whose repositories these are.
+        objects: large files that were uploaded, by SHA-256.
+        uploads_left: number of large files that arrive before the connection is reset within
+            each; None is no limit.
         readers: the tokens that may read gated and private models.
         strangers: other tokens that it knows. Any that is in neither is refused.
         refused: HTTP status by method, instead of an answer.
@@ -107,6 +116,9 @@ class Hub:
     """
 
     requests: list[Request] = field(default_factory=list)
+    writers: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    uploads_left: int | None = None
     readers: set[str] = field(default_factory=set)
     strangers: set[str] = field(default_factory=set)
     refused: dict[str, int] = field(default_factory=dict)
@@ -115,7 +127,7 @@ class Hub:
     stalled: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.repositories: dict[str, _Repository] = {}
+        self.repositories: dict[str, Repository] = {}
         self.stopped = threading.Event()
         self._breaks: dict[str, _Break] = {}
         self._lock = threading.Lock()
@@ -164,10 +176,15 @@ class Hub:
             The hash of the commit.
         """
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        files = {path.relative_to(folder).as_posix(): _read(path) for path in paths}
+        names = {path.relative_to(folder).as_posix(): path for path in paths}
+        files = {name: stored(name, path.read_bytes()) for name, path in names.items()}
+        return self.commit(repository, files, revision, access)
+
+    def commit(self, repository: str, files: dict[str, File], revision: str, access: Access) -> str:
+        """Let files be all that a repository has at a revision; return the hash of the commit."""
         listing = "".join(f"{name} {file.oid}\n" for name, file in files.items())
         commit = hashlib.sha1(f"{repository}\n{listing}".encode()).hexdigest()
-        kept = self.repositories.setdefault(repository, _Repository(access))
+        kept = self.repositories.setdefault(repository, Repository(access))
         kept.commits[commit] = files
         kept.names[revision] = commit
         return commit
@@ -203,11 +220,11 @@ class Hub:
         ]
 
 
-def _read(path: Path) -> _File:
-    content = path.read_bytes()
-    large = path.suffix in _LARGE
+def stored(name: str, content: bytes) -> File:
+    """A file of a commit."""
+    large = name.endswith(_LARGE)
     git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    return _File(content, large, hashlib.sha256(content).hexdigest() if large else git)
+    return File(content, large, hashlib.sha256(content).hexdigest() if large else git)
 
 
 class _Server(ThreadingHTTPServer):
@@ -229,6 +246,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        self._answer()
+
+    def do_PUT(self) -> None:
+        self._answer()
+
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: `Hub.requests` has it."""
 
@@ -237,9 +260,11 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         hub.requests.append(Request(self.command, unquote(path), headers))
         if self.command in hub.refused:
-            self._send(hub.refused[self.command])
+            self.send(hub.refused[self.command])
+        elif self.command in ("POST", "PUT"):
+            answer_upload(self, hub, unquote(path))
         elif match := _INFO.fullmatch(path):
-            self._send_info(*match.groups())
+            self._send_info(match[1], match[2] or "main")
         elif match := _TREE.fullmatch(path):
             self._send_tree(*match.groups())
         elif match := _CDN.fullmatch(path):
@@ -247,20 +272,22 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := _RESOLVE.fullmatch(path):
             self._send_file(*match.groups())
         else:
-            self._send(404)
+            self.send(404)
 
     def _files(
         self, repository: str, revision: str, reads_files: bool = False
-    ) -> tuple[str, dict[str, _File]] | None:
+    ) -> tuple[str, dict[str, File]] | None:
         """A revision's commit and its files; None when an error was sent in their place."""
         hub = self.server.hub
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
-        if scheme and (scheme != "Bearer" or token not in hub.readers | hub.strangers):
+        if scheme and (
+            scheme != "Bearer" or token not in hub.readers | hub.strangers | set(hub.writers)
+        ):
             message = "Invalid credentials in Authorization header"
-            self._send(401, {"X-Error-Message": message})
+            self.send(401, {"X-Error-Message": message})
             return None
         found = hub.repositories.get(repository)
-        if found is None or (found.access == "private" and token not in hub.readers):
+        if found is None or (found.access == "private" and not self._may_read(token, repository)):
             self._refuse(404 if token else 401, "RepoNotFound")
         elif found.access == "gated" and reads_files and token not in hub.readers:
             self._refuse(403 if token else 401, "GatedRepo")
@@ -270,12 +297,18 @@ class _Handler(BaseHTTPRequestHandler):
             return commit, found.commits[commit]
         return None
 
+    def _may_read(self, token: str, repository: str) -> bool:
+        hub, owner = self.server.hub, repository.removeprefix("datasets/").partition("/")[0]
+        return token in hub.readers or hub.writers.get(token) == owner
+
     def _send_info(self, repository: str, revision: str) -> None:
         found = self._files(repository, revision)
         if found is not None:
             commit, files = found
             siblings = [{"rfilename": name} for name in files]
-            self._send_json({"id": repository, "sha": commit, "siblings": siblings})
+            private = self.server.hub.repositories[repository].access == "private"
+            name = repository.removeprefix("datasets/")
+            self.send_json({"id": name, "sha": commit, "siblings": siblings, "private": private})
 
     def _send_tree(self, repository: str, revision: str) -> None:
         found = self._files(repository, revision)
@@ -288,7 +321,7 @@ class _Handler(BaseHTTPRequestHandler):
             if file.large:
                 entry["lfs"] = {"oid": file.oid, "size": size, "pointerSize": 134}
             entries.append({**entry, "oid": file.oid[:40]})
-        self._send_json(entries)
+        self.send_json(entries)
 
     def _send_file(self, repository: str, revision: str, name: str) -> None:
         found = self._files(repository, revision, reads_files=True)
@@ -301,11 +334,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
         if not file.large:
-            self._send(200, headers, file.content)
+            self.send(200, headers, file.content)
             return
         size = self.server.hub.announced.get(name, len(file.content))
         headers |= {"X-Linked-Size": str(size), "X-Linked-ETag": f'"{file.oid}"'}
-        self._send(302, {**headers, "Location": f"{self.server.hub.cdn_url}/{file.oid}/{name}"})
+        self.send(302, {**headers, "Location": f"{self.server.hub.cdn_url}/{file.oid}/{name}"})
 
     def _send_from_cdn(self, oid: str, name: str) -> None:
         repositories = self.server.hub.repositories.values()
@@ -315,22 +348,23 @@ class _Handler(BaseHTTPRequestHandler):
         )
         begin = _RANGE.fullmatch(self.headers.get("Range", ""))
         if begin is None or self.server.hub.ignores_ranges:
-            self._send(200, {"Accept-Ranges": "bytes"}, content, name)
+            self.send(200, {"Accept-Ranges": "bytes"}, content, name)
             return
         start, size = int(begin[1]), len(content)
         headers = {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
-        self._send(206, headers, content[start:], name)
+        self.send(206, headers, content[start:], name)
 
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         """One of the hub's own errors."""
         message = "Invalid username or password." if status == 401 else _MESSAGES[code]
         message = _MESSAGES[code] if code == "GatedRepo" else message
-        self._send(status, {**(headers or {}), "X-Error-Code": code, "X-Error-Message": message})
+        self.send(status, {**(headers or {}), "X-Error-Code": code, "X-Error-Message": message})
 
-    def _send_json(self, content: object) -> None:
-        self._send(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
+    def send_json(self, content: object) -> None:
+        """Send a value as JSON."""
+        self.send(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
 
-    def _send(
+    def send(
         self,
         status: int,
         headers: dict[str, str] | None = None,
@@ -351,9 +385,13 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             return  # it hung up, or was killed
         if broken is not None and broken.end == "reset":
-            # Closing without lingering is what sends a reset.
-            linger = struct.pack("ii", 1, 0)
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.reset()
         if broken is not None and broken.end == "stall":
             self.server.hub.stalled.set()
             self.server.hub.stopped.wait()
+
+    def reset(self) -> None:
+        """Let the connection end with a reset: closing without lingering is what sends one."""
+        linger = struct.pack("ii", 1, 0)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.close_connection = True

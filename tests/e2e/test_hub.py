@@ -25,6 +25,8 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.huggingface import load_model
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 #: huggingface_hub writes so much of a file at once; what a break leaves of it is lost.
 CHUNK = 10 * 1024 * 1024
 

@@ -19,9 +19,12 @@ import pytest
 from dataset_hub import DatasetHub
 
 from firstlight.data.prepare import prepare
+from firstlight.data.sources import SOURCES_NAME
 from firstlight.tokenizer import Tokenizer
 
 pytest.importorskip("datasets")
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -32,7 +35,11 @@ configs:
   data_files: data/*.parquet
   default: true
 - config_name: last
-  data_files: data/*-00007-*.parquet
+  data_files:
+  - split: train
+    path: data/*-00007-*.parquet
+  - split: other
+    path: data/*-00003-*.parquet
 ---
 """
 ROWS, PARTS = 100, 8
@@ -94,15 +101,18 @@ def kept(home: Path) -> int:
     return sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("config, part", [("", 0), (":last", 7)])
+# The library reads the names of a split's columns in the first split.
+@pytest.mark.parametrize(
+    "config, part, read", [("", 0, [0]), (":last", 7, [7]), (":last:other", 3, [3, 7])]
+)
 def test_the_first_documents_are_there_without_the_other_files(
-    tmp_path: Path, hub: DatasetHub, config: str, part: int
+    tmp_path: Path, hub: DatasetHub, config: str, part: int, read: list[int]
 ) -> None:
     done = run(hub, tmp_path / "home", "-c", FIRST, f"hf:owner/name{config}")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == parts()[part][:3]
     touched = {name for name in hub.sent if name.endswith(".parquet")}
-    assert touched == {f"data/train-{part:05d}-of-{PARTS:05d}.parquet"}
+    assert touched == {f"data/train-{number:05d}-of-{PARTS:05d}.parquet" for number in read}
     assert kept(tmp_path / "home") < 100_000
 
 
@@ -129,10 +139,45 @@ def test_a_streamed_dataset_is_prepared_like_its_files(
     done = run(hub, tmp_path / "home", *command, "--workers", "1")
     assert done.returncode == 0, done.stderr
     one, streamed = tmp_path / "one", tmp_path / "hub"
-    assert {p.name: p.read_bytes() for p in streamed.iterdir()} == {
-        p.name: p.read_bytes() for p in one.iterdir()
+    # The names of the inputs alone differ.
+    assert (streamed / SOURCES_NAME).read_bytes() != (one / SOURCES_NAME).read_bytes()
+    assert {p.name: p.read_bytes() for p in streamed.iterdir() if p.name != SOURCES_NAME} == {
+        p.name: p.read_bytes() for p in one.iterdir() if p.name != SOURCES_NAME
     }
     assert kept(tmp_path / "home") < 100_000
+
+
+def test_a_part_of_a_dataset_is_prepared_without_the_rest(
+    tmp_path: Path, hub: DatasetHub, tokenizer: Tokenizer
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    place = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out")]
+    command = ["-m", "firstlight", "prepare", "hf:owner/name", *place]
+    done = run(hub, tmp_path / "home", *command, "--max-documents", "30", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["documents"] == {"read": 30, "written": 30, "rejected": {}}
+    parquet_files = {name for name in hub.sent if name.endswith(".parquet")}
+    assert parquet_files == {f"data/train-00000-of-{PARTS:05d}.parquet"}
+    done = run(hub, tmp_path / "home", *command[:-1], str(tmp_path / "2"), "--max-tokens", "5k")
+    assert done.returncode == 0, done.stderr
+    splits = json.loads((tmp_path / "2" / "manifest.json").read_text())["splits"]
+    assert {name: entry["tokens"] for name, entry in splits.items()} == {"train": 4500, "val": 500}
+    parquet_files = {name for name in hub.sent if name.endswith(".parquet")}
+    assert parquet_files == {f"data/train-00000-of-{PARTS:05d}.parquet"}
+
+
+def test_a_split_that_is_not_there_is_named_beside_those_that_are(
+    tmp_path: Path, hub: DatasetHub, tokenizer: Tokenizer
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    place = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out")]
+    done = run(
+        hub, tmp_path / "home", "-m", "firstlight", "prepare", "hf:owner/name:last:x", *place
+    )
+    assert done.returncode == 1
+    message = "dataset hf:owner/name:last:x can't be read: Bad split: x. Available splits: "
+    assert done.stderr.startswith(f"firstlight: error: {message}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_dataset_that_is_not_there_is_one_line(

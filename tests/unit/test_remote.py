@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,10 @@ from firstlight.data import remote
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.data.remote import cache_folder, is_url, local_folder
+from firstlight.data.sources import SOURCES_NAME
 from firstlight.errors import DataError, FirstlightError, MissingDependencyError, StorageError
 from firstlight.tokenizer import Tokenizer, train_tokenizer
+from waiting import wait_until
 
 SHARD = "train-00001.bin"
 
@@ -58,7 +59,9 @@ def server(source: Path) -> Iterator[RemoteServer]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
+    """The files of a corpus that are fetched."""
+    files = [p for p in folder.iterdir() if not p.name.startswith(".") and p.name != SOURCES_NAME]
+    return {p.name: p.read_bytes() for p in files}
 
 
 def refusal(url: str) -> str:
@@ -344,10 +347,11 @@ def fetching(url: str, *options: str) -> subprocess.Popen[str]:
 
 
 def wait_for(server: RemoteServer, name: str, count: int = 1) -> None:
-    deadline = time.monotonic() + 120
-    while server.requests.count(name) < count:
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
+    wait_until(
+        f"{count} requests for {name}; requests",
+        lambda: server.requests,
+        lambda requests: requests.count(name) >= count,
+    )
 
 
 def test_processes_that_ask_at_once_fetch_it_once(server: RemoteServer, source: Path) -> None:

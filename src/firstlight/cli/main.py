@@ -26,6 +26,7 @@ from firstlight.cli.info import info_command, report_command
 from firstlight.cli.output import discard_stdout, write_out
 from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
+from firstlight.cli.push import card_command, push_command, push_data_command
 from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
 from firstlight.cli.tune import tune_command
@@ -169,6 +170,9 @@ for command in (
     info_command,
     bench_group,
     convert_command,
+    push_command,
+    push_data_command,
+    card_command,
 ):
     firstlight.add_command(command)
 

@@ -100,6 +100,15 @@ def find_model_folder(
         raise _failure(error, text) from error
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name, with or without @REVISION, means a model of the hub and no folder here."""
+    repository, at, _ = name.partition("@")
+    path = Path(repository)
+    if _HUB_ID.fullmatch(repository) is None or path.exists():
+        return False
+    return bool(at) or not _is_mistyped_path(path, _near(path))
+
+
 def repository_of(folder: Path) -> str | None:
     """OWNER/NAME of the hub's model that a folder of huggingface_hub's cache holds."""
     found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)

@@ -1,0 +1,181 @@
+"""`firstlight push`, `firstlight push-data` and `firstlight card`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from firstlight.cli.options import best_option
+from firstlight.cli.output import human_bytes, show, show_rows, with_json, write_out
+from firstlight.console import say
+
+if TYPE_CHECKING:
+    from firstlight.sharing.push import Pushed
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_licence_option = click.option(
+    "--license",
+    "licence",
+    metavar="ID",
+    help="Licence for the card, by the hub's id, such as apache-2.0; without it the card says that "
+    "none was given.",
+)
+
+
+def _upload_options(verb: F) -> F:
+    """Add the options of both kinds of upload to the verb."""
+    for option in reversed(
+        (
+            click.option(
+                "--private",
+                is_flag=True,
+                help="Make a private repository.  [default: as your account on the hub does]",
+            ),
+            _licence_option,
+            click.option("--dry-run", is_flag=True, help="Write the folder, and upload nothing."),
+            click.option(
+                "--out",
+                type=click.Path(path_type=Path),
+                help="Folder to write and keep.  [default: a temporary one; with --dry-run NAME "
+                "in the current folder]",
+            ),
+        )
+    ):
+        verb = option(verb)
+    return verb
+
+
+@click.command("push")
+@click.argument("source", metavar="RUN_OR_MODEL")
+@click.argument("repository", metavar="USER/NAME")
+@_upload_options
+@click.option(
+    "--gguf",
+    metavar="DTYPE",
+    help="Add a file for llama.cpp and Ollama: f16, bf16, q8_0, or formats such as q4_k_m "
+    "(pip install 'firstlight[llama-cpp]').",
+)
+@click.option(
+    "--card",
+    type=click.Path(path_type=Path),
+    help="A file to upload as the card, such as an edited one of `firstlight card`.",
+)
+@best_option
+@with_json
+def push_command(
+    source: str,
+    repository: str,
+    private: bool,
+    licence: str | None,
+    dry_run: bool,
+    out: Path | None,
+    gguf: str | None,
+    card: Path | None,
+    best: bool,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Upload a model to the Hugging Face hub, with a card of what is known about it.
+
+    RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. Weights,
+    tokenizer, recipe, loss curve and card are uploaded, as `convert` writes them: no optimizer
+    state, no paths of this machine. What the hub has already is not sent again: after an
+    upload that broke off, give the same command again.
+    """
+    from firstlight.sharing.push import push
+
+    pushed = push(
+        source,
+        repository,
+        private=private,
+        gguf=gguf,
+        licence=licence,
+        card=card,
+        best=best,
+        out=out,
+        upload=not dry_run,
+    )
+    if pushed.unfinished_of is not None:
+        say(
+            f"note: the run is not finished: this is step {pushed.step:,} of "
+            f"{pushed.unfinished_of:,}, and the card says so"
+        )
+    return _shown(pushed)
+
+
+@click.command("push-data")
+@click.argument("folder", metavar="DATA", type=click.Path(path_type=Path))
+@click.argument("repository", metavar="USER/NAME")
+@_upload_options
+@with_json
+def push_data_command(
+    folder: Path,
+    repository: str,
+    private: bool,
+    licence: str | None,
+    dry_run: bool,
+    out: Path | None,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Upload a prepared corpus to the Hugging Face hub, with a card.
+
+    DATA is a folder that `firstlight prepare` wrote. On any machine, --data.dir
+    hf://datasets/USER/NAME then trains on it.
+    """
+    from firstlight.sharing.push import push_data
+
+    pushed = push_data(
+        folder, repository, private=private, licence=licence, out=out, upload=not dry_run
+    )
+    return _shown(pushed)
+
+
+@click.command("card")
+@click.argument("source", metavar="RUN_OR_MODEL")
+@click.argument("repository", metavar="[USER/NAME]", required=False)
+@_licence_option
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="File to write.  [default: standard output]"
+)
+@best_option
+@with_json
+def card_command(
+    source: str,
+    repository: str | None,
+    licence: str | None,
+    out: Path | None,
+    best: bool,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Write a model's card alone: what it is, data, recipe, results, use.
+
+    RUN_OR_MODEL is as for push. USER/NAME stands in the commands of the card. Edit the file and
+    give it to `firstlight push --card`.
+    """
+    from firstlight.files.atomic import write_file
+    from firstlight.sharing.card import model_card
+    from firstlight.sharing.facts import read_facts
+
+    text = model_card(read_facts(source, best=best), repository, licence=licence)
+    if out is not None:
+        write_file(out, text)
+        show(f"card: {out}")
+    elif not as_json:
+        write_out(text)
+    return {"card": text, "out": None if out is None else str(out)}
+
+
+def _shown(pushed: Pushed) -> dict[str, Any]:
+    for note in pushed.notes:
+        say(f"note: {note}")
+    rows = [(name, human_bytes(size)) for name, size in pushed.files.items()]
+    if pushed.folder is not None:
+        rows.append(("folder", str(pushed.folder)))
+    rows.append(("uploaded", pushed.url or "nothing (--dry-run)"))
+    show_rows(rows)
+    folder = None if pushed.folder is None else str(pushed.folder)
+    return {**dataclasses.asdict(pushed), "folder": folder}

@@ -1,0 +1,278 @@
+"""What is known of a model that is shared: read from its folder and its run's files.
+
+A fact that no file states is None or empty, and the card leaves it out. Paths of this machine are
+reduced to the last part of their name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from firstlight.checkpoint.checkpoint import STATE_NAME, load_trainer_state
+from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, read_manifest
+from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.data import shards
+from firstlight.data.remote import is_url
+from firstlight.data.sources import neutral_name, read_sources
+from firstlight.errors import FirstlightError
+from firstlight.files.atomic import write_file
+from firstlight.models import ModelConfig
+from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.pipeline.run_folder import read_state
+from firstlight.report.compare import final_numbers
+from firstlight.report.records import (
+    METRICS_NAME,
+    RECIPE_NAME,
+    Metrics,
+    RunRecord,
+    read_json_lines,
+    read_run,
+)
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import read_config, tokenizer_of
+
+#: Results of `firstlight eval`, in the run folder.
+EVALUATIONS_NAME = "evaluations.jsonl"
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A corpus that a run was trained on.
+
+    Attributes:
+        name: last part of its folder's name, its URL, or the name of a file of conversations.
+        sources: names of the inputs that it was prepared from.
+        splits: manifest entries of its splits; empty where the corpus is absent or has changed.
+        options: options of `firstlight prepare` that it was made with, beside inputs and tokenizer.
+        weight: its weight in a mix; None outside of one.
+    """
+
+    name: str
+    sources: Sequence[str] = ()
+    splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Sequence[str] = ()
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model that is shared.
+
+    Attributes:
+        folder: its folder: a checkpoint, or a model without a run.
+        config: its configuration.
+        parameters: number of weights.
+        tokenizer: its tokenizer, if any.
+        run: files of its run, up to the step of the checkpoint; None for a model without a run.
+        step: step of the checkpoint; None for a model without a run.
+        max_steps: steps of the whole run, where known.
+        numbers: `final_numbers` of the run up to that step; empty for a model without a run.
+        data: the corpora of the run.
+        init_from: the model that the run began with: a hub id, or the last part of a path.
+        request: options of `firstlight train TEXTS` and its inputs; empty for other runs.
+        evaluations: results of `firstlight eval` of this very checkpoint, the newest last.
+    """
+
+    folder: Path
+    config: ModelConfig
+    parameters: int
+    tokenizer: Tokenizer | None
+    run: RunRecord | None = None
+    step: int | None = None
+    max_steps: int | None = None
+    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    data: Sequence[DataFacts] = ()
+    init_from: str | None = None
+    request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    evaluations: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True for a checkpoint from before the run's last step."""
+        return self.max_steps is not None and self.step is not None and self.step < self.max_steps
+
+
+def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
+    """The facts of a run's checkpoint, or of a model without a run.
+
+    Args:
+        source: a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+
+    Raises:
+        ConfigError, CheckpointError, ModelError, TokenizerError: the model or a file of its run
+            can't be read.
+    """
+    folder = Path(os.path.abspath(resolve_model_folder(source, best=best)))
+    config = read_config(folder)
+    model = ModelFacts(
+        folder=folder,
+        config=config,
+        parameters=count_parameters(meta_model(config)).total,
+        tokenizer=tokenizer_of(folder),
+    )
+    run_folder = run_of(folder)
+    return model if run_folder is None else _with_run(model, run_folder)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint folder lies in; None for any other folder."""
+    checkpoint = Path(os.path.abspath(checkpoint))
+    run = checkpoint.parent.parent
+    is_run = any((run / name).is_file() for name in (METRICS_NAME, RECIPE_NAME))
+    is_checkpoint = checkpoint.parent.name == CHECKPOINTS and (checkpoint / MANIFEST_NAME).is_file()
+    return run if is_checkpoint and is_run else None
+
+
+def _with_run(model: ModelFacts, run_folder: Path) -> ModelFacts:
+    manifest, run = read_manifest(model.folder), read_run(run_folder)
+    step, max_steps = manifest["step"], run.max_steps
+    run = dataclasses.replace(run, metrics=_until(run.metrics, step))
+    evaluations = read_json_lines(run_folder / EVALUATIONS_NAME)
+    init_from = run.start.get("init_from")
+    return dataclasses.replace(
+        model,
+        run=run,
+        step=step,
+        max_steps=max_steps,
+        numbers=final_numbers(run),
+        data=_data_of(run, model.folder),
+        init_from=neutral_name(init_from) if isinstance(init_from, str) else None,
+        request=_request_of(run_folder),
+        evaluations=[
+            one for one in evaluations if one.get("checkpoint_sha256") == manifest["sha256"]
+        ],
+    )
+
+
+def _until(metrics: Metrics, step: int) -> Metrics:
+    """The metrics up to a step."""
+    count = int(np.searchsorted(metrics.steps, step, side="right"))
+    columns = {
+        key: (lines[lines < count], values[lines < count])
+        for key, (lines, values) in metrics.columns.items()
+    }
+    return Metrics(
+        metrics.steps[:count], {key: found for key, found in columns.items() if len(found[0])}
+    )
+
+
+def _request_of(run_folder: Path) -> Mapping[str, Any]:
+    """The call of a run on texts: its options, and as "inputs" their neutral names."""
+    state = read_state(run_folder)
+    request, inputs = state.get("request"), state.get("inputs")
+    if not isinstance(request, dict) or not isinstance(inputs, list):
+        return {}
+    return {**request, "inputs": [neutral_name(str(one)) for one in inputs]}
+
+
+def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
+    """The corpora of a run's recipe, with what their folders say where they are unchanged."""
+    data = run.recipe.get("data")
+    if not isinstance(data, dict):
+        return []
+    if data.get("files"):
+        return [DataFacts(neutral_name(str(name))) for name in data["files"]]
+    if data.get("mix"):
+        tokenizer = run.start.get("tokenizer_sha256")
+        return [
+            dataclasses.replace(
+                _corpus(str(one["dir"]), lambda found: found["tokenizer_sha256"] == tokenizer),
+                weight=one.get("weight"),
+            )
+            for one in data["mix"]
+        ]
+    if not data.get("dir"):
+        return []
+    state = load_trainer_state(checkpoint) if (checkpoint / STATE_NAME).is_file() else {}
+    identity = state.get("data") or {}
+    found = _corpus(
+        str(data["dir"]), lambda found: _sha256(found) == identity.get("manifest_sha256")
+    )
+    request = _request_of(run.folder)
+    if request and not found.sources:
+        found = dataclasses.replace(found, sources=request["inputs"])
+    return [found]
+
+
+def _sha256(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _corpus(location: str, is_the_same: Any) -> DataFacts:
+    if is_url(location):
+        return DataFacts(location)
+    folder = Path(location).expanduser()
+    try:
+        manifest = shards.read_manifest(folder)
+    except FirstlightError:
+        return DataFacts(neutral_name(location))
+    if not is_the_same(manifest):
+        return DataFacts(neutral_name(location))
+    return corpus_facts(folder, manifest)
+
+
+def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
+    """The facts of a prepared folder, by its manifest and the names of its inputs."""
+    return DataFacts(
+        Path(os.path.abspath(folder)).name,
+        read_sources(folder),
+        manifest["splits"],
+        _prepare_options(manifest),
+    )
+
+
+def _prepare_options(manifest: Mapping[str, Any]) -> list[str]:
+    options = []
+    if manifest["version"] == shards.LABELLED_VERSION:
+        kind = "preference" if manifest.get("pairs") else "chat"
+        options += ["--kind", kind]
+        if manifest.get("chat", {}).get("train_on") == "all":
+            options += ["--train-on", "all"]
+    if manifest.get("val_fraction") not in (None, 0.1):
+        options += ["--val-fraction", f"{manifest['val_fraction']:g}"]
+    for name in ("max_documents", "max_tokens"):
+        if manifest.get(name) is not None:
+            options += [f"--{name.replace('_', '-')}", str(manifest[name])]
+    return [*options, *(["--strip-gutenberg"] if "gutenberg_stripped" in manifest else [])]
+
+
+def neutral_recipe(values: Any) -> Any:
+    """A recipe's values with neutral paths; sample prompts are texts, and stay."""
+    if isinstance(values, Mapping):
+        return {
+            key: value if key == "sample_prompts" else neutral_recipe(value)
+            for key, value in values.items()
+        }
+    if isinstance(values, list):
+        return [neutral_recipe(value) for value in values]
+    # A task is NAME,FILE.
+    return ",".join(map(neutral_name, values.split(","))) if isinstance(values, str) else values
+
+
+def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
+    """Add a result of `firstlight eval` to the evaluations.jsonl of the checkpoint's run, with the
+    SHA-256 of the checkpoint; does nothing for a model without a run.
+
+    Raises:
+        StorageError: the file can't be written.
+        CheckpointError: the file or the checkpoint is damaged.
+    """
+    run = run_of(checkpoint)
+    if run is None:
+        return
+    manifest, path = read_manifest(checkpoint), run / EVALUATIONS_NAME
+    lines = [
+        *read_json_lines(path),
+        {"step": manifest["step"], "checkpoint_sha256": manifest["sha256"], **result},
+    ]
+    write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

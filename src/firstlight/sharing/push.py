@@ -1,0 +1,273 @@
+"""`push` and `push_data`: the folder that is shared, and its upload."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firstlight.conversion.convert import convert
+from firstlight.data import shards
+from firstlight.errors import DataError, InputError
+from firstlight.files.atomic import (
+    new_folder,
+    read_file,
+    read_json,
+    require_free,
+    sha256_of,
+    storage_errors,
+    write_file,
+    write_json,
+)
+from firstlight.report.report import loss_picture
+from firstlight.sharing.card import CARD_NAME, PICTURE_NAME, RECIPE_NAME, model_card
+from firstlight.sharing.corpus_card import corpus_card
+from firstlight.sharing.facts import ModelFacts, corpus_facts, neutral_recipe, read_facts
+from firstlight.sharing.upload import require_name, require_repository, upload_folder
+from firstlight.tokenizer import Tokenizer
+
+#: Files in which other programs note the folder that a model was read from.
+_CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_MAX_CARD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A model or corpus that was uploaded, or whose folder was written.
+
+    Attributes:
+        repository: USER/NAME.
+        url: its page on the hub; None where nothing was uploaded.
+        folder: the folder that was written and stays; None where it was a temporary one.
+        files: bytes of each file by name.
+        step: step of the run's checkpoint; None for anything else.
+        unfinished_of: steps of the whole run where this is an earlier one; else None.
+        notes: remarks for people.
+    """
+
+    repository: str
+    url: str | None
+    folder: Path | None
+    files: dict[str, int]
+    step: int | None = None
+    unfinished_of: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def push(
+    source: str | Path,
+    repository: str,
+    *,
+    private: bool = False,
+    gguf: str | None = None,
+    licence: str | None = None,
+    card: str | Path | None = None,
+    best: bool = False,
+    out: str | Path | None = None,
+    upload: bool = True,
+) -> Pushed:
+    """Upload a model to the Hugging Face hub: weights, tokenizer, recipe and a card.
+
+    The weights are written by `convert`, so that neither optimizer state nor anything else of a
+    checkpoint is uploaded. A file that the hub has already is not sent again.
+
+    Args:
+        source: a run folder, a checkpoint, a Hugging Face model folder or a hub id.
+        repository: USER/NAME; the repository is made if it is missing.
+        private: make a private repository; one that exists must be private.
+        gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0".
+        licence: id of the licence, such as "apache-2.0", for the card.
+        card: a file to upload as the card; None writes one.
+        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+        out: a folder to write and keep; None is a temporary one, and without `upload` NAME in the
+            current folder.
+        upload: False writes the folder only.
+
+    Raises:
+        ConfigError: an argument is invalid, or `private` of a public repository.
+        InputError: `out` holds something, or `card` can't be read.
+        ModelError, CheckpointError, TokenizerError: the model can't be read.
+        HubError: the hub refuses, can't be reached, or the connection breaks.
+        MissingDependencyError: a package that the GGUF format needs is not installed.
+        StorageError: the disk refuses.
+    """
+    _require_free_name(repository, upload=upload)
+    facts = read_facts(source, best=best)
+    with _place(repository, out, upload=upload) as (folder, kept):
+        with new_folder(folder) as new:
+            notes = _write_model(facts, repository, new, gguf, licence, card)
+        return Pushed(
+            repository=repository,
+            url=upload_folder(folder, repository, kind="model", private=private)
+            if upload
+            else None,
+            folder=kept,
+            files=_sizes(folder),
+            step=facts.step,
+            unfinished_of=facts.max_steps if facts.is_unfinished else None,
+            notes=notes,
+        )
+
+
+def push_data(
+    folder: str | Path,
+    repository: str,
+    *,
+    private: bool = False,
+    licence: str | None = None,
+    out: str | Path | None = None,
+    upload: bool = True,
+) -> Pushed:
+    """Upload a prepared corpus to the Hugging Face hub: shards, manifest, tokenizer and a card.
+
+    `hf://datasets/USER/NAME` is then a corpus for `data.dir` on any machine. Lists of rejected and
+    unread files, which name folders of this machine, are not uploaded.
+
+    Args:
+        folder: a folder that `prepare` wrote.
+        repository: USER/NAME; the repository is made if it is missing.
+        private: make a private repository; one that exists must be private.
+        licence: id of the licence, such as "cc-by-4.0", for the card.
+        out: a folder to write and keep; None is a temporary one with links to the shards, and
+            without `upload` NAME in the current folder.
+        upload: False writes the folder only.
+
+    Raises:
+        ConfigError: an argument is invalid, or `private` of a public repository.
+        InputError: `out` holds something.
+        DataError: no prepared corpus, or a damaged one.
+        HubError: the hub refuses, can't be reached, or the connection breaks.
+        StorageError: the disk refuses.
+    """
+    _require_free_name(repository, upload=upload)
+    source = Path(os.path.abspath(Path(folder).expanduser()))
+    manifest = shards.read_manifest(source)
+    names = [*_verified_shards(source, manifest), shards.MANIFEST_NAME, *_TOKENIZER_FILES]
+    with _place(repository, out, upload=upload) as (place, kept):
+        with new_folder(place) as new:
+            for name in names:
+                if kept is None:
+                    (new / name).symlink_to(source / name)
+                else:
+                    shutil.copyfile(source / name, new / name)
+            text = corpus_card(corpus_facts(source, manifest), manifest, repository, licence)
+            write_file(new / CARD_NAME, text)
+        return Pushed(
+            repository=repository,
+            url=upload_folder(place, repository, kind="dataset", private=private)
+            if upload
+            else None,
+            folder=kept,
+            files=_sizes(place),
+        )
+
+
+def _require_free_name(repository: str, *, upload: bool) -> None:
+    (require_repository if upload else require_name)(repository)
+
+
+@contextmanager
+def _place(
+    repository: str, out: str | Path | None, *, upload: bool
+) -> Iterator[tuple[Path, Path | None]]:
+    """(the folder to write, the same where it is kept or None for a temporary one)."""
+    name = repository.rpartition("/")[2]
+    if out is None and upload:
+        with tempfile.TemporaryDirectory(prefix="firstlight-push-") as temporary:
+            yield Path(temporary) / name, None
+        return
+    folder = Path(name if out is None else out).expanduser()
+    require_free(folder, "folder", "choose another --out")
+    yield folder, folder
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+
+
+def _write_model(
+    facts: ModelFacts,
+    repository: str,
+    folder: Path,
+    gguf: str | None,
+    licence: str | None,
+    card: str | Path | None,
+) -> tuple[str, ...]:
+    """Write all that is shared of a model into a folder; return remarks for people."""
+    # The name of the folder is that of the model in a GGUF file.
+    plain = folder / repository.rpartition("/")[2]
+    notes = list(convert(facts.folder, plain).notes)
+    for name in _CONFIGS:
+        _forget_folders(plain / name)
+    file = None
+    if gguf is not None:
+        made = convert(plain, folder / "gguf", to="gguf", dtype=gguf)
+        assert made.file is not None
+        notes += [note for note in made.notes if note not in notes]
+        file = made.file.name
+        made.file.rename(folder / file)
+        made.out.rmdir()
+    for path in list(plain.iterdir()):
+        path.rename(folder / path.name)
+    plain.rmdir()
+    if facts.run is not None:
+        write_file(folder / PICTURE_NAME, loss_picture(facts.run))
+    if facts.run is not None and facts.run.recipe:
+        values = neutral_recipe(facts.run.recipe)
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        write_file(folder / RECIPE_NAME, text)
+    if card is None:
+        write_file(folder / CARD_NAME, model_card(facts, repository, licence=licence, gguf=file))
+    else:
+        write_file(folder / CARD_NAME, _own_card(card))
+    return tuple(notes)
+
+
+def _own_card(card: str | Path) -> bytes:
+    return read_file(Path(card).expanduser(), _MAX_CARD_BYTES)
+
+
+def _forget_folders(path: Path) -> None:
+    """Drop the entries of a JSON file in which a program has noted a folder or file of the machine
+    that it ran on, as `_name_or_path`."""
+    if not path.is_file():
+        return
+    content: dict[str, Any] = read_json(path)
+    kept = {
+        key: value
+        for key, value in content.items()
+        if not (key.endswith(("path", "file", "dir")) and isinstance(value, str) and "/" in value)
+    }
+    if kept != content:
+        write_json(path, kept)
+
+
+def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Names of the shards, once each has the SHA-256 of the manifest, and the tokenizer its
+    fingerprint.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    entries = [one for split in manifest["splits"].values() for one in split["shards"]]
+    with storage_errors(folder):
+        for one in entries:
+            path = folder / one["file"]
+            if path.parent != folder or not path.is_file() or sha256_of(path) != one["sha256"]:
+                raise DataError(
+                    f"{path} is missing or damaged: prepare the corpus again before it is shared"
+                )
+    if Tokenizer.from_pretrained(folder).fingerprint != manifest["tokenizer_sha256"]:
+        raise DataError(f"{folder} has another tokenizer than its shards were made with")
+    missing = [name for name in _TOKENIZER_FILES if not (folder / name).is_file()]
+    if missing:
+        raise InputError(f"{folder} has no {missing[0]}: prepare the corpus again")
+    return [one["file"] for one in entries]

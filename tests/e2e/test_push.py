@@ -1,0 +1,247 @@
+"""Models and corpora that are pushed to a hub, and taken from there again.
+
+The hub is that of hub_server.py; the client is huggingface_hub as it is, in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from hub_client import Client
+from hub_server import Hub
+from huggingface_hub import constants
+
+import firstlight
+from firstlight.cli.main import main
+from firstlight.recipe import load_recipe
+
+#: huggingface_hub's own.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<:DeprecationWarning")
+
+TOKEN = "hf_of_ada"
+
+#: Prints the folder of a corpus, in a process of its own as of `Client`: huggingface_hub keeps the
+#: address of files from its import on.
+FETCH = """
+import sys
+from firstlight.data.remote import local_folder
+print(local_folder(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that knows the person ada, who is logged in here."""
+    with Hub(writers={TOKEN: "ada"}) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        # Its handler may have the stream of an earlier test.
+        monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])
+        # Between two attempts.
+        monkeypatch.setattr("time.sleep", lambda _: None)
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A run of 4 of its 6 steps, with a result of `eval` for its newest checkpoint."""
+    folder = tmp_path_factory.mktemp("push") / "run"
+    recipe: dict[str, Any] = {
+        "run": {"dir": str(folder), "device": "cpu"},
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+        },
+        "data": {"dir": str(data), "seq_len": 32},
+        "batch": {"micro_batch_size": 2},
+        "schedule": {"max_steps": 6},
+        "evaluation": {"every_steps": 2, "max_rows": 4, "sample_prompts": ["/say"]},
+        "checkpoint": {"every_steps": 2, "keep_last": 3},
+    }
+    path = folder.parent / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    firstlight.train(path)
+    # As if it had been killed at step 4.
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    assert main(["eval", str(folder), "--sample", "6", "--device", "cpu"]) == 0
+    return folder
+
+
+def files_of(hub: Hub, repository: str) -> dict[str, bytes]:
+    found = hub.repositories[repository]
+    return {name: file.content for name, file in found.commits[found.names["main"]].items()}
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capfd.readouterr()
+    assert main(list(arguments)) in (1, 2)
+    lines = capfd.readouterr().err.splitlines()
+    assert "Traceback" not in "".join(lines)
+    return lines[-1]
+
+
+def test_a_pushed_run_loads_from_the_hub_and_names_nothing_of_this_machine(
+    hub: Hub, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["push", str(run), "ada/tiny", "--private", "--license", "mit", "--gguf", "q8_0"]
+    assert main([*command, "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["url"] == f"{hub.url}/ada/tiny"
+    assert "the run is not finished: this is step 4 of 6" in said.err
+    files = files_of(hub, "ada/tiny")
+    assert set(files) == {
+        *("README.md", "config.json", "generation_config.json", "loss.png", "model.safetensors"),
+        *("recipe.yaml", "tiny-q8_0.gguf", "tokenizer.json", "tokenizer_config.json"),
+    }
+    assert hub.repositories["ada/tiny"].access == "private"
+    for content in files.values():
+        assert str(tmp_path.parent).encode() not in content
+        assert str(run.parent).encode() not in content
+        assert TOKEN.encode() not in content
+    (tmp_path / "recipe.yaml").write_bytes(files["recipe.yaml"])
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert recipe.run.dir == "run"
+    assert recipe.evaluation.sample_prompts == ["/say"]
+    folder = Client(hub, tmp_path / "home").find("ada/tiny", HF_TOKEN=TOKEN)
+    there = firstlight.load(folder).model.state_dict()
+    here = firstlight.load(run).model.state_dict()
+    assert all(torch.equal(there[name], here[name]) for name in here)
+
+
+def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
+    run: Path, tmp_path: Path, data: Path
+) -> None:
+    assert main(["card", str(run), "ada/tiny", "--out", str(tmp_path / "card.md")]) == 0
+    card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    at_four = next(line for line in map(json.loads, lines) if line["step"] == 4)
+    evaluated = json.loads((run / "evaluations.jsonl").read_text())
+    assert evaluated["step"] == 4
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert card.data.license is None
+    assert "No licence was given." in card.text
+    results = {one.metric_type: one for one in card.data.eval_results}
+    assert results["loss"].metric_value == evaluated["loss"]
+    assert results["loss"].metric_args == {"stderr": evaluated["loss_stderr"]}
+    assert f"{at_four['val/loss']:.4f} nats a token" in card.text
+    assert f"| tokens seen | {at_four['tokens_seen']:,} " in card.text
+    assert "step 4 of 6: the run was not finished" in card.text
+    tokens = json.loads((data / "manifest.json").read_text())["splits"]["train"]["tokens"]
+    assert f"training split: {tokens:,} tokens" in card.text
+    sources = json.loads((data / "sources.json").read_text())
+    assert f"firstlight prepare {sources[0]} --tokenizer tiny --out tiny-data\n" in card.text
+    # A result of other weights is none of this checkpoint.
+    assert (
+        main(["card", str(run / "checkpoints" / "step-00000002"), "--out", str(tmp_path / "2.md")])
+        == 0
+    )
+    other = huggingface_hub.ModelCard.load(tmp_path / "2.md")
+    assert all(one.metric_args is None for one in other.data.eval_results)
+
+
+def test_an_upload_that_breaks_off_goes_on_with_the_same_command(
+    hub: Hub, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["push", str(run), "ada/tiny", "--gguf", "f32"]
+    hub.uploads_left = 1
+    assert "give the same command again" in refusal(capfd, *command)
+    assert (len(hub.objects), files_of(hub, "ada/tiny")) == (1, {})
+    hub.uploads_left, begun = None, len(hub.requests)
+    assert main(command) == 0
+    assert len(files_of(hub, "ada/tiny")) == 9
+    sent = [one for one in hub.requests[begun:] if one.method == "PUT"]
+    assert len(sent) == len(hub.objects) - 1 == 2
+    commits, begun = len(hub.repositories["ada/tiny"].commits), len(hub.requests)
+    assert main(command) == 0
+    assert not [one for one in hub.requests[begun:] if one.method == "PUT"]
+    assert len(hub.repositories["ada/tiny"].commits) == commits
+
+
+def test_weights_of_an_earlier_upload_do_not_stay_beside_the_new_ones(
+    hub: Hub, run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "old").mkdir()
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "mine.txt"):
+        (tmp_path / "old" / name).write_text("{}")
+    hub.add("ada/tiny", tmp_path / "old")
+    assert main(["push", str(run), "ada/tiny"]) == 0
+    names = set(files_of(hub, "ada/tiny"))
+    assert {name for name in names if "model" in name} == {"model.safetensors"}
+    assert "mine.txt" in names
+
+
+def test_what_the_hub_or_the_model_does_not_allow_is_one_line(
+    hub: Hub,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    hub.add("bob/tiny", run / "checkpoints" / "step-00000002")
+    hub.add("ada/public", run / "checkpoints" / "step-00000002")
+    said = refusal(capfd, "push", str(run), "tiny")
+    assert "'tiny' has no owner: write USER/tiny" in said
+    for taken in ("bob/tiny", "bob/new"):
+        said = refusal(capfd, "push", str(run), taken)
+        assert f"{taken} can't be uploaded: the hub does not let this token write there" in said
+    said = refusal(capfd, "push", str(run), "ada/public", "--private")
+    assert "ada/public is there already and public" in said
+    (tmp_path / "empty").mkdir()
+    assert "empty" in refusal(capfd, "push", str(tmp_path / "empty"), "ada/empty")
+    assert "ada/empty" not in hub.repositories
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "the hub refused the token" in refusal(capfd, "push", str(run), "ada/tiny")
+    monkeypatch.delenv("HF_TOKEN")
+    assert "there is no token of the hub" in refusal(capfd, "push", str(run), "ada/tiny")
+
+
+def test_a_dry_run_of_a_model_without_a_run_writes_its_folder(run: Path, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    firstlight.convert(run, plain)
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "_name_or_path": str(run)}))
+    card = tmp_path / "card.md"
+    card.write_text("# Mine\n")
+    command = ["push", str(plain), "ada/tiny", "--dry-run", "--out", str(out), "--card", str(card)]
+    assert main(command) == 0
+    assert (out / "README.md").read_text() == "# Mine\n"
+    assert json.loads((out / "config.json").read_text()) == config
+    assert not (out / "recipe.yaml").exists()
+
+
+def test_a_pushed_corpus_is_fetched_from_the_hub(
+    hub: Hub, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "corpus"
+    shutil.copytree(data, corpus)
+    (corpus / "rejected.jsonl").write_text(f'{{"file": "{tmp_path}/secret.txt"}}\n')
+    assert main(["push-data", str(corpus), "ada/words", "--license", "cc0-1.0"]) == 0
+    files = files_of(hub, "datasets/ada/words")
+    assert set(files) == {path.name for path in data.iterdir()} - {"sources.json"} | {"README.md"}
+    card = files["README.md"].decode()
+    assert "license: cc0-1.0" in card
+    assert "--data.dir hf://datasets/ada/words" in card
+    settings = {"FIRSTLIGHT_CACHE": str(tmp_path / "cache")}
+    client = Client(hub, tmp_path / "home")
+    done = client.run("-c", FETCH, "hf://datasets/ada/words", settings=settings)
+    assert done.returncode == 0, done.stderr
+    fetched = Path(done.stdout.removesuffix("\n"))
+    for shard in data.glob("*.bin"):
+        assert (fetched / shard.name).read_bytes() == shard.read_bytes()
+    shard = next(corpus.glob("train-*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-8] + bytes(8))
+    assert "is missing or damaged" in refusal(capfd, "push-data", str(corpus), "ada/words")
