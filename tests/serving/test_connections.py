@@ -106,7 +106,7 @@ def test_a_body_that_does_not_come_is_a_408(server: Live, head: bytes) -> None:
 def test_a_body_that_nobody_wants_is_not_waited_for(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("firstlight.serving.server._LINGER_SECONDS", 0.2)
+    monkeypatch.setattr("firstlight.serving.connections._LINGER_SECONDS", 0.2)
     with server.connect() as connection:
         connection.sendall(HEALTH[:-2] + b"Content-Length: 900\r\n\r\n")
         assert read_answer(connection)[0] == 200

@@ -22,8 +22,8 @@ from tiny import PATIENCE, WatchedDecoder
 
 from firstlight.serving.access import ClientGoneError
 from firstlight.serving.config import Limits
+from firstlight.serving.connections import LimitedProtocol
 from firstlight.serving.scheduler import ScheduledSequence, Update
-from firstlight.serving.server import LimitedProtocol
 from firstlight.serving.service import Progress
 
 PATHS = ("/v1/completions", "/v1/chat/completions")

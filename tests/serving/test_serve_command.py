@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +32,8 @@ from firstlight.files.atomic import write_file
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 @pytest.fixture(scope="session")
@@ -304,3 +307,64 @@ def test_a_slow_client_does_not_keep_the_server_from_ending(folder: Path) -> Non
         assert all(is_closed(connection) for connection in slow)
         assert code == 0
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_interrupt_ends_answers_with_an_error_of_the_api(
+    folder: Path, stream: bool
+) -> None:
+    """Neither a plain-text 500 nor a traceback; the first one would wait for ten minutes."""
+    # Answers that follow one another take long on any machine.
+    options = ("--shutdown-timeout=600", "--max-batch-size=1", "--max-queue=1000")
+    with running(folder, *options) as server, server.connect() as connection:
+        content = content_for("/v1/completions", stream=stream, max_tokens=95, prompt=["x"] * 900)
+        connection.sendall(raw_request("/v1/completions", content))
+        if stream:
+            assert connection.recv(12).startswith(b"HTTP/1.1 200")
+        else:
+            wait_until_running(server)
+        server.process.send_signal(signal.SIGINT)
+        wait_until_refused(server)
+        code, said = server.end(signal.SIGINT)
+        received = b""
+        while piece := connection.recv(2**16):
+            received += piece
+    assert b"the server is stopping" in received
+    assert b"Internal Server Error" not in received
+    assert stream or received.startswith(b"HTTP/1.1 503")
+    assert code == 0
+    assert "Traceback" not in said
+    assert "ERROR" not in said
+
+
+def wait_until_running(server: Running) -> None:
+    """Wait until texts are generated."""
+    while True:
+        with urllib.request.urlopen(f"{server.ready['url']}/metrics", timeout=PATIENCE) as answer:
+            if b"firstlight_running_sequences 0.0" not in answer.read():
+                return
+
+
+def wait_until_refused(server: Running) -> None:
+    """Wait until the server accepts no more connections."""
+    with suppress(ConnectionRefusedError):
+        while True:
+            server.connect().close()
+
+
+def test_health_says_that_the_file_of_the_weights_was_cut_short(
+    folder: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    with running(copy, "--loading=mmap") as server:
+        with server.connect() as connection:
+            connection.sendall(HEALTH)
+            assert read_answer(connection)[0] == 200
+        (weights,) = copy.glob("*.safetensors")
+        os.truncate(weights, weights.stat().st_size - 1)
+        with server.connect() as connection:
+            connection.sendall(HEALTH)
+            status, *_, body = read_answer(connection)
+        assert status == 503
+        assert b"weights_changed" in body
+        assert server.end()[0] == 0

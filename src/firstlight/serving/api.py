@@ -159,8 +159,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=responses(Health, 403, 503))
     async def health() -> Response:
         """Whether requests are answered. Needs no key."""
-        if not service.scheduler.alive:
-            raise RequestError(503, "the server is stopping, or has failed", code="stopping")
+        service.require_able()
         return json_response({"status": "ok"})
 
     @app.get("/metrics", responses=responses(None, 401, 403))
@@ -176,7 +175,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     async def respond(request: Request, prepare: Callable[[bytes], PreparedRequest]) -> Response:
         body = await read_body(request.scope, request.receive, service.limits)
-        prepared = await service.prepare(prepare, body)
+        prepared = await service.prepare(prepare, body, request.scope, request.receive)
         if prepared.stream:
             return EventStream(service, prepared)
         return await _whole_response(service, prepared, request)

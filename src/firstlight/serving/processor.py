@@ -32,6 +32,7 @@ from firstlight.serving.response import (
     ResponseFormat,
     TokenTexts,
 )
+from firstlight.tokenizer.limits import most_bytes_per_token
 from firstlight.weights.huggingface import LoadedModel
 
 #: OpenAI's default `max_tokens` of a completion. A chat's answer may fill the context.
@@ -71,6 +72,7 @@ class RequestProcessor:
         self._loaded, self.name, self.context = loaded, name, context
         self._tokenizer = tokenizer_of(loaded)
         self._texts = TokenTexts(self._tokenizer)
+        self._most_bytes = most_bytes_per_token(self._tokenizer.backend)
         self._grammars: Grammars | None = None
         self._making_grammars = threading.Lock()
         self._fingerprint = fingerprint_of(loaded.model)
@@ -97,6 +99,10 @@ class RequestProcessor:
         several = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         if isinstance(several[0], int):
             several = [several]  # type: ignore[list-item]
+        self._require_few(len(several), request.n or 1, "prompt")
+        for one in several:
+            if isinstance(one, str):
+                self._require_short([one], bool(most), "prompt")
         prompts = [self._encoded(one) for one in several]  # type: ignore[arg-type]
         wanted = {"max_new_tokens": most, "logprobs": request.logprobs, "prompt_logprobs": scored}
         texts = self._continuations(request, prompts, wanted, self._ends)
@@ -146,9 +152,15 @@ class RequestProcessor:
                 "max_tokens and max_completion_tokens differ: give one of them",
                 param="max_tokens",
             )
+        self._require_few(1, request.n or 1, "messages")
         messages = [message.plain() for message in request.messages]
         try:
-            prompt_ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+            prompt_ids = self._tokenizer.encode_chat(
+                messages,
+                add_generation_prompt=True,
+                # Not earlier: a template may leave out parts of a message, or whole messages.
+                check=lambda pieces: self._require_short(pieces, True, "messages"),
+            )
         except (InputError, TokenizerError) as error:
             raise RequestError(400, f"messages: {error}", param="messages") from None
         wanted = {
@@ -212,12 +224,12 @@ class RequestProcessor:
             end_ids: tokens that end a text.
 
         Raises:
-            RequestError: there are too many choices, a prompt is empty, too long or can't be
-                decoded, or a bias is for a token that the model doesn't have.
+            RequestError: a prompt is empty, too long or can't be decoded, or a bias is for a token
+                that the model doesn't have.
         """
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         choices = request.n or 1
-        self._require_room(prompts, choices, bool(wanted["max_new_tokens"]), param)
+        self._require_room(prompts, bool(wanted["max_new_tokens"]), param)
         make_constraint = self._constraints(request.schema_asked)
         if request.schema_asked is not None:
             end_ids = self._chat_ends  # the tokens that the grammar ends with
@@ -242,27 +254,47 @@ class RequestProcessor:
         except TokenizerError as error:  # the prompt's ids make no text
             raise RequestError(400, f"{param}: {error}", param=param) from None
 
-    def _require_room(
-        self, prompts: list[list[int]], choices: int, is_generating: bool, param: str
-    ) -> None:
-        if len(prompts) * choices > self.capacity:
+    def _require_few(self, prompts: int, choices: int, param: str) -> None:
+        """Refuse more answers than there may be at a time."""
+        if prompts * choices > self.capacity:
             raise RequestError(
                 400,
-                f"{len(prompts) * choices} answers are asked for, and this server takes "
+                f"{prompts * choices} answers are asked for, and this server takes "
                 f"{self.capacity} at a time",
-                param="n" if len(prompts) == 1 else param,
+                param="n" if prompts == 1 else param,
             )
+
+    def _require_short(self, pieces: Sequence[str], is_generating: bool, param: str) -> None:
+        """Refuse a text by its bytes, before it is encoded, if it can't fit the context.
+
+        Args:
+            pieces: the parts of the text, which share no tokens.
+            is_generating: whether there must be room for a new token.
+            param: the field that the text is from.
+        """
+        if self._most_bytes is None:
+            return
+        # Half surrogate pairs are refused later, with their place.
+        sizes = (len(piece.encode(errors="surrogatepass")) for piece in pieces)
+        tokens = sum(-(-size // self._most_bytes) for size in sizes)
+        if tokens + is_generating > self.context:
+            raise self._too_long(param, f"at least {tokens}")
+
+    def _too_long(self, param: str, tokens: int | str) -> RequestError:
+        return RequestError(
+            400,
+            f"{param} has {tokens} tokens, and there is room for {self.context}, prompt and answer "
+            "together: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    def _require_room(self, prompts: list[list[int]], is_generating: bool, param: str) -> None:
         for prompt_ids in prompts:
             if not prompt_ids:
                 raise RequestError(400, f"{param} has no tokens to go on from", param=param)
             if len(prompt_ids) + is_generating > self.context:
-                raise RequestError(
-                    400,
-                    f"{param} has {len(prompt_ids)} tokens, and there is room for {self.context}, "
-                    "prompt and answer together: shorten it",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+                raise self._too_long(param, len(prompt_ids))
 
     def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
         """The factory of each choice's constraint.

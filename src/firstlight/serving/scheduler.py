@@ -1,4 +1,5 @@
-"""Continuous batching: one thread and one decoder, first come, first served.
+"""Continuous batching: one thread and one decoder. Clients take turns; among
+one client's texts, the first is served first.
 
 Texts join and leave the batch between its steps. This module knows nothing of HTTP or event loops.
 """
@@ -6,7 +7,7 @@ Texts join and leave the batch between its steps. This module knows nothing of H
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,11 +52,13 @@ class ScheduledSequence:
     Attributes:
         text: the text, none of it computed yet; the scheduler's own once it is submitted.
         receive: callback for the sequence's updates, called by the receiver of `deliver`.
+        client: name of the client, for the turns.
         cancelled: set if nobody waits for the text any more.
     """
 
     text: Continuation
     receive: Callable[[Update], None]
+    client: str = ""
     cancelled: bool = False
 
 
@@ -109,6 +112,9 @@ class Scheduler:
         #: In the order of the decoder's rows; changed by the thread alone, holding the lock.
         self._running: list[ScheduledSequence] = []
         self._stopping = False
+        #: Failure of the decoder's last call, if it failed.
+        self.failure: Exception | None = None
+        self._trying = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="firstlight-scheduler")
         self._loop_ended: Future[None] | None = None
 
@@ -178,6 +184,13 @@ class Scheduler:
             if any(sequence.cancelled for sequence in self._waiting):
                 self._waiting = deque(one for one in self._waiting if not one.cancelled)
 
+    def try_again(self) -> None:
+        """After a failure, compute one token if there is nothing else to compute: a server that
+        gets no requests because it reports a failure would never see that it is over."""
+        with self._changed:
+            self._trying = self.failure is not None
+            self._changed.notify_all()
+
     def stop(self) -> None:
         """End after the step at hand, if any; all remaining sequences fail with StoppedError."""
         with self._changed:
@@ -191,9 +204,13 @@ class Scheduler:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping or self._waiting or self._running)
+                    self._changed.wait_for(self._has_work)
                     if self._stopping:
                         return
+                    is_idle = not (self._waiting or self._running)
+                    self._trying = False
+                if is_idle:
+                    self._compute_one_token()
                 self._drop_cancelled()
                 for advance in (self._join, self._step):
                     updates = advance()
@@ -201,6 +218,17 @@ class Scheduler:
                         self._deliver(updates)
         finally:
             self._end()
+
+    def _has_work(self) -> bool:
+        return bool(self._stopping or self._waiting or self._running or self._trying)
+
+    def _compute_one_token(self) -> None:
+        try:
+            self._decoder.add([0])
+            self._decoder.remove(len(self._decoder) - 1)
+            self.failure = None
+        except _FAILURES as error:
+            self.failure = error
 
     def _end(self) -> None:
         with self._changed:
@@ -224,7 +252,7 @@ class Scheduler:
             with self._changed:
                 if not self._waiting or len(self._running) == self._decoder.max_sequences:
                     break
-                sequence = self._waiting.popleft()
+                sequence = self._next_waiting()
                 self._running.append(sequence)
             tokens += len(sequence.text.prompt_ids)
             updates.append(self._first(sequence))
@@ -232,11 +260,20 @@ class Scheduler:
                 self._remove(len(self._running) - 1)
         return updates
 
+    def _next_waiting(self) -> ScheduledSequence:
+        """Take the first text of the client with the fewest texts in the batch."""
+        running = Counter(sequence.client for sequence in self._running)
+        found = min(self._waiting, key=lambda sequence: running[sequence.client])
+        self._waiting.remove(found)
+        return found
+
     def _first(self, sequence: ScheduledSequence) -> Update:
         try:
             logits_V = self._decoder.add(sequence.text.prompt_ids, sequence.text.score_prompt)
         except _FAILURES as error:
+            self.failure = error
             return Update(sequence, error=error)
+        self.failure = None
         return _pushed(sequence, logits_V)
 
     def _step(self) -> list[Update]:
@@ -248,8 +285,10 @@ class Scheduler:
             logits_BV = self._decoder.step([sequence.text.token_ids[-1] for sequence in running])
         except _FAILURES as error:
             # Any of the texts may have caused it.
+            self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
         else:
+            self.failure = None
             updates = [_pushed(sequence, logits_BV[row]) for row, sequence in enumerate(running)]
         for row in reversed(range(len(updates))):
             if updates[row].ended:

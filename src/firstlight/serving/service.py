@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from prometheus_client import (
@@ -21,6 +21,7 @@ from prometheus_client import (
 from starlette.types import Receive, Scope
 
 from firstlight.console import say
+from firstlight.errors import ModelError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError
 from firstlight.models.accounting import cache_bytes_per_token
@@ -34,13 +35,11 @@ from firstlight.serving.scheduler import (
     StoppedError,
     Update,
 )
+from firstlight.serving.workers import Workers
 from firstlight.weights.huggingface import LoadedModel
 
 #: Updates of one request that are kept for a client that doesn't read.
 _MAX_UNREAD = 2048
-
-#: Threads that read and encode requests.
-_WORKERS = 2
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -128,7 +127,10 @@ class Service:
         self._loaded = loaded
         self.scheduler = Scheduler(make_decoder, max_queue=max_queue, deliver=self._deliver)
         self.metrics = ServerMetrics(lambda: self.scheduler.running, lambda: self.scheduler.waiting)
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="firstlight-request")
+        self._workers = Workers()
+        #: Requests that are being answered, so that they can be ended at once.
+        self._preparing: set[asyncio.Future[PreparedRequest]] = set()
+        self._generating: set[Progress] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -155,7 +157,34 @@ class Service:
         self.scheduler.stop()
         if hasattr(self, "processor"):  # it was started
             self.processor.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.stop()
+
+    def end_requests(self) -> None:
+        """End all requests with 503, in the event loop; texts end with the step at hand."""
+        for future in self._preparing:
+            future.cancel()
+        for progress in list(self._generating):
+            progress.end(_stopping())
+
+    def require_able(self) -> None:
+        """Check that requests can be answered. If the last step failed, another one is tried, whose
+        result the next call sees.
+
+        Raises:
+            RequestError: 503, with the reason.
+        """
+        if not self.scheduler.alive:
+            raise RequestError(503, "the server is stopping, or has failed", code="stopping")
+        try:
+            self._loaded.require_unchanged()
+        except ModelError:
+            # The error names a path, which is not for clients.
+            message = "the file of the weights was changed in place: start the server again"
+            raise RequestError(503, message, code="weights_changed") from None
+        if self.scheduler.failure is not None:
+            self.scheduler.try_again()
+            message = "the model's last step failed: the server's log says why"
+            raise RequestError(503, message, code="engine_failed")
 
     @property
     def cache_bytes(self) -> int:
@@ -165,14 +194,40 @@ class Service:
         return token * self.scheduler.max_tokens * self.scheduler.max_sequences
 
     async def prepare(
-        self, prepare: Callable[[bytes], PreparedRequest], body: bytes
+        self,
+        prepare: Callable[[bytes], PreparedRequest],
+        body: bytes,
+        scope: Scope,
+        receive: Receive,
     ) -> PreparedRequest:
         """Read a body in a thread, so that other requests don't wait.
 
+        Args:
+            prepare: a method of `RequestProcessor`.
+            body: the request's body.
+            scope: its ASGI scope.
+            receive: its ASGI channel, which tells of a disconnect.
+
         Raises:
-            RequestError, ModelError: see `RequestProcessor`.
+            RequestError, ModelError: see `RequestProcessor`; 503, the server is stopping.
+            ClientGoneError: the client closed the connection.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._workers, prepare, body)
+        job = self._workers.submit(_client_of(scope), len(body), partial(prepare, body))
+        future = asyncio.wrap_future(job)
+        watcher = asyncio.create_task(_until_gone(receive))
+        self._preparing.add(future)
+        try:
+            await asyncio.wait((future, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                self.metrics.disconnects.inc()
+                raise ClientGoneError
+            if future.cancelled():
+                raise _stopping()
+            return future.result()
+        finally:
+            self._preparing.discard(future)
+            future.cancel()
+            watcher.cancel()
 
     def _deliver(self, updates: list[Update]) -> None:
         """Hand the updates of a step to the event loop, in one call."""
@@ -198,7 +253,7 @@ class Service:
         Raises:
             RequestError: 429, the queue is full; 503, the server is stopping.
         """
-        progress = Progress(prepared, self, scope["state"])
+        progress = Progress(prepared, self, scope["state"], _client_of(scope))
         try:
             self.scheduler.submit(progress.sequences)
         except QueueFullError as error:
@@ -207,7 +262,8 @@ class Service:
                 429, str(error), code="queue_full", headers={"Retry-After": "1"}
             ) from None
         except StoppedError as error:
-            raise RequestError(503, str(error), code="stopping") from None
+            raise _stopping() from error
+        self._generating.add(progress)
         self.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         watcher = asyncio.create_task(_watch(receive, progress))
         timeout = asyncio.get_running_loop().call_later(
@@ -218,12 +274,27 @@ class Service:
         finally:
             watcher.cancel()
             timeout.cancel()
+            self._generating.discard(progress)
             self.scheduler.cancel(progress.sequences)
 
 
-async def _watch(receive: Receive, progress: Progress) -> None:
+def _client_of(scope: Scope) -> str:
+    """The client's address. One client may have many connections, and all have the same key."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
+def _stopping() -> RequestError:
+    return RequestError(503, "the server is stopping", code="stopping")
+
+
+async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _watch(receive: Receive, progress: Progress) -> None:
+    await _until_gone(receive)
     progress.end(ClientGoneError())
 
 
@@ -232,8 +303,10 @@ class Progress:
     of the choice, update), and ends after the last update of all texts.
     """
 
-    def __init__(self, prepared: PreparedRequest, service: Service, state: Any) -> None:
-        self.sequences = [ScheduledSequence(text, self._receive) for text in prepared.texts]
+    def __init__(
+        self, prepared: PreparedRequest, service: Service, state: Any, client: str = ""
+    ) -> None:
+        self.sequences = [ScheduledSequence(text, self._receive, client) for text in prepared.texts]
         self._index = {sequence: index for index, sequence in enumerate(self.sequences)}
         self._service, self._state = service, state
         self._left = len(self.sequences)
@@ -314,7 +387,7 @@ class Progress:
 
 def _failure(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, StoppedError):
-        return RequestError(503, str(error), code="stopping")
+        return _stopping()
     if isinstance(error, SchemaError):
         return unsupported_schema(str(error))
     say(f"firstlight: {request_id}: a text failed: {type(error).__name__}: {error}")

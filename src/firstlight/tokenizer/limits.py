@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -46,6 +45,11 @@ _MOST_UNIGRAM_NODES = 1_500_000
 _LONGEST_WORD = 1000
 #: No vocabulary has as many tokens.
 _HIGHEST_ID = 1 << 26
+#: Tokens of a vocabulary, some 600 bytes each in the library: the largest models have 262,144.
+_MOST_TOKENS = 500_000
+#: Colons in a file, of which each entry of an object has one, and lines of a file that is no JSON:
+#: each takes 100 bytes or more once it is read. The largest merges have 580,000 lines.
+_MOST_ENTRIES = 1_000_000
 
 _SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -61,7 +65,26 @@ def read_tokenizer(path: Path) -> bytes:
         require_few_values(path, content)
     except InputError as error:
         raise TokenizerError(f"tokenizer {error}") from error
+    is_json = content.lstrip()[:1] == b"{"
+    entries = content.count(b":") if is_json else content.count(b"\n")
+    if entries > _MOST_ENTRIES:
+        what = "entries" if is_json else "lines"
+        raise TokenizerError(
+            f"tokenizer {path} has {entries:,} {what}, and {_MOST_ENTRIES:,} are read at most"
+        )
     return content
+
+
+def require_few_tokens(path: Path, count: int) -> None:
+    """Refuse a vocabulary of more tokens than any model has.
+
+    Raises:
+        TokenizerError: it has more than 500,000.
+    """
+    if count > _MOST_TOKENS:
+        raise TokenizerError(
+            f"tokenizer {path} has {count:,} tokens, more than the {_MOST_TOKENS:,} that are read"
+        )
 
 
 def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
@@ -83,9 +106,11 @@ def require_bounded(path: Path, state: Mapping[str, Any]) -> None:
     Fields of a wrong type are left to the library, which names them.
 
     Raises:
-        TokenizerError: it has more steps, makes texts longer, or holds longer tokens than any
-            real tokenizer.
+        TokenizerError: it has more steps, makes texts longer, or holds more or longer tokens than
+            any real tokenizer.
     """
+    vocabulary = state["model"].get("vocab")
+    require_few_tokens(path, len(vocabulary) if isinstance(vocabulary, dict | list) else 0)
     try:
         for section in _SECTIONS:
             _require_bounded_section(section, list(steps_of(state.get(section))))
@@ -252,96 +277,47 @@ def _require_small_tree(vocabulary: list[Any]) -> None:
         raise TokenizerError(f"has tokens that share no beginnings, {nodes:,} characters of them")
 
 
-# What the library may fail on
+# The bytes of a text that one token can stand for
 
-#: Steps whose code in the library can't panic, whatever the text.
-_SOUND_STEPS = frozenset(
-    "BPEDecoder BertNormalizer BertPreTokenizer ByteFallback ByteLevel CharDelimiterSplit Digits "
-    "Fuse Lowercase Metaspace NFC NFD NFKC NFKD Nmt Prepend Punctuation Replace Sequence Split "
-    "Strip StripAccents UnicodeScripts Whitespace WhitespaceSplit WordPiece".split()
-)
-#: Repetitions of a quantifier such as + that names no end.
-_NO_END = 1 << 30
-
-
-def _is_simple(pattern: str) -> bool:
-    """True for a pattern of few tries at each position: no group is repeated, and at most two parts
-    of an alternative are repeated. All published splits are of this kind."""
-    depth = repeats = position = 0
-    while position < len(pattern):
-        character, is_group = pattern[position], pattern[position] == ")"
-        position += 1
-        if character == "\\":
-            if pattern[position : position + 1] in "123456789kg":
-                return False
-            position = _end(r"[pPxo]\{[^}]*\}|.", pattern, position)
-        elif character == "[":
-            end = _end_of_class(pattern, position)
-            if end is None:
-                return False
-            position = end
-        elif character == "(":
-            if pattern[position : position + 1] == "?":
-                end = _end(r"\?(?:[a-z-]*[:)]|[=!>]|<[=!])", pattern, position)
-                if end == position:
-                    return False
-                depth += pattern[end - 1] != ")"
-                position = end
-            else:
-                depth += 1
-            continue
-        elif character == "|" and not depth:
-            repeats = 0
-        depth -= is_group
-        quantifier = _QUANTIFIER.match(pattern, position)
-        if quantifier is not None and (most := _most(quantifier)) > 1:
-            repeats += most > 10
-            if is_group or repeats > 2:
-                return False
-        position = position if quantifier is None else quantifier.end()
-    return True
+#: Steps that leave out no part of a text, with the bytes of the text that one byte of their result
+#: can come from. A character becomes at least one (4 bytes become 1); NFC and NFKC join up to four
+#: characters into one of at least two bytes.
+_KEEPING = {
+    **dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"), 1),
+    **dict.fromkeys(("Lowercase", "NFD", "NFKD"), 4),
+    **dict.fromkeys(("NFC", "NFKC"), 8),
+}
 
 
-#: With what makes it lazy or possessive.
-_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d*)(,?)(\d*)\})[+?]?")
-
-
-def _most(quantifier: re.Match[str]) -> int:
-    """How often at most it repeats something."""
-    sign, least, comma, most = quantifier.groups()
-    if sign:
-        return 1 if sign == "?" else _NO_END
-    return int((most or _NO_END) if comma else (least or 1))
-
-
-def _end(expected: str, pattern: str, position: int) -> int:
-    match = re.compile(expected, re.DOTALL).match(pattern, position)
-    return position if match is None else match.end()
-
-
-def _end_of_class(pattern: str, position: int) -> int | None:
-    """The position after a [...] that begins before `position`; classes may stand in classes."""
-    depth = 1
-    while position < len(pattern):
-        if pattern[position] == "\\":
-            position += 1
+def most_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """The most bytes of a text that become one token, so that a text of n bytes has at least n
+    divided by it tokens; None if there may be no bound: a step can leave out characters (spaces,
+    accents), or an unknown character, or many of them, can become no token or one."""
+    state = json.loads(backend.to_str())
+    model, added = state["model"], state["added_tokens"]
+    most, kinds = 1, set()
+    for step in (*steps_of(state["normalizer"]), *steps_of(state["pre_tokenizer"])):
+        kinds.add(kind := step.get("type"))
+        if kind == "Replace":
+            found = step["pattern"].get("String")
+            if not found or len(step["content"].encode()) < len(found.encode()):
+                return None
+        elif kind not in _KEEPING or step.get("behavior") == "Removed":
+            return None
         else:
-            depth += {"[": 1, "]": -1}.get(pattern[position], 0)
-        position += 1
-        if not depth:
-            return position
-    return None
+            most *= _KEEPING[kind]
+    if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
+        return None
+    if any((one["lstrip"] or one["rstrip"]) and not one["special"] for one in added):
+        return None  # such a token takes in the spaces beside it
+    characters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    is_byte_level = "ByteLevel" in kinds and characters <= model["vocab"].keys()
+    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+    if not is_byte_level and not (model["byte_fallback"] and bytes_known):
+        return None
 
+    def size(name: str) -> int:
+        is_of_bytes = is_byte_level and characters.issuperset(name)
+        return len(name) if is_of_bytes else len(name.encode())
 
-def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """Whether there are texts on which the library may panic, for all that its steps show."""
-    parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
-    for part in parts:
-        for step in steps_of(None if part is None else json.loads(part.__getstate__())):
-            pattern = step.get("pattern")
-            regex = pattern.get("Regex") if isinstance(pattern, dict) else None
-            if step.get("type") not in _SOUND_STEPS or (regex and not _is_simple(regex)):
-                return True
-            if step.get("type") == "Strip" and step.get("stop"):  # of a decoder
-                return True
-    return False
+    return most * max(size(name) for name in (*model["vocab"], *(one["content"] for one in added)))

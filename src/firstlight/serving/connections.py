@@ -1,0 +1,181 @@
+"""A client's connection: time limits for a head and for a client to read, and their number."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import ClassVar, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from firstlight.serving.access import error_body, new_request_id
+from firstlight.serving.config import Limits
+
+#: The rest of a refused request's body that is read and thrown away: a client that still sends
+#: would not see the response if the connection were closed.
+_MAX_IGNORED_BYTES = 4 * 2**20
+_LINGER_SECONDS = 5.0
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP connection with the time limits that uvicorn lacks: it waits for ever for the
+    head of a request, for a client to read, and for the rest of a body that nobody wants. Errors
+    have OpenAI's shape here, too.
+
+    Attributes:
+        limits: limits of all connections of a server.
+        waits_since: event loop time since which a complete request is awaited; None while a
+            request is answered.
+    """
+
+    limits: ClassVar[Limits]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """asyncio calls this when a client has connected."""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._phase = ""
+        self._ignored_bytes = 0
+        self._refused = False
+        self.waits_since: float | None = self.loop.time()
+        super().connection_made(transport)
+        # The application closes a connection that its client does not read from.
+        self.app_state = {**self.app_state, "abort": transport.abort}
+        if len(self.connections) > self.limits.max_connections and not self._replace_another():
+            self._refused = True
+            self._write_error(503, "there are too many connections: try again later")
+            return
+        self._watch()
+
+    def _replace_another(self) -> bool:
+        """Close the connection that has waited longest for a request, if there is one."""
+        others = [
+            (other.waits_since, number, other)
+            for number, other in enumerate(cast("set[LimitedProtocol]", self.connections))
+            if other is not self and other.waits_since is not None
+        ]
+        if not others:
+            return False
+        other = min(others)[2]
+        # asyncio reports the closed connection only in its next round, and it must not count
+        # until then.
+        self.connections.discard(other)
+        other.waits_since = None
+        other.transport.abort()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio calls this when the connection is closed."""
+        self._set_deadline(None)
+        self._stop_waiting_for_reader()
+        self.waits_since = None
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio calls this when bytes have arrived."""
+        if self._refused or self.transport.is_closing():
+            return
+        if self._is_answering():
+            # A second request before the first is answered. uvicorn would stop reading and not
+            # notice a disconnect, so the connection is closed after the response instead.
+            self.cycle.keep_alive = False
+            return
+        super().data_received(data)
+        if self._is_answering():
+            if self.conn.trailing_data[0]:
+                self.cycle.keep_alive = False
+            self.flow.resume_reading()
+        if self._phase == "ignored":
+            self._ignored_bytes += len(data)
+            if self._ignored_bytes > _MAX_IGNORED_BYTES:
+                self.transport.abort()
+        self._watch()
+
+    def _is_answering(self) -> bool:
+        """Whether a complete request has arrived and its response is incomplete."""
+        return (
+            self.cycle is not None
+            and not self.cycle.response_complete
+            and self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
+        )
+
+    def on_response_complete(self) -> None:
+        """uvicorn calls this after the last byte of a response."""
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._watch()
+        else:
+            # The client loses what it has not read by then.
+            self._set_deadline(self.limits.write_timeout)
+
+    def _watch(self) -> None:
+        """Set the deadline of what the connection waits for."""
+        seconds = None  # the application has its own time limits for a body and a response
+        if self.conn.their_state is h11.IDLE:
+            phase, seconds = "head", self.limits.header_timeout
+        elif self.conn.their_state is not h11.SEND_BODY:
+            phase = "response"
+        elif self.conn.our_state is h11.DONE:
+            phase, seconds = "ignored", _LINGER_SECONDS
+        else:
+            phase = "body"
+        if phase == self._phase:
+            return
+        self._phase, self._ignored_bytes = phase, 0
+        if phase == "response":
+            self.waits_since = None
+        elif self.waits_since is None:
+            self.waits_since = self.loop.time()
+        self._set_deadline(seconds)
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = (
+            None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        )
+
+    def shutdown(self) -> None:
+        """End: an incomplete request gets no response."""
+        if self.waits_since is not None:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def pause_writing(self) -> None:
+        """asyncio calls this when the client does not read: the write timeout begins."""
+        super().pause_writing()
+        self._stop_waiting_for_reader()
+        self._unread = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """asyncio calls this when the client reads again."""
+        super().resume_writing()
+        self._stop_waiting_for_reader()
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP, or a head that is too long."""
+        if self.cycle is not None and self.cycle.response_started:
+            self.transport.abort()
+            return
+        self._write_error(400, "this is not a valid HTTP request, or its head is too long")
+
+    def _write_error(self, status: int, message: str) -> None:
+        """Send an error to a client without a complete request, and close the connection."""
+        body = json.dumps(error_body(status, message)).encode()
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+            f"X-Request-Id: {new_request_id()}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+        self._set_deadline(_LINGER_SECONDS)

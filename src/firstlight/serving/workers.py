@@ -1,0 +1,112 @@
+"""Threads that read and encode requests, in turns between clients.
+
+A large body takes seconds to encode. Two rules keep others from waiting for it: clients take turns,
+and one of the threads takes small bodies only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+#: Bytes of a small body, which takes milliseconds.
+SMALL_BODY_BYTES = 32 * 2**10
+
+
+@dataclass(eq=False)
+class _Job:
+    """Work that waits for a thread.
+
+    Attributes:
+        size: bytes of the request's body.
+        work: the function to call.
+        future: result of `work`; cancelled if nobody waits for it any more.
+    """
+
+    size: int
+    work: Callable[[], Any]
+    future: Future[Any]
+
+
+class Workers:
+    """Two threads: one takes any job, the other one small jobs only."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: Jobs of each client that has some; the client whose turn is next comes first.
+        self._waiting: dict[str, list[_Job]] = {}
+        self._any = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
+        self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-small-request")
+        self._stopped = False
+
+    def submit(self, client: str, size: int, work: Callable[[], T]) -> Future[T]:
+        """Queue a job.
+
+        Args:
+            client: name of the client, for the turns.
+            size: bytes of the request's body.
+            work: function that is called in a thread.
+
+        Returns:
+            its result; cancelled if the threads end before its turn. Cancelling it drops the job.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._stopped:
+                future.cancel()
+                return future
+            # Cancelled jobs are dropped here, too: their bodies need memory while threads are busy.
+            for name, jobs in list(self._waiting.items()):
+                jobs[:] = [job for job in jobs if not job.future.cancelled()]
+                if not jobs:
+                    del self._waiting[name]
+            self._waiting.setdefault(client, []).append(_Job(size, work, future))
+            # A thread takes the job whose turn it is by then, which may be another one.
+            self._any.submit(self._run_next, None)
+            if size <= SMALL_BODY_BYTES:
+                self._small.submit(self._run_next, SMALL_BODY_BYTES)
+        return future
+
+    def stop(self) -> None:
+        """Cancel the jobs that wait; the threads end after the others."""
+        with self._lock:
+            self._stopped = True
+            left = [job for jobs in self._waiting.values() for job in jobs]
+            self._waiting.clear()
+        for executor in (self._any, self._small):
+            executor.shutdown(wait=False, cancel_futures=True)
+        for job in left:
+            job.future.cancel()
+
+    def _run_next(self, largest: int | None) -> None:
+        job = self._take(largest)
+        if job is None:
+            return  # the other thread has taken it, or it was cancelled
+        try:
+            result = job.work()
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(result)
+
+    def _take(self, largest: int | None) -> _Job | None:
+        """The next job of at most `largest` bytes; its client's next turn is after all others'."""
+        with self._lock:
+            for client, jobs in list(self._waiting.items()):
+                for job in list(jobs):
+                    if largest is not None and job.size > largest:
+                        continue
+                    jobs.remove(job)
+                    if job.future.set_running_or_notify_cancel():
+                        del self._waiting[client]
+                        if jobs:
+                            self._waiting[client] = jobs
+                        return job
+                if not jobs:
+                    del self._waiting[client]
+        return None
