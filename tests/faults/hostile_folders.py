@@ -235,6 +235,20 @@ def torch_archive(path: Path) -> None:
     torch.save({"weight": torch.ones(2)}, path)
 
 
+def empty_experts(**values: Any) -> Build:
+    """A model folder whose weights are of any number of experts, and of no numbers."""
+
+    def spoil(_: Place, folder: Path) -> None:
+        set_json(folder / "config.json", **values)
+        entry = {"dtype": "F32", "shape": [10**9, 0, 0], "data_offsets": [0, 0]}
+        header = json.dumps({"a.experts.b": entry}).encode()
+        (folder / "model.safetensors").write_bytes(safetensors_file(header, b""))
+
+    return model(spoil)
+
+
+#: A dict whose key is a tuple of a tuple twice, 60 times: its hash takes 2^60 steps.
+_TUPLES = b"\x80\x02}K\x01\x85q\x00" + b"h\x00\x86q\x00" * 60 + b"K\x01s."
 _LAYERS = 10**9
 _DEEP_JSON = b'{"a": ' * DEEP + b"1" + b"}" * DEEP
 
@@ -257,6 +271,7 @@ FOLDERS: dict[str, Build] = {
     "a compressed archive as pytorch_model.bin, converted": pickled(
         lambda _: archive(bytes(500_000_000), zipfile.ZIP_DEFLATED)
     ),
+    "a pickle of a tuple that takes for ever to hash": pickled(lambda _: archive(_TUPLES)),
     "a pickle as config.json": model(
         lambda place, folder: (folder / "config.json").write_bytes(place.pickled())
     ),
@@ -363,6 +378,14 @@ FOLDERS: dict[str, Build] = {
     "a hidden size of 10^30": config(hidden_size=10**30),
     "a billion experts": config(
         model_type="qwen3_moe", num_experts=10**9, moe_intermediate_size=8, num_experts_per_tok=1
+    ),
+    "10,000 layers beside experts without numbers": empty_experts(num_hidden_layers=10_000),
+    "10,000 experts in 200 layers without numbers": empty_experts(
+        model_type="qwen3_moe",
+        num_hidden_layers=200,
+        num_experts=10_000,
+        moe_intermediate_size=8,
+        num_experts_per_tok=1,
     ),
     "a negative size": config(hidden_size=-32),
     "a size in words": config(hidden_size="large"),

@@ -298,12 +298,6 @@ TEXTS: dict[str, Build] = {
     "a template that is no Jinja": template("{% for %}"),
     # What lies beside the checkpoints of a run
     "a run's metrics are a pipe": run_folder(lambda _, folder: fifo(folder / "metrics.jsonl")),
-    "a run's metrics are damaged": run_folder(
-        lambda _, folder: (folder / "metrics.jsonl").write_bytes(b"\x80\x04cos\nsystem\n\n{}\n")
-    ),
-    "a run's metrics have no step": run_folder(
-        lambda _, folder: (folder / "metrics.jsonl").write_text("{}\n[]\n5\n")
-    ),
     "a run's lock is a folder": run_folder(lambda _, folder: folder_instead(folder / ".lock")),
     "a run's lock leads elsewhere": run_folder(
         lambda place, folder: link(folder / ".lock", place.outside / "written")
@@ -316,8 +310,21 @@ TEXTS: dict[str, Build] = {
     ),
 }
 
+#: Damaged logs, by name: a resumed run keeps them under another name and goes on.
+DAMAGED_LOGS = {
+    "a run's metrics are damaged": b"\x80\x04cos\nsystem\n\n{}\n",
+    "a run's metrics have no step": b"{}\n[]\n5\n",
+}
+
+
+def with_log(content: bytes) -> Build:
+    """A run folder with this as its metrics.jsonl."""
+    return run_folder(lambda _, folder: (folder / "metrics.jsonl").write_bytes(content))
+
+
 #: What is opened although something beside it is odd, and does no harm.
 HARMLESS: dict[str, Build] = {
+    **{name: with_log(content) for name, content in DAMAGED_LOGS.items()},
     "a run's lock is a pipe": run_folder(lambda _, folder: fifo(folder / ".lock")),
     "a checkpoint's manifest is a pipe": run_folder(
         lambda place, _: fifo(place.checkpoint / "manifest.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import signal
 import subprocess
@@ -12,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import limited_command
 from scale import cases
 
 from firstlight.training.loop import train
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _COMMAND = [sys.executable, "-m", "firstlight", "convert"]
 
@@ -55,8 +57,7 @@ def test_files_that_may_not_grow_leave_nothing(
         pytest.importorskip("gguf")
     before = sorted(tmp_path.rglob("*"))
     done = subprocess.run(
-        [*_COMMAND, str(source), "--out", str(tmp_path / "new" / "out"), *options],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        limited_command(limit, "convert", source, "--out", tmp_path / "new" / "out", *options),
         capture_output=True,
         text=True,
     )

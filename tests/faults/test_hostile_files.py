@@ -14,7 +14,7 @@ import pytest
 from hostile_bombs import BOMBS
 from hostile_folders import FOLDERS
 from hostile_place import Place
-from hostile_texts import HARMLESS, TEXTS
+from hostile_texts import DAMAGED_LOGS, HARMLESS, TEXTS
 from scale import cases
 
 from firstlight.tokenizer import Tokenizer
@@ -93,7 +93,12 @@ def reports(
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(opened_files, json.loads(done.stdout), strict=True))
+    reports: list[dict[str, Any]] = json.loads(done.stdout)
+    folders = [Path(opened["folder"]) for opened in opened_files.values()]
+    return {
+        name: {**report, "folder": folder}
+        for name, folder, report in zip(opened_files, folders, reports, strict=True)
+    }
 
 
 @pytest.mark.parametrize("name", _HOSTILE)
@@ -119,6 +124,18 @@ def test_a_link_beside_the_checkpoints_is_not_written_through(
     assert report["forbidden"] == [], report
     assert report["refused"] or not report["error"], report
     record_property("cases", ("hostile files refused", 1))
+
+
+@pytest.mark.parametrize("name", DAMAGED_LOGS)
+def test_a_damaged_log_is_set_aside_and_the_run_goes_on(
+    name: str, reports: dict[str, Report]
+) -> None:
+    report = reports[name]
+    assert not report["error"], report
+    folder = report["folder"] / "run"
+    assert (folder / "metrics.jsonl.damaged").read_bytes() == DAMAGED_LOGS[name]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [3]
 
 
 def test_nothing_was_written_elsewhere_and_nothing_executed(

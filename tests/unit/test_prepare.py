@@ -26,13 +26,13 @@ from hypothesis import strategies as st
 from tokenizer_files import TEXTS, tiny
 from tokenizers import Regex, models, pre_tokenizers
 
-from firstlight.data import encoding
+from firstlight.data import cutting, encoding
 from firstlight.data import prepare as module
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.data.records import Record, read_documents
 from firstlight.data.shards import Shard
-from firstlight.data.sources import find_sources
+from firstlight.data.sources import SOURCES_NAME, find_sources
 from firstlight.data.writer import CorpusWriter, ShardWriter
 from firstlight.errors import (
     ConfigError,
@@ -54,7 +54,9 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The files of a prepared folder but for the names of its inputs."""
+    files = (path for path in folder.iterdir() if path.name != SOURCES_NAME)
+    return {path.name: path.read_bytes() for path in files}
 
 
 def documents_of(folder: Path, split: str) -> list[list[int]]:
@@ -134,11 +136,13 @@ def test_the_manifest_says_exactly_what_was_written(tmp_path: Path) -> None:
     assert names(out) == [
         "manifest.json",
         "rejected.jsonl",
+        "sources.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "train-00000.bin",
         "val-00000.bin",
     ]
+    assert json.loads((out / "sources.json").read_text(encoding="utf-8")) == ["a.jsonl"]
 
 
 def test_every_document_is_written_or_rejected_with_file_and_line(tmp_path: Path) -> None:
@@ -279,7 +283,7 @@ def test_the_number_of_workers_changes_no_byte(
 ) -> None:
     # Many batches, and documents in many pieces, also from a corpus this small.
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 700)
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 100)
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_bytes(b'{"text": "good"}\nbroken\n{"text": "\xff"}\n{"text": "also good"}\n')
     for workers in (1, 2, 3):
@@ -310,7 +314,7 @@ def test_the_size_of_the_corpus_chooses_the_number_of_workers(
 ) -> None:
     seen: list[int] = []
 
-    def encode(pieces: Any, tokenizer: Any, workers: int) -> Iterator[Any]:
+    def encode(pieces: Any, tokenizer: Any, workers: int, max_tokens: int | None) -> Iterator[Any]:
         seen.append(workers)
         yield from ()
 
@@ -491,8 +495,8 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
     tokenizer = TRAINED[pattern]
     assert tokenizer.splits_at_newline_after_letter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE_CHARACTERS", size)
-        found = module.cut_long(text)
+        patch.setattr(cutting, "_PIECE_CHARACTERS", size)
+        found = cutting.cut_long(text)
     assert "".join(found) == text
     assert all(len(piece) >= size for piece in found[:-1])
     assert all(piece.startswith("\n") for piece in found[1:])
@@ -504,7 +508,7 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
 def test_both_splits_end_a_piece_between_any_cut_character_and_a_newline(pattern: str) -> None:
     """All of Unicode: Python and the tokenizer library may not know the same letters."""
     everything = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
-    before = [c for c in everything if module._NEWLINE_AFTER_LETTER.search(c + "\n")]
+    before = [c for c in everything if cutting._NEWLINE_AFTER_LETTER.search(c + "\n")]
     assert len(before) > 100_000
     splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     parts = [part for part, _ in splitter.pre_tokenize_str("\n".join([*before, ""]))]
@@ -519,7 +523,7 @@ def test_a_document_prepared_in_pieces_is_the_same_document(
     prepare([source], TRAINED[pattern], tmp_path / "whole")
     cuts: list[int] = []
 
-    whole_cut_long = module.cut_long
+    whole_cut_long = cutting.cut_long
 
     def counted(text: str) -> list[str]:
         found = whole_cut_long(text)
@@ -527,7 +531,7 @@ def test_a_document_prepared_in_pieces_is_the_same_document(
         return found
 
     monkeypatch.setattr(module, "cut_long", counted)
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 200)
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 500)
     prepare([source], TRAINED[pattern], tmp_path / "pieces")
     assert max(cuts) > 50
@@ -638,13 +642,13 @@ def test_without_validation_there_is_no_validation_split(tmp_path: Path, corpus:
     ],
 )
 def test_the_tail_begins_at_a_line_where_one_is_near(text: str, fraction: str, tail: str) -> None:
-    assert module.cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
+    assert cutting.cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
 
 
 @given(text=LINES, percent=st.integers(1, 99))
 def test_a_tail_loses_nothing_and_is_at_most_twice_its_share(text: str, percent: int) -> None:
     fraction = Fraction(percent, 100)
-    head, tail = module.cut_tail(text, fraction)
+    head, tail = cutting.cut_tail(text, fraction)
     assert head + tail == text
     assert math.floor(len(text) * fraction) <= len(tail) <= 2 * math.ceil(len(text) * fraction)
 
@@ -662,7 +666,7 @@ def test_a_corpus_too_large_to_read_ahead_is_split_by_what_was_seen(
 def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 150)
+    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 150)
     manifest = prepare([corpus], TOKENIZER, tmp_path / "out")
     for split in ("train", "val"):
         text = "".join(texts_of(tmp_path / "out", split)).encode()
@@ -800,6 +804,7 @@ def test_overwriting_leaves_nothing_of_the_old_corpus(prepared: Path, corpus: Pa
     prepare([corpus], TOKENIZER, prepared, overwrite=True, val_fraction=0)
     assert names(prepared) == [
         "manifest.json",
+        "sources.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "train-00000.bin",

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import sysconfig
+import tracemalloc
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -200,6 +201,7 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         ("corpus/table.odt", r"table\.odt is an OpenDocument text: make text of it with pandoc "),
         ("pipe.txt", r"pipe\.txt is neither a file nor a folder"),
         ("hf:", r"hf: needs a dataset's name"),
+        ("hf::x", r"hf: needs a dataset's name"),
         ("", r"an input is empty"),
         ("~nobody-of-that-name/a.txt", r"~nobody-of-that-name/a\.txt can't be found: "),
         ("x" * 300, r"can't be found: File name too long"),
@@ -653,6 +655,22 @@ def test_a_dataset_may_have_a_configuration(fake_datasets: types.SimpleNamespace
     assert fake_datasets.calls[0][0] == ("wikitext", "wikitext-2-raw-v1")
 
 
+@pytest.mark.parametrize(
+    "item, config, split",
+    [
+        ("hf:x:small:validation", "small", "validation"),
+        ("hf:x::test", None, "test"),
+        ("hf:x:small:", "small", "train"),
+    ],
+)
+def test_a_dataset_may_have_a_split(
+    fake_datasets: types.SimpleNamespace, item: str, config: str | None, split: str
+) -> None:
+    fake_datasets.rows = [{"text": "a"}]
+    assert texts_of(item) == ["a"]
+    assert fake_datasets.calls == [(("x", config), {"split": split, "streaming": True})]
+
+
 @pytest.mark.parametrize("error", [OSError, ValueError, RuntimeError, KeyError, Exception])
 def test_a_dataset_that_fails_half_way_is_one_line(
     fake_datasets: types.SimpleNamespace, error: type[Exception]
@@ -683,11 +701,65 @@ def test_finding_a_dataset_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_sources(["hf:a/b:c", "hf:a/b:c"]) == [DataSource("hf:a/b:c", dataset="a/b:c")]
 
 
-@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.bz2"])
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.bz2", "bomb.txt.zst"])
 def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(
     tmp_path: Path, name: str
 ) -> None:
-    pack = gzip.compress if name.endswith("gz") else bz2.compress
-    (tmp_path / name).write_bytes(pack(b" " * 60_000_000))
-    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
-        read(tmp_path / name)
+    packers: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress}
+    packers["zst"] = zstandard.ZstdCompressor().compress
+    (tmp_path / name).write_bytes(packers[name.rpartition(".")[2]](b" " * 200_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+            read(tmp_path / name)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 150_000_000
+
+
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_a_parquet_file_that_unpacks_to_far_more_than_text_does_is_refused(
+    tmp_path: Path, rows: int
+) -> None:
+    path = tmp_path / "bomb.parquet"
+    # One long text, or one that all rows share, which is one in the file.
+    table = pyarrow.table({"text": ["a" * (60_000_000 // rows)] * rows})
+    parquet.write_table(table, path, compression="zstd")
+    with pytest.raises(InputError, match=r"bomb\.parquet .*unpacks to more than 100 times"):
+        read(path)
+
+
+def test_rows_of_a_parquet_file_may_share_a_long_text(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", text=["a" * 20_000_000, "b"] * 2)
+    assert list(map(len, texts_of(tmp_path / "a.parquet"))) == [20_000_000, 1] * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.csv.gz", "a.jsonl", "a.txt"])
+def test_a_document_of_a_compressed_file_has_a_largest_size(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.data.opening._LARGEST_DOCUMENT_BYTES", 10_000)
+
+    def write(text: str) -> Path:
+        wraps = {"jsonl": jsonl(text), "txt": text.encode(), "csv": f"text\n{text}\n".encode()}
+        content = wraps[name.split(".")[1]]
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        return tmp_path / name
+
+    assert texts_of(write("a " * 4_000 + "a")) == ["a " * 4_000 + "a"]
+    if name.endswith("gz"):
+        (found,) = read(write("a " * 100_000 + "a"))
+        assert found.error is not None
+        assert (found.value, found.error.reason) == (None, "too_long")
+    else:  # its size is that of the text
+        assert texts_of(write("a " * 100_000 + "a")) == ["a " * 100_000 + "a"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_json_of_millions_of_lists_is_not_read_into_memory(tmp_path: Path, name: str) -> None:
+    content = b"[" + b"[]," * 2_000_000 + b"[]]\n" + jsonl("good")
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    bomb, good = read(tmp_path / name)
+    assert "2,000,002 lists and objects" in str(bomb.error)
+    assert good.value == "good"

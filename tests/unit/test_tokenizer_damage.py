@@ -207,3 +207,27 @@ def test_a_config_that_names_an_unknown_token_is_refused(
     change_json(tmp_path / "tokenizer_config.json", lambda c: c.update({name: "<nowhere>"}))
     with pytest.raises(TokenizerError, match=rf"{name} '<nowhere>' is not in the tokenizer's voc"):
         Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "tokenizer.model"])
+def test_vocabularies_of_millions_of_tokens_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of their tokens takes some 600 bytes of memory."""
+    (tmp_path / "merges.txt").write_text("")
+
+    def write(count: int) -> None:
+        vocabulary = {f"{number:x}": number for number in range(count)}
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"}
+        ranks = b"".join(b"YWFh %d\n" % number for number in range(count))
+        contents = {"tokenizer.json": {"model": model}, "vocab.json": vocabulary}
+        content = json.dumps(contents[name]).encode() if name in contents else ranks
+        (tmp_path / name).write_bytes(content)
+
+    write(1_000_001)
+    with pytest.raises(TokenizerError, match=r"has 1,000,\d+ (entries|lines), and 1,000,000 are"):
+        Tokenizer.from_pretrained(tmp_path)
+    monkeypatch.setattr("firstlight.tokenizer.limits._MOST_TOKENS", 1_000)
+    write(1_001)
+    with pytest.raises(TokenizerError, match="has 1,001 tokens, more than the 1,000 that are read"):
+        Tokenizer.from_pretrained(tmp_path)

@@ -11,11 +11,19 @@ import click
 
 from firstlight.cli.options import out_option, text_key_option
 from firstlight.cli.output import counted, human_bytes, show, with_json
-from firstlight.console import say
+from firstlight.console import parse_count, say
 from firstlight.errors import ConfigError
 
 #: Options of --kind text alone, by parameter, with their defaults.
-_OF_TEXT = {"workers": None, "engine": "local", "ray_address": None, "text_key": "text"}
+_OF_TEXT = {
+    "workers": None,
+    "engine": "local",
+    "ray_address": None,
+    "text_key": "text",
+    "max_documents": None,
+    "max_tokens": None,
+    "strip_gutenberg": False,
+}
 
 
 @click.command("prepare")
@@ -44,6 +52,22 @@ _OF_TEXT = {"workers": None, "engine": "local", "ray_address": None, "text_key":
     help="The cluster: auto is one that runs here, local one for this run. Left out: either.",
 )
 @text_key_option
+@click.option(
+    "--max-documents",
+    metavar="N",
+    help="Read so many documents, for instance 10k, and no further.",
+)
+@click.option(
+    "--max-tokens",
+    metavar="N",
+    help="Take so many tokens, for instance 10M, of both splits together, cut the last document "
+    "there, and read no further.",
+)
+@click.option(
+    "--strip-gutenberg",
+    is_flag=True,
+    help="Leave out the header and licence of Project Gutenberg around texts that have them.",
+)
 @click.option(
     "--kind",
     type=click.Choice(["text", "chat", "preference"]),
@@ -96,14 +120,15 @@ def prepare_command(
     """Turn a corpus into token shards in --out.
 
     INPUT is a file, folder or glob of .txt, .md, .py and other text and code, .jsonl[.gz|.zst],
-    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG]. A text file is one document, as
-    is each line of a JSONL file and each row of a table. Text is UTF-8, or UTF-16 or UTF-32 with a
-    byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of other
-    kinds are counted.
+    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]], whose split is "train"
+    if none is named (hf:NAME::validation). A text file is one document, as is each line of a JSONL
+    file and each row of a table. Text is UTF-8, or UTF-16 or UTF-32 with a byte-order mark.
+    Documents that can't be read are listed in OUT/rejected.jsonl; files of other kinds are counted.
+    random:TOKENS[:SEED], alone, is uniformly random tokens, for measurements.
 
-    With --kind chat, INPUT is .jsonl[.gz|.zst], .json, .parquet or hf:NAME[:CONFIG], and each
-    record a conversation: {instruction, input, output}, {messages} or {conversations}. With --kind
-    preference, each is {prompt, chosen, rejected}.
+    With --kind chat, INPUT is .jsonl[.gz|.zst], .json, .parquet or hf:NAME[:CONFIG[:SPLIT]], and
+    each record a conversation: {instruction, input, output}, {messages} or {conversations}. With
+    --kind preference, each is {prompt, chosen, rejected}.
     """
     of_text = {name: options.pop(name) for name in _OF_TEXT}
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}
@@ -120,8 +145,8 @@ def prepare_command(
     else:
         if of_text != _OF_TEXT:
             raise ConfigError(
-                "--workers, --engine, --ray-address and --text-key are for text: leave them out "
-                "with --kind chat"
+                "--workers, --engine, --ray-address, --text-key, --max-documents, --max-tokens and "
+                "--strip-gutenberg are for text: leave them out with --kind chat"
             )
         manifest = _prepare_chat(
             inputs, place, out, kind, val_fraction, overwrite=overwrite, **of_chat
@@ -142,6 +167,10 @@ def _prepare_text(
     """Prepare texts; `options` are arguments of `prepare`."""
     from firstlight.data.prepare import prepare
     from firstlight.data.sources import note_on_inputs
+
+    for name in ("max_documents", "max_tokens"):
+        if options[name] is not None:
+            options[name] = int(parse_count(options[name]))
 
     if note := note_on_inputs(inputs):
         say(note)
@@ -204,6 +233,11 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
         show(
             f"{out}: {split}: {counted(entry['documents'], part)}, {entry['tokens']:,} tokens, "
             f"{human_bytes(entry['text_bytes'])} of text, {counted(len(entry['shards']), 'shard')}"
+        )
+    if "gutenberg_stripped" in manifest:
+        say(
+            f"{manifest['gutenberg_stripped']:,} of {counted(documents['written'], 'document')} "
+            "had Project Gutenberg's header or licence, which was left out"
         )
     for reason, count in documents["rejected"].items():
         say(f"{count:,} of {documents['read']:,} documents rejected: {reasons[reason]}")

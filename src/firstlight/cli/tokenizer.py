@@ -35,7 +35,7 @@ def train_command(
     """Train a byte-level BPE tokenizer on a corpus and write tokenizer.json into --out.
 
     INPUT is a file, folder or glob of .txt, .md, .py and other text and code, .jsonl[.gz|.zst],
-    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG].
+    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]].
     """
     from firstlight.data.records import read_documents
     from firstlight.data.sources import find_sources

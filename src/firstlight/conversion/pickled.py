@@ -2,7 +2,8 @@
 
 This is the only module that reads pickles: with torch's unpickler for weights, after a check that
 the pickle's opcodes build nothing but tensors, numbers, texts and containers. torch alone would
-also call functions that take any amount of memory (`bytearray`, `torch.FloatTensor`).
+also call functions that take any amount of memory (`bytearray`, `torch.FloatTensor`), and take for
+ever on tuples that hold one tuple many times.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_PICKLE_BYTES = 1_500_000
 #: Pickles in a row at the beginning of a file from before PyTorch 1.6; then come the numbers.
 _PICKLES_BEFORE_1_6 = 5
+#: Parts of a tuple, those of tuples in it counted wherever they stand: a hash looks at all of them.
+_MOST_TUPLE_PARTS = 10_000
+#: Parts of the containers that a file holds, counted in the same way: a comparison looks at them.
+_MOST_PARTS = 1_000_000
 #: Names that the opcodes of a pickle may contain.
 _PLAIN = re.compile(
     r"collections OrderedDict|torch._utils _rebuild_(tensor(_v[23])?|parameter)"
@@ -47,6 +52,10 @@ _PLAIN = re.compile(
 _WRAPPERS = ("_orig_mod.", "module.")
 
 _KINDS = {dtype: kind for kind, dtype in FLOAT_FORMATS.items()}
+
+
+class _DamagedError(Exception):
+    """What is wrong with a file."""
 
 
 def read_pickle(path: Path) -> Any:
@@ -78,7 +87,9 @@ def read_pickle(path: Path) -> Any:
                 "(torch.save(model.state_dict(), 'model.pth'))"
             )
         # Files from before PyTorch 1.6 can't be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        _require_few_parts(content)
+        return content
     except OSError as error:
         raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
     except ModelError:
@@ -96,6 +107,8 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
         with open(path, "rb") as file:
             for _ in range(_PICKLES_BEFORE_1_6):
                 yield from _names_of(file)
+                if file.tell() > _MAX_PICKLE_BYTES:
+                    raise _DamagedError("this is no list of weights")
         return
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -110,9 +123,63 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
 
 
 def _names_of(file: IO[bytes]) -> Iterator[str]:
-    for opcode, argument, _ in pickletools.genops(file):
-        if opcode.name in ("GLOBAL", "INST"):
+    """The names in one pickle.
+
+    Raises:
+        _DamagedError: the pickle has tuples of too many parts, or is too long.
+    """
+    # The unpickler's stack, of which each value is the number of its parts if it is a tuple, else
+    # 1; None is a mark.
+    stack: list[int | None] = []
+    known: dict[Any, int | None] = {}
+    for opcode, argument, place in pickletools.genops(file):
+        if (place or 0) > _MAX_PICKLE_BYTES:
+            raise _DamagedError("this is no list of weights")
+        name = opcode.name
+        if name in ("GLOBAL", "INST"):
             yield str(argument)
+        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            known[len(known) if name == "MEMOIZE" else argument] = stack[-1]
+            continue
+        taken: list[int] = []
+        for kind in reversed(opcode.stack_before):
+            if kind is pickletools.stackslice:
+                while (part := stack.pop()) is not None:
+                    taken.append(part)
+            elif kind is not pickletools.markobject or name == "POP_MARK":
+                taken.append(stack.pop() or 0)
+        if name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(known[argument])
+        elif name.startswith("TUPLE"):
+            stack.append(1 + sum(taken))
+            if 1 + sum(taken) > _MOST_TUPLE_PARTS:
+                raise _DamagedError("a tuple holds others too often")
+        elif name == "DUP":
+            stack += 2 * taken
+        else:
+            after = opcode.stack_after
+            stack += [None if kind is pickletools.markobject else 1 for kind in after]
+
+
+def _require_few_parts(content: Any) -> None:
+    """Refuse containers that hold others so often that they can't be compared or shown.
+
+    Raises:
+        _DamagedError: there are such.
+    """
+    rest, count = [content], 0
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Mapping):
+            parts = [*value.values(), *value]
+        elif isinstance(value, list | tuple | set):
+            parts = list(value)
+        else:
+            continue
+        count += 1 + len(parts)
+        if count > _MOST_PARTS:
+            raise _DamagedError("containers hold others too often")
+        rest += parts
 
 
 def _os_error(path: Path, error: OSError) -> str:

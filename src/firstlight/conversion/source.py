@@ -28,11 +28,13 @@ from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
 from firstlight.lora.files import adapter_chain, is_adapter
+from firstlight.models import FAMILIES
 from firstlight.models.accounting import meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import CONFIG_NAME, load_model, read_config, tokenizer_of
 from firstlight.weights.loading import fitting_tensors, one_by_one, weights_to_save
-from firstlight.weights.stored import WEIGHTS_NAME, has_pickled_weights, open_mapped
+from firstlight.weights.mxfp4 import open_tensors
+from firstlight.weights.stored import WEIGHTS_NAME, has_pickled_weights
 
 #: Fewer rows than this beyond the tokenizer's are padding, to a multiple of 64 or 128.
 _MAX_PADDING = 128
@@ -168,7 +170,9 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if has_pickled_weights(folder):
         return content, pickled_tensors(folder)
     stored = fitting_tensors(meta_model(config), folder)
-    return content, one_by_one(open_mapped(stored), config)
+    # Packed weights are unpacked, and written as what they then are.
+    content.pop("quantization_config", None)
+    return content, one_by_one(open_tensors(stored), config)
 
 
 def _name_of(source: str | Path) -> str:
@@ -242,7 +246,8 @@ def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> Foreig
     if extra >= _MAX_PADDING:
         note = f"{extra} ids of the model stand for no token of the tokenizer: is it the right one?"
         return dataclasses.replace(model, notes=(*model.notes, note))
-    names = ("transformer.wte.weight", "model.embed_tokens.weight", "lm_head.weight")
+    family = FAMILIES[model.config["model_type"]].model
+    names = (f"{family.embedding_name}.weight", family.head_file_name)
     tensors = {
         name: tensor[: tokenizer.vocab_size] if name in names else tensor
         for name, tensor in model.tensors.items()

@@ -29,12 +29,11 @@ from firstlight.data.conversations import (
 )
 from firstlight.data.examples import ORIGINS_NAME, open_split
 from firstlight.data.opening import optional
-from firstlight.data.prepare import require_replaceable
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
 from firstlight.data.remote import cache_folder, held
 from firstlight.data.shards import LABELLED_VERSION, MANIFEST_NAME, read_manifest
-from firstlight.data.sources import DataSource, unread_files
-from firstlight.data.writer import CorpusWriter
+from firstlight.data.sources import DataSource, unread_files, write_sources
+from firstlight.data.writer import CorpusWriter, require_replaceable
 from firstlight.errors import (
     ConfigError,
     DataError,
@@ -94,7 +93,7 @@ def prepare_chat(
     """Write conversations as token shards into the folder `out`; return their manifest.
 
     Args:
-        inputs: .jsonl, .json and .parquet files, folders, globs, "hf:NAME[:CONFIG]".
+        inputs: .jsonl, .json and .parquet files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
         tokenizer: a tokenizer, or the folder or file of one.
         out: the folder to write.
         val_inputs: inputs to validate on; nothing of `inputs` is then held out.
@@ -131,6 +130,7 @@ def prepare_chat(
         preparation = _ChatPreparation(tokenizer, options, folder, own_val=bool(val_inputs))
         for done in preparation.run(sources):
             bar.update(task, done=f"{done:,} examples")
+        write_sources(folder, [*inputs, *val_inputs])
         return preparation.manifest(unread_files([*inputs, *val_inputs], RECORD_SUFFIXES))
 
 

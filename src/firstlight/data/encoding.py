@@ -34,12 +34,14 @@ class TextPiece(NamedTuple):
         split: "train" or "val".
         first: the part begins its document's text in the split.
         last: the part ends its document's text in the split.
+        document: the document's number, counted from 1.
     """
 
     text: str
     split: str
     first: bool
     last: bool
+    document: int
 
 
 #: Each piece with its tokens, in the order of the pieces.
@@ -67,23 +69,31 @@ def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextP
         yield batch
 
 
-def encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, workers: int) -> Encoded:
+def encode_in_order(
+    pieces: Iterator[TextPiece],
+    tokenizer: Tokenizer,
+    workers: int,
+    max_tokens: int | None = None,
+) -> Encoded:
     """Each piece with its tokens, in the order of the pieces, however many processes work.
 
     Args:
         workers: 1 encodes in this process.
+        max_tokens: number of tokens that are needed; fewer of them read less text ahead.
 
     Raises:
         DataError: the tokenizer gives ids beyond its vocabulary, or processes are killed again
             and again.
     """
+    # A text has hardly more tokens than characters: the batch with the last token is a small part.
+    characters = min(_BATCH_CHARACTERS, max_tokens or _BATCH_CHARACTERS)
     if workers == 1:
-        for batch in batches(pieces, _BATCH_CHARACTERS):
+        for batch in batches(pieces, characters):
             yield from zip(batch, encode([p.text for p in batch], tokenizer), strict=True)
         return
     pool = _Processes(tokenizer, workers)
     try:
-        for batch in batches(pieces, _BATCH_CHARACTERS):
+        for batch in batches(pieces, characters):
             pool.submit(batch)
             # Enough to keep everyone busy; the rest of the corpus stays on the disk.
             if len(pool) >= 3 * workers:

@@ -169,7 +169,8 @@ class TokenLoader:
         seed: decides the order.
         rows_seen: position to start from, of a `state_dict()` of any rank.
         document_masking: number the documents, and predict tokens from their own only.
-        rank, world_size: this rank's part of each global batch, and the number of parts.
+        rank: index of this rank's part of each global batch.
+        world_size: number of parts of a global batch.
         workers: threads that read ahead; more than one helps where the disk is slow; 0 reads
             in the calling thread, when a batch is asked for.
         prefetch: batches that are read ahead.
@@ -284,7 +285,7 @@ class DataConfig(Section):
     corpus's own loss stands beside it."""
     files: list[str] | None = Field(None, min_length=1)
     """conversations (with kind preference, pairs) that are prepared when the run starts, and kept
-    in the cache: .jsonl, .json and .parquet files, folders, globs, hf:NAME[:CONFIG]."""
+    in the cache: .jsonl, .json and .parquet files, folders, globs, hf:NAME[:CONFIG[:SPLIT]]."""
     val_files: list[str] | None = Field(None, min_length=1)
     """files to validate on, beside `files`; null holds val_fraction of the conversations out."""
     val_fraction: float = Field(0.1, ge=0, lt=1)

@@ -13,18 +13,23 @@ import functools
 import gzip
 import importlib
 import io
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from firstlight.data.encodings import likely_encoding
 from firstlight.data.kinds import HEAD_BYTES, binary_file, is_binary, kind_by_bytes
 from firstlight.errors import MissingDependencyError
 
 #: Limits of an unpacked file: text has 3 to 10 times its compressed bytes, logs 50.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
 _PIECE_BYTES = 1 << 17
+#: Bytes of a .zst file that are unpacked at once: three of them can stand for 128 KiB.
+_ZST_PIECE_BYTES = 1 << 11
+#: Limits of one document of an unpacked file.
+_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES = 1 << 26, 10
+_BLOCK_BYTES = 1 << 20
 #: UTF-32 begins as UTF-16 does.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -121,16 +126,32 @@ def decoded(content: bytes, path: Path) -> str:
         raise EncodingProblem("bad_utf8", detail, line) from error
 
 
-def first_bytes(file: IO[bytes], most_bytes: int | None) -> bytes:
+def largest_document(path: Path) -> int:
+    """Bytes that one document of a file may have once it is unpacked: 64 MiB, or ten times the
+    file's size, which a file that is not compressed never reaches."""
+    return max(_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES * path.stat().st_size)
+
+
+def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
+    """All of a file; of one longer than `most_bytes`, its beginning, which is longer, too."""
+    # A read of the greatest length would allocate that for the shortest file.
+    content = io.BytesIO()
+    while content.tell() <= most_bytes and (block := file.read(_BLOCK_BYTES)):
+        content.write(block)
+    return content.getvalue()
+
+
+def first_bytes(file: IO[bytes], most_bytes: int | None, largest: int) -> bytes:
     """The whole lines in the first `most_bytes` bytes of a file, or of one longer line so many
     bytes, without a character that may be incomplete. All of a file in UTF-16 or UTF-32, whose
-    lines can't be told by a byte; and all of any file without a limit."""
+    lines can't be told by a byte; and all of any file without a limit: of one longer than
+    `largest` bytes its beginning, which is longer, too."""
     if most_bytes is None:
-        return file.read()
+        return read_at_most(file, largest)
     content = file.read(most_bytes)
     wide = tuple(mark for mark, encoding in _MARKS if encoding != "utf-8-sig")
     if content.startswith(wide):
-        return content + file.read()
+        return content + read_at_most(file, largest)
     if not file.read(1):
         return content
     if end := content.rfind(b"\n") + 1:
@@ -213,90 +234,6 @@ def _converted(path: Path) -> Path:
     return path.with_name(f"{stem}.utf-8{dot}{endings}")
 
 
-# Encodings that can be told from the bytes
-
-#: What German, French, Spanish, Portuguese, Italian, Dutch and Scandinavian texts are written with.
-#: Letters of Windows-1250 and 1254 that have another meaning there are not among them.
-_WESTERN = set(
-    "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
-        "cp1252"
-    )
-)
-_DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
-
-
-def likely_encoding(content: bytes) -> str | None:
-    """The encoding of a text that is not UTF-8, by its name for iconv; None if uncertain.
-
-    Told are: text that is UTF-8 but for a few bytes, Windows-1252 (of which ISO-8859-1 is a part),
-    Windows-1251, KOI8-R, Shift-JIS and EUC-JP, and what a Python file declares.
-    """
-    declared = _DECLARED.match(content)
-    if declared is not None and (name := _known(declared[1].decode("ascii", "replace"))):
-        return name
-    if _is_damaged_utf8(content):
-        return "utf-8"
-    return _japanese(content) or _cyrillic(content) or _western(content)
-
-
-def _known(name: str) -> str | None:
-    try:
-        found = codecs.lookup(name).name
-    except LookupError:
-        return None
-    return None if found.startswith("utf") or found == "ascii" else found
-
-
-def _is_damaged_utf8(content: bytes) -> bool:
-    text = content.decode("utf-8", "replace")
-    good = sum(character > "\x7f" for character in text) - text.count("\ufffd")
-    return good > 2 * text.count("\ufffd")
-
-
-def _japanese(content: bytes) -> str | None:
-    for name in ("shift_jis", "euc_jp"):
-        try:
-            text = content.decode(name)
-        except UnicodeDecodeError as error:
-            # The last character may be cut.
-            if error.start < len(content) - 2:
-                continue
-            text = content[: error.start].decode(name)
-        wide = [character for character in text if character > "\x7f"]
-        kana = sum("\u3041" <= character <= "\u30fc" for character in wide)
-        if len(wide) >= 10 and kana > len(wide) / 3:
-            return name.replace("_", "-")
-    return None
-
-
-def _cyrillic(content: bytes) -> str | None:
-    """By the most frequent letters of Russian: Greek and Hebrew use the same bytes otherwise."""
-    high = [byte for byte in content if byte > 0x7F]
-    if len(high) < 20:
-        return None
-
-    def share(low: int, up: int) -> float:
-        return sum(low <= byte <= up for byte in high) / len(high)
-
-    if share(0xC0, 0xFF) < 0.95:
-        return None
-    if share(0xE0, 0xFF) > 0.7 and share(0xE0, 0xE0) > 0.03 and share(0xFB, 0xFF) > 0.02:
-        return "windows-1251"
-    if share(0xC0, 0xDF) > 0.7 and share(0xC1, 0xC1) > 0.03 and share(0xD8, 0xDC) > 0.02:
-        return "koi8-r"
-    return None
-
-
-def _western(content: bytes) -> str | None:
-    """Single letters with accents among letters without."""
-    high = [byte for byte in content if byte > 0x7F]
-    letters = len(re.findall(rb"[A-Za-z]", content))
-    is_alone = len(high) < letters / 2 + 1 and not re.search(rb"[\x80-\xff]{4}", content)
-    # Inside of a word these are letters of MS-DOS' code pages and of old Macs.
-    is_inside = re.search(rb"[a-z][\x80-\x91\x93-\x9b\x9d-\x9f][a-z]", content)
-    return "windows-1252" if is_alone and not is_inside and set(high) <= _WESTERN else None
-
-
 # Compression
 
 
@@ -348,16 +285,26 @@ class _ChunkFile(io.RawIOBase):
 
 def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
     """The content of a compressed file, up to a multiple of its own size."""
-    most = max(_MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES * path.stat().st_size)
     total = 0
     for chunk in chunks:
         total += len(chunk)
-        if total > most:
-            raise OSError(
-                f"it unpacks to more than {_MOST_UNPACKED_TIMES} times its size, as text doesn't: "
-                "unpack it yourself if it is text"
-            )
+        require_unpacked_size(path, total)
         yield chunk
+
+
+def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
+    """Refuse a file that unpacks to far more than text does.
+
+    Raises:
+        OSError: it does.
+    """
+    if unpacked_bytes <= _MOST_UNPACKED_BYTES:
+        return
+    if unpacked_bytes > _MOST_UNPACKED_TIMES * path.stat().st_size:
+        raise OSError(
+            f"it unpacks to more than {_MOST_UNPACKED_TIMES} times its size, as text doesn't: "
+            "unpack it yourself if it is text"
+        )
 
 
 def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
@@ -366,7 +313,7 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
     try:
-        while compressed := file.read(_PIECE_BYTES):
+        while compressed := file.read(_ZST_PIECE_BYTES):
             while compressed:
                 frame = frame or decompressor.decompressobj()
                 yield frame.decompress(compressed)

@@ -10,8 +10,8 @@ import functools
 import itertools
 import math
 import os
-import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from fractions import Fraction
@@ -24,13 +24,21 @@ from rich.progress import Progress, TaskID, TextColumn
 from firstlight.console import progress_bar
 from firstlight.data import ray_engine
 from firstlight.data.conversations import BadRecordError
-from firstlight.data.encoding import Encode, TextPiece, encode_in_order
+from firstlight.data.cutting import cut_long, cut_tail, within_tokens, without_gutenberg
+from firstlight.data.encoding import Encode, Encoded, TextPiece, encode, encode_in_order
+from firstlight.data.random_tokens import prepare_random, requested_tokens
 from firstlight.data.records import REASONS, Record, nothing_read, read_documents
-from firstlight.data.shards import TokenArray, read_manifest
-from firstlight.data.sources import TEXT_SUFFIXES, DataSource, find_sources, unread_files
-from firstlight.data.writer import CorpusWriter
-from firstlight.errors import ConfigError, DataError, InputError
-from firstlight.files.atomic import new_folder, require_free
+from firstlight.data.shards import TokenArray
+from firstlight.data.sources import (
+    TEXT_SUFFIXES,
+    DataSource,
+    find_sources,
+    unread_files,
+    write_sources,
+)
+from firstlight.data.writer import CorpusWriter, require_replaceable
+from firstlight.errors import ConfigError, InputError
+from firstlight.files.atomic import new_folder
 from firstlight.tokenizer import Tokenizer
 
 Engine = Literal["local", "ray"]
@@ -39,12 +47,8 @@ SplitOf = Callable[[str], Literal["train", "val", "tail"] | None]
 
 #: Corpora below this many bytes are encoded in this process: starting others takes longer.
 _SMALL_CORPUS_BYTES = 16 << 20
-#: Longer documents are encoded in parts of about this many characters.
-_PIECE_CHARACTERS = 1 << 18
 #: Characters that are read ahead to count the documents before they are split.
 _LOOKAHEAD_CHARACTERS = 1 << 28
-
-_NEWLINE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])\n")
 
 
 def prepare(
@@ -58,6 +62,9 @@ def prepare(
     engine: Engine = "local",
     ray_address: str | None = None,
     text_key: str = "text",
+    max_documents: int | None = None,
+    max_tokens: int | None = None,
+    strip_gutenberg: bool = False,
     overwrite: bool = False,
     shard_tokens: int = 100_000_000,
     progress: bool = False,
@@ -65,8 +72,8 @@ def prepare(
     """Write the token shards of a corpus into the folder `out`; return their manifest.
 
     Args:
-        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG]", see `find_sources`; or what
-            that has returned.
+        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]", see `find_sources`;
+            or what that has returned; or "random:TOKENS[:SEED]" alone, see `random_tokens`.
         tokenizer: a tokenizer, or the folder or file of one.
         out: the folder to write.
         val_fraction: share of the text's bytes that is held out for validation, in whole
@@ -79,6 +86,12 @@ def prepare(
             (see `ray_engine`), with the same result.
         ray_address: address of the Ray cluster; None is Ray's own choice.
         text_key: the field with the text in JSONL lines, Parquet columns and datasets.
+        max_documents: number of documents after which nothing further is read; None is no limit.
+        max_tokens: tokens of both splits together, separators included; `val_fraction` of them are
+            for validation. The document that passes a split's number is cut there, and nothing
+            further is read once both splits have theirs. None is no limit.
+        strip_gutenberg: leave out Project Gutenberg's header, credits and licence around texts that
+            have its marks.
         overwrite: replace `out` if it is a prepared corpus.
         shard_tokens: tokens after which the next shard is begun.
         progress: show a progress bar on stderr.
@@ -91,21 +104,32 @@ def prepare(
         StorageError: the disk is full or not writable; nothing is left behind.
         DataError: encoding failed for good: processes are killed, or a node lacks something.
     """
-    _require_valid(val_fraction, workers, shard_tokens, engine, ray_address)
-    out, (names, sources) = Path(out).expanduser(), _sources_of(inputs)
+    _require_valid(val_fraction, workers, engine, ray_address)
+    _require_positive(shard_tokens=shard_tokens, max_documents=max_documents, max_tokens=max_tokens)
+    out, drawn = Path(out).expanduser(), requested_tokens(inputs)
+    names, sources = ([], []) if drawn else _sources_of(inputs)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_pretrained(tokenizer)
     require_replaceable(out, overwrite)
+    if drawn is not None:
+        if max_documents or max_tokens or strip_gutenberg or split_of:
+            raise ConfigError(f"{drawn.name} has no texts to leave out: its number is in its name")
+        fraction = Fraction(str(val_fraction))
+        return prepare_random(drawn, tokenizer, out, fraction, overwrite, shard_tokens)
     with (
-        _encoder(tokenizer, sources, workers, engine, ray_address) as encode,
+        _encoder(tokenizer, sources, workers, engine, ray_address, max_tokens) as encode,
         new_folder(out, replace=overwrite, synced=True) as folder,
         progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
         closing(read_documents(sources, text_key)) as records,
     ):
-        task = bar.add_task("tokenizing", total=_text_bytes(sources), done="")
+        total = None if max_documents or max_tokens else _text_bytes(sources)
+        task = bar.add_task("tokenizing", total=total, done="")
         writer = CorpusWriter(folder, tokenizer, shard_tokens)
-        preparation = _Preparation(writer, val_fraction, split_of, bar, task)
+        preparation = _Preparation(
+            writer, val_fraction, split_of, bar, task, max_documents, max_tokens, strip_gutenberg
+        )
         preparation.run(records, encode)
+        write_sources(folder, names)
         return preparation.manifest(unread_files(names))
 
 
@@ -121,14 +145,11 @@ def _sources_of(
 
 
 def _require_valid(
-    val_fraction: float, workers: int | None, shard_tokens: int, engine: str, address: str | None
+    val_fraction: float, workers: int | None, engine: str, address: str | None
 ) -> None:
     if not 0 <= val_fraction < 1:
         raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
-    if workers is not None and workers < 1:
-        raise ConfigError(f"workers must be at least 1, not {workers}")
-    if shard_tokens < 1:
-        raise ConfigError(f"shard_tokens must be at least 1, not {shard_tokens}")
+    _require_positive(workers=workers)
     if engine not in get_args(Engine):
         raise ConfigError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine}")
     if engine == "ray" and workers is not None:
@@ -137,19 +158,29 @@ def _require_valid(
         raise ConfigError("ray_address is where engine ray finds its cluster: choose that engine")
 
 
+def _require_positive(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} must be at least 1, not {number}")
+
+
 def _encoder(
     tokenizer: Tokenizer,
     sources: Sequence[DataSource],
     workers: int | None,
     engine: Engine,
     ray_address: str | None,
+    max_tokens: int | None,
 ) -> AbstractContextManager[Encode]:
     if engine == "ray":
         return ray_engine.encoder(tokenizer, ray_address)
     if workers is None:
         small = sum(source.size for source in sources) < _SMALL_CORPUS_BYTES
         workers = 1 if small else _usable_cpus()
-    return nullcontext(functools.partial(encode_in_order, tokenizer=tokenizer, workers=workers))
+    here = functools.partial(
+        encode_in_order, tokenizer=tokenizer, workers=workers, max_tokens=max_tokens
+    )
+    return nullcontext(here)
 
 
 def _text_bytes(sources: Sequence[DataSource]) -> int | None:
@@ -158,23 +189,6 @@ def _text_bytes(sources: Sequence[DataSource]) -> int | None:
     if all(s.path is not None and s.path.suffix in plain for s in sources):
         return sum(source.size for source in sources)
     return None
-
-
-def require_replaceable(out: Path, overwrite: bool) -> None:
-    """Refuse to write to a place that is taken.
-
-    Raises:
-        InputError: something is there, and `overwrite` is not set, or it is no prepared folder.
-    """
-    if not overwrite:
-        require_free(out, "folder", "choose another --out, or add --overwrite")
-    elif out.is_dir() and any(out.iterdir()):
-        try:
-            read_manifest(out)
-        except DataError as error:
-            raise InputError(f"{out} is not a prepared corpus and is not overwritten") from error
-    elif out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file, not a folder: choose another --out")
 
 
 def _usable_cpus() -> int:
@@ -198,30 +212,11 @@ def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, I
     return len(seen) >= wanted, itertools.chain(seen, documents)
 
 
-def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """The text without its last `fraction`, and that; cut at the end of a line if one is near."""
-    position = math.floor(len(text) * (1 - fraction))
-    # No further back than makes the second part twice as long as asked for.
-    line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1
-    position = line_end or position
-    return text[:position], text[position:]
-
-
-def cut_long(text: str) -> list[str]:
-    """Pieces whose encodings join to the whole's: cut between a letter and a newline."""
-    pieces = []
-    start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        match = _NEWLINE_AFTER_LETTER.search(text, start + _PIECE_CHARACTERS)
-        if match is None:
-            break
-        pieces.append(text[start : match.start()])
-        start = match.start()
-    return [*pieces, text[start:]]
-
-
 class _Preparation:
-    """The state of one run of `prepare`: the split by bytes, the document being put together."""
+    """The state of one run of `prepare`: the split by bytes, the document being put together.
+
+    Documents are numbered in the order in which they are read, from 1, rejected ones left out.
+    """
 
     def __init__(
         self,
@@ -230,12 +225,23 @@ class _Preparation:
         split_of: SplitOf | None,
         bar: Progress,
         task: TaskID,
+        max_documents: int | None = None,
+        max_tokens: int | None = None,
+        strip_gutenberg: bool = False,
     ) -> None:
         self.writer, self.tokenizer, self.dtype = writer, writer.tokenizer, writer.dtype
         self.fraction = Fraction(str(val_fraction))
         self.split_of = split_of
         self.bar, self.task = bar, task
-        self.written = 0
+        self.max_documents, self.max_tokens = max_documents, max_tokens
+        self.strip_gutenberg = strip_gutenberg
+        self.separators = len(self._with_separators([]))
+        self.accepted = self.written = self.last_written = 0
+        #: Numbers of the documents that had a header, and how many of them were written.
+        self.with_header: set[int] = set()
+        self.stripped = 0
+        #: Rejected records that were read ahead, with the number of the document before each.
+        self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
         self.gzip_bytes = 0
 
@@ -244,6 +250,7 @@ class _Preparation:
 
         Raises:
             InputError: there is no text.
+            ConfigError: `max_tokens` are too few for any text.
         """
         # The same container as gzip -9 writes, to compare a model's bits per byte with.
         compressor = zlib.compressobj(9, wbits=31)
@@ -251,7 +258,7 @@ class _Preparation:
             # Closed on the way out of an error: what works elsewhere ends before the folder goes.
             encoded = stack.enter_context(closing(encode(self._pieces(self._accepted(records)))))
             parts: list[TokenArray] = []
-            for piece, tokens in encoded:
+            for piece, tokens in self._within_limits(encoded):
                 parts.append(tokens)
                 self._count(piece)
                 if piece.split == "val":
@@ -261,26 +268,87 @@ class _Preparation:
                     parts = []
         self.gzip_bytes += len(compressor.flush())
         if not self.written:
+            if self.max_tokens is not None and self.accepted:
+                raise ConfigError(f"max_tokens {self.max_tokens} has no room for text: give more")
             raise InputError(nothing_read(self.writer.rejected, self.writer.first_rejected))
 
     def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
         """Complete the folder; return its manifest."""
+        limits: dict[str, Any] = {
+            "max_documents": self.max_documents,
+            "max_tokens": self.max_tokens,
+            "gutenberg_stripped": self.stripped if self.strip_gutenberg else None,
+        }
         return self.writer.finish(
-            self.written, self.fraction, self.split_by, unread, gzip_bytes=self.gzip_bytes
+            *(self.written, self.fraction, self.split_by, unread),
+            gzip_bytes=self.gzip_bytes,
+            **{name: number for name, number in limits.items() if number is not None},
         )
 
     def _accepted(self, records: Iterable[Record]) -> Iterator[Record]:
         for record in records:
-            if record.error is None:
-                yield record
-            else:
-                self.writer.reject(record, record.error)
+            if self.strip_gutenberg and record.error is None:
+                record = self._without_header(record)
+            if record.error is not None:
+                self._reject(record, record.error)
+                continue
+            self.accepted += 1
+            yield record
+            # Here, not after the next record: that may have to be downloaded.
+            if self.accepted == self.max_documents:
+                return
+
+    def _without_header(self, record: Record) -> Record:
+        text = without_gutenberg(record.value)
+        if text == record.value:
+            return record
+        if not text:
+            error = BadRecordError("empty", "Project Gutenberg's header and licence without a text")
+            return record._replace(value=None, error=error)
+        self.with_header.add(self.accepted + 1)
+        return record._replace(value=text)
+
+    def _reject(self, record: Record, error: BadRecordError) -> None:
+        """Count a record as rejected; with max_tokens, once a document behind it is written."""
+        if self.max_tokens is None:
+            self.writer.reject(record, error)
+        else:
+            self.waiting.append((self.accepted, record, error))
+
+    def _reject_before(self, document: float) -> None:
+        """Count the rejected records before the document of a number."""
+        while self.waiting and self.waiting[0][0] < document:
+            _, record, error = self.waiting.popleft()
+            self.writer.reject(record, error)
+
+    def _within_limits(self, encoded: Encoded) -> Iterator[tuple[TextPiece, TokenArray]]:
+        """The pieces that are written, each counted."""
+
+        def to_the_end() -> Iterator[tuple[TextPiece, TokenArray]]:
+            yield from encoded
+            self._reject_before(math.inf)
+
+        pieces = to_the_end()
+        if self.max_tokens is not None:
+            pieces = within_tokens(
+                *(pieces, self.max_tokens, self.fraction, self.separators),
+                lambda text: encode([text], self.tokenizer)[0],
+            )
+        for piece, tokens in pieces:
+            if piece.document != self.last_written:
+                self._reject_before(piece.document)
+                self.last_written = piece.document
+                self.written += 1
+                self.stripped += piece.document in self.with_header
+            yield piece, tokens
 
     def _pieces(self, documents: Iterator[Record]) -> Iterator[TextPiece]:
         """Assign each document to a split and cut long ones into pieces."""
         cuttable = self.tokenizer.splits_at_newline_after_letter
-        for document, split in self._assigned(documents):
-            self.written += 1
+        for number, (document, split) in enumerate(self._assigned(documents), start=1):
+            if split is None:
+                self._reject(document, BadRecordError("duplicate", REASONS["duplicate"]))
+                continue
             if split == "tail":
                 head, tail = cut_tail(document.value, self.fraction)
                 shares = [("train", head), ("val", tail)]
@@ -288,18 +356,16 @@ class _Preparation:
                 shares = [(split, document.value)]
             for name, text in shares:
                 texts = cut_long(text) if cuttable else [text]
-                for number, part in enumerate(texts if text else []):
-                    yield TextPiece(part, name, number == 0, number == len(texts) - 1)
+                for place, part in enumerate(texts if text else []):
+                    yield TextPiece(part, name, place == 0, place == len(texts) - 1, number)
 
-    def _assigned(self, documents: Iterator[Record]) -> Iterator[tuple[Record, str]]:
-        """Each document that is written, with its split."""
+    def _assigned(self, documents: Iterator[Record]) -> Iterator[tuple[Record, str | None]]:
+        """Each document with its split; None for a duplicate."""
         if self.split_of is not None:
             for document in documents:
                 split = self.split_of(document.value)
-                if split is None:
-                    self.writer.reject(document, BadRecordError("duplicate", REASONS["duplicate"]))
-                    continue
-                self.split_by = "tail" if split == "tail" else "document"
+                if split is not None:
+                    self.split_by = "tail" if split == "tail" else "document"
                 yield document, split
             return
         enough, documents = look_ahead(documents, self.fraction)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import itertools
 import json
 import math
@@ -30,8 +29,10 @@ from firstlight.data.opening import (
     decoded,
     encoding_of,
     first_bytes,
+    largest_document,
     open_compressed,
     optional,
+    read_at_most,
     utf8_stream,
 )
 from firstlight.data.sources import (
@@ -41,7 +42,7 @@ from firstlight.data.sources import (
     DataSource,
     find_sources,
 )
-from firstlight.data.tables import read_table, without_text
+from firstlight.data.tables import read_parquet, read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_os_error, first_line
 
 RECORD_SUFFIXES = (
@@ -49,9 +50,13 @@ RECORD_SUFFIXES = (
     ".parquet",
 )
 
-#: A longer line is not read into memory, nor is a larger JSON file, which is read as a whole.
+#: A longer line of records is not read into memory, nor is a larger JSON file, which is read as a
+#: whole.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
+#: Lists and objects of a JSON value, each of which takes 64 bytes and more, and bytes of JSON for
+#: each beyond that number.
+_MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: The kind of a longer JSON file is told by so many first bytes; it is also read in such blocks.
 _JSON_HEAD_BYTES = 1 << 20
 #: What a rejected document counts for in the bytes of a part of a source.
@@ -71,6 +76,7 @@ REASONS = {
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
     "empty": "nothing but white space",
+    "too_long": "larger than a document of its file may be",
     "duplicate": "the text of an earlier document",
 }
 
@@ -113,8 +119,9 @@ def read_records(
     """Every record of the sources, in order. Closing it closes the file that is being read.
 
     Args:
-        text_key: the field that holds the text where only that is read, which may be as long as
-            it likes; then text files and tables are read too, and blank lines are bad records.
+        text_key: the field that holds the text where only that is read, which may have the bytes
+            of `largest_document`; then text files and tables are read too, and blank lines are bad
+            records.
 
     Raises:
         InputError: a file as a whole can't be read (permissions, damaged compression), or a JSON
@@ -130,7 +137,9 @@ def read_records(
         path, name, ending = source.path, source.name, source.path.name.lower()
         try:
             if ending.endswith(".parquet"):
-                yield from _read_parquet(path, name, text_key)
+                for line, found in read_parquet(path, name, text_key):
+                    error = found if isinstance(found, BadRecordError) else None
+                    yield Record(name, line, None if error else found, error, is_line=False)
                 continue
             with open_compressed(path) as file:
                 if ending.endswith(LINES_SUFFIXES):
@@ -285,7 +294,11 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
 def _read_text(
     file: IO[bytes], path: Path, most_bytes: int | None
 ) -> Iterator[tuple[int, str | BadRecordError]]:
-    content = first_bytes(file, most_bytes)
+    largest = largest_document(path)
+    content = first_bytes(file, most_bytes, largest)
+    if len(content) > largest:
+        yield 1, BadRecordError("too_long", f"the text has more than {largest:,} bytes")
+        return
     try:
         yield 1, decoded(content, path)
     except EncodingProblem as problem:
@@ -293,7 +306,7 @@ def _read_text(
 
 
 def _read_lines(file: IO[bytes], path: Path, origin: str, text_key: str | None) -> Iterator[Record]:
-    most = _MAX_LINE_BYTES if text_key is None else -1
+    most = _MAX_LINE_BYTES if text_key is None else largest_document(path)
     number = 0
     try:
         stream = utf8_stream(file, path)
@@ -314,6 +327,7 @@ def _read_lines(file: IO[bytes], path: Path, origin: str, text_key: str | None) 
 
 def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> Record:
     try:
+        _require_few_values(line)
         return Record(origin, number, json.loads(line.decode("utf-8")))
     except UnicodeDecodeError as error:
         problem = bad_byte(line[error.start], path)
@@ -322,18 +336,32 @@ def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> R
         return Record(origin, number, None, BadRecordError("broken_json", f"{prefix}{error}"))
 
 
+def _require_few_values(content: bytes) -> None:
+    """Refuse JSON that would take far more memory than it is long.
+
+    Raises:
+        ValueError: it would.
+    """
+    if len(content) <= _MAX_VALUES:
+        return
+    count = content.count(b"[") + content.count(b"{")
+    if count > max(_MAX_VALUES, len(content) // _VALUE_BYTES):
+        raise ValueError(
+            f"it holds {count:,} lists and objects, more than one for each {_VALUE_BYTES} bytes"
+        )
+
+
 def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
-    # A read of the greatest length would allocate that for the shortest file.
-    content = io.BytesIO()
-    while block := file.read(_JSON_HEAD_BYTES):
-        content.write(block)
-        if content.tell() > _MAX_JSON_BYTES:
-            raise InputError(
-                f"{origin} has more than {_MAX_JSON_BYTES:,} bytes, and JSON has to be read as a "
-                "whole: make it JSONL, with one record a line"
-            )
+    most = min(_MAX_JSON_BYTES, largest_document(path))
+    content = read_at_most(file, most)
+    if len(content) > most:
+        raise InputError(
+            f"{origin} has more than {most:,} bytes, and JSON has to be read as a whole: make it "
+            "JSONL, with one record a line"
+        )
     try:
-        values = json.loads(decoded(content.getvalue(), path))
+        _require_few_values(content)
+        values = json.loads(decoded(content, path))
     except EncodingProblem as problem:
         raise InputError(f"{origin}:{problem.line}: {problem}") from problem
     except json.JSONDecodeError as error:
@@ -347,46 +375,15 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         yield Record(origin, number, value, is_line=False)
 
 
-def _read_parquet(path: Path, origin: str, text_key: str | None) -> Iterator[Record]:
-    parquet = optional("pyarrow.parquet", f"reading {path}")
-    arrow = optional("pyarrow", f"reading {path}")
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_key is not None and text_key not in names:
-                yield Record(origin, 1, None, without_text(names, text_key, "column"), False)
-                return
-            columns = None if text_key is None else [text_key]
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for value in _batch_rows(batch):
-                    number += 1
-                    error = value if isinstance(value, BadRecordError) else None
-                    yield Record(origin, number, None if error else value, error, is_line=False)
-    except arrow.ArrowException as error:
-        raise InputError(
-            f"{origin} is not a readable Parquet file: {first_line(error)}: {_REPLACE}"
-        ) from error
-
-
-def _batch_rows(batch: Any) -> list[Any]:
-    """The rows of a batch; a row with invalid UTF-8 is a BadRecordError."""
-    try:
-        rows: list[Any] = batch.to_pylist()
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            return [BadRecordError("bad_utf8", str(error))]
-        rows = [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
-    return rows
-
-
 def _dataset_rows(source: DataSource) -> Iterator[object]:
-    """Stream the train split of a Hugging Face dataset: `NAME` or `NAME:CONFIG`."""
+    """Stream a split of a Hugging Face dataset: `NAME[:CONFIG[:SPLIT]]`, by default "train"."""
     assert source.dataset is not None
     datasets = optional("datasets", f"reading {source.name}")
-    name, _, config = source.dataset.partition(":")
+    name, config, split = (*source.dataset.split(":", 2), "", "")[:3]
     try:
-        yield from datasets.load_dataset(name, config or None, split="train", streaming=True)
+        yield from datasets.load_dataset(
+            name, config or None, split=split or "train", streaming=True
+        )
     # Names, networks, servers and file formats fail here, each library with its own errors.
     except Exception as error:
         raise InputError(f"dataset {source.name} can't be read: {first_line(error)}") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from firstlight.data.kinds import kind_by_ending, kind_of
 from firstlight.errors import InputError, describe_os_error, nearest
+from firstlight.files.atomic import read_json, write_json
 
 #: Endings of the files that are one document each: texts, and the source code of programs.
 TEXT_SUFFIXES = tuple(
@@ -33,6 +34,8 @@ SUFFIXES = (
 #: Of files with one record a line.
 LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
+#: In a prepared corpus: the names of its inputs.
+SOURCES_NAME = "sources.json"
 #: The input that means the source of the running Python's standard library.
 STANDARD_LIBRARY = "stdlib"
 #: Endings in a message, and ways to make text of such files.
@@ -61,7 +64,7 @@ class DataSource:
     Attributes:
         name: name for people.
         path: the file; None for a dataset.
-        dataset: name of the dataset, with its configuration; None for a file.
+        dataset: NAME[:CONFIG[:SPLIT]] of a dataset; None for a file.
         most_bytes: UTF-8 bytes of text after which no further document is read; None is no limit.
     """
 
@@ -83,10 +86,11 @@ def find_sources(
 
     An INPUT is a file, a folder (searched recursively, hidden folders left out), a glob
     (`**` crosses folders), the word `stdlib` (the source of the running Python's standard
-    library without its tests; a folder of that name is `./stdlib`) or `hf:NAME[:CONFIG]`.
+    library without its tests; a folder of that name is `./stdlib`) or `hf:NAME[:CONFIG[:SPLIT]]`
+    (without SPLIT, the split "train"; without CONFIG, the default one: `hf:NAME::SPLIT`).
 
     Args:
-        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG]".
+        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
         suffixes: endings of the files to find; `stdlib` needs the default ones.
 
     Raises:
@@ -121,9 +125,13 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
     if item == STANDARD_LIBRARY and suffixes == SUFFIXES:
         return _standard_library()
     if item.startswith("hf:"):
-        if not item[3:]:
+        if not item[3:].partition(":")[0]:
             raise InputError("hf: needs a dataset's name, for instance hf:roneneldan/TinyStories")
         return [DataSource(name=item, dataset=item[3:])]
+    if item.startswith("random:"):
+        raise InputError(
+            f"{item} is tokens without a text: firstlight prepare takes it, alone, with a tokenizer"
+        )
     path = Path(item).expanduser()
     if path.is_dir():
         found = sorted(
@@ -200,6 +208,34 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
             found.update(Path(name) for name in names if os.path.isfile(name))
     others = {file.resolve(): file for file in found if not file.name.lower().endswith(suffixes)}
     return sorted(others.values())
+
+
+def neutral_name(item: str) -> str:
+    """The name of an input without this machine's folders: of an absolute path, or of one that
+    leads up, the last part. Names of datasets, URLs and other paths are returned as they are."""
+    if not item.startswith(("/", "~", "..", "./")):
+        return item
+    return Path(item).name or "data"
+
+
+def write_sources(folder: Path, inputs: Sequence[str | Path]) -> None:
+    """Write the neutral names of the INPUTs of a prepared corpus beside its manifest, whose content
+    is the identity of the data and does not depend on names. Without names nothing is written.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    if inputs:
+        write_json(folder / SOURCES_NAME, [neutral_name(str(item)) for item in inputs])
+
+
+def read_sources(folder: Path) -> list[str]:
+    """The names that `write_sources` wrote; [] where there are none."""
+    try:
+        names = read_json(folder / SOURCES_NAME)
+    except InputError:
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:

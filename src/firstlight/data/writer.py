@@ -26,12 +26,31 @@ from firstlight.data.shards import (
     UNREAD_NAME,
     VERSION,
     TokenArray,
+    read_manifest,
     token_dtype,
 )
 from firstlight.data.sources import by_ending
-from firstlight.files.atomic import remove_file, sha256_of, write_file, write_json
+from firstlight.errors import DataError, InputError
+from firstlight.files.atomic import remove_file, require_free, sha256_of, write_file, write_json
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
+
+
+def require_replaceable(out: Path, overwrite: bool) -> None:
+    """Refuse to write to a place that is taken.
+
+    Raises:
+        InputError: something is there, and `overwrite` is not set, or it is no prepared folder.
+    """
+    if not overwrite:
+        require_free(out, "folder", "choose another --out, or add --overwrite")
+    elif out.is_dir() and any(out.iterdir()):
+        try:
+            read_manifest(out)
+        except DataError as error:
+            raise InputError(f"{out} is not a prepared corpus and is not overwritten") from error
+    elif out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file, not a folder: choose another --out")
 
 
 class ShardWriter:

@@ -21,9 +21,9 @@ from firstlight.errors import TokenizerError, describe_os_error
 from firstlight.files.atomic import plain_lines
 from firstlight.tokenizer.limits import (
     LARGEST_FILE_BYTES,
-    may_panic,
     read_tokenizer,
     require_bounded,
+    require_few_tokens,
     require_short,
 )
 from firstlight.tokenizer.parts import (
@@ -36,6 +36,7 @@ from firstlight.tokenizer.parts import (
     read_config,
     token_text,
 )
+from firstlight.tokenizer.patterns import may_panic
 from firstlight.tokenizer.sentencepiece import from_sentencepiece, sentencepiece_pieces
 
 END_OF_TEXT = "<|endoftext|>"
@@ -209,6 +210,7 @@ def _leading_token(backend: tokenizers.Tokenizer) -> str | None:
 
 def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerParts:
     """GPT-2's pair of files (openai/gpt-2 `encoder.json`, `vocab.bpe`)."""
+    require_few_tokens(path, len(vocabulary))
     merges_path = _other_of_pair(path, _MERGES_NAMES)
     if merges_path is None:
         raise TokenizerError(f"{path} needs merges.txt beside it")
@@ -262,6 +264,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
     rank. The same ids come from BPE merges that list every way to cut a token into two
     tokens, ordered by the token's rank.
     """
+    require_few_tokens(path, content.count(b"\n"))
     ranks: dict[bytes, int] = {}
     try:
         for line in content.splitlines():

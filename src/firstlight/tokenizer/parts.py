@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
 from firstlight.errors import FirstlightError, InputError, TokenizerError
 from firstlight.files.atomic import plain_lines, read_file, read_json
-from firstlight.tokenizer.limits import may_panic
+from firstlight.tokenizer.patterns import may_panic
 
 #: What vocabularies call their padding; Qwen's is `<|endoftext|>`, where turns end otherwise.
 _PAD_TOKENS = (

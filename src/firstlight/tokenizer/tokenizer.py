@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ from firstlight.tokenizer.formats import (
     read_tokenizer_file,
     splits_at_newline_after_letter,
 )
-from firstlight.tokenizer.limits import may_panic
 from firstlight.tokenizer.parts import (
     chat_template_of,
     extended_backend,
@@ -28,6 +27,7 @@ from firstlight.tokenizer.parts import (
     natural_pad_token,
     require_unicode,
 )
+from firstlight.tokenizer.patterns import may_panic
 
 #: Sections of tokenizer.json that decide the ids, besides the added tokens.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
@@ -193,7 +193,10 @@ class Tokenizer:
             TokenizerError: the tokenizer's files have no token for a part of the text, or a
                 pattern that fails on it.
         """
-        return self.encoding(text, special_tokens=special_tokens).ids
+        if len(text) < 2**14:
+            return self.encoding(text, special_tokens=special_tokens).ids
+        # Outside of batches, the library holds Python's lock: three seconds for a megabyte.
+        return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encoding(self, text: str, *, special_tokens: bool = False) -> tokenizers.Encoding:
         """The ids of `encode` with each token's offsets in the text.
@@ -282,27 +285,33 @@ class Tokenizer:
         return render_chat(template, messages, names, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        check: Callable[[Sequence[str]], None] = lambda pieces: None,
     ) -> list[int]:
         """The ids of `apply_chat_template`'s text; only what the template itself writes becomes
-        special tokens, and whatever the messages hold is plain text.
+        special tokens, and whatever the messages hold is plain text. `check` is called with the
+        text's pieces, which share no tokens, before they are encoded; what it raises is passed on.
 
         Raises:
             InputError, TokenizerError: as `apply_chat_template`.
         """
         from firstlight.tokenizer.chat_template import chat_pieces
 
-        pieces = chat_pieces(
+        found = chat_pieces(
             self._required_template(),
             messages,
             self.named_tokens,
             list(self.special_tokens),
             add_generation_prompt=add_generation_prompt,
         )
-        ids: list[int] = []
-        for piece, is_special in pieces:
-            ids += [self.special_tokens[piece]] if is_special else self.encode(piece)
-        return ids
+        pieces = list(found)
+        check([piece for piece, _ in pieces])
+        special = self.special_tokens
+        ids = (([special[piece]] if known else self.encode(piece)) for piece, known in pieces)
+        return [token_id for some in ids for token_id in some]
 
     def _required_template(self) -> str:
         if self.chat_template is None:

@@ -1,0 +1,87 @@
+"""Encodings that can be told from a text's bytes: `likely_encoding`."""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+#: What German, French, Spanish, Portuguese, Italian, Dutch and Scandinavian texts are written with.
+#: Letters of Windows-1250 and 1254 that have another meaning there are not among them.
+_WESTERN = set(
+    "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
+        "cp1252"
+    )
+)
+_DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+
+
+def likely_encoding(content: bytes) -> str | None:
+    """The encoding of a text that is not UTF-8, by its name for iconv; None if uncertain.
+
+    Told are: text that is UTF-8 but for a few bytes, Windows-1252 (of which ISO-8859-1 is a part),
+    Windows-1251, KOI8-R, Shift-JIS and EUC-JP, and what a Python file declares.
+    """
+    declared = _DECLARED.match(content)
+    if declared is not None and (name := _known(declared[1].decode("ascii", "replace"))):
+        return name
+    if _is_damaged_utf8(content):
+        return "utf-8"
+    return _japanese(content) or _cyrillic(content) or _western(content)
+
+
+def _known(name: str) -> str | None:
+    try:
+        found = codecs.lookup(name).name
+    except LookupError:
+        return None
+    return None if found.startswith("utf") or found == "ascii" else found
+
+
+def _is_damaged_utf8(content: bytes) -> bool:
+    text = content.decode("utf-8", "replace")
+    good = sum(character > "\x7f" for character in text) - text.count("\ufffd")
+    return good > 2 * text.count("\ufffd")
+
+
+def _japanese(content: bytes) -> str | None:
+    for name in ("shift_jis", "euc_jp"):
+        try:
+            text = content.decode(name)
+        except UnicodeDecodeError as error:
+            # The last character may be cut.
+            if error.start < len(content) - 2:
+                continue
+            text = content[: error.start].decode(name)
+        wide = [character for character in text if character > "\x7f"]
+        kana = sum("\u3041" <= character <= "\u30fc" for character in wide)
+        if len(wide) >= 10 and kana > len(wide) / 3:
+            return name.replace("_", "-")
+    return None
+
+
+def _cyrillic(content: bytes) -> str | None:
+    """By the most frequent letters of Russian: Greek and Hebrew use the same bytes otherwise."""
+    high = [byte for byte in content if byte > 0x7F]
+    if len(high) < 20:
+        return None
+
+    def share(low: int, up: int) -> float:
+        return sum(low <= byte <= up for byte in high) / len(high)
+
+    if share(0xC0, 0xFF) < 0.95:
+        return None
+    if share(0xE0, 0xFF) > 0.7 and share(0xE0, 0xE0) > 0.03 and share(0xFB, 0xFF) > 0.02:
+        return "windows-1251"
+    if share(0xC0, 0xDF) > 0.7 and share(0xC1, 0xC1) > 0.03 and share(0xD8, 0xDC) > 0.02:
+        return "koi8-r"
+    return None
+
+
+def _western(content: bytes) -> str | None:
+    """Single letters with accents among letters without."""
+    high = [byte for byte in content if byte > 0x7F]
+    letters = len(re.findall(rb"[A-Za-z]", content))
+    is_alone = len(high) < letters / 2 + 1 and not re.search(rb"[\x80-\xff]{4}", content)
+    # Inside of a word these are letters of MS-DOS' code pages and of old Macs.
+    is_inside = re.search(rb"[a-z][\x80-\x91\x93-\x9b\x9d-\x9f][a-z]", content)
+    return "windows-1252" if is_alone and not is_inside and set(high) <= _WESTERN else None
