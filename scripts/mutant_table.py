@@ -52,6 +52,10 @@ _CORPUS = "firstlight/data/corpus.py"
 _EXAMPLES = "firstlight/data/examples.py"
 _PACKED = "tests/unit/test_packed_examples.py::test_"
 _LABELS = "tests/unit/test_chat_labels.py::test_"
+_LOST = "tests/faults/test_lost_writes.py::test_"
+_LOST_DATA = "tests/faults/test_lost_data_writes.py::test_"
+_LOST_CHECKPOINTS = _LOST + "a_power_cut_costs_no_checkpoint_that_was_saved"
+_ATOMIC = "firstlight/files/atomic.py"
 
 MUTANTS = [
     # Loss and gradients
@@ -273,8 +277,8 @@ MUTANTS = [
     Mutant(
         "embedding counted as a product",
         "firstlight/models/accounting.py",
-        'return parameter.dim() >= 2 and name.split(".")[-2] not in _EMBEDDINGS',
-        "return parameter.dim() >= 2",
+        "return not isinstance(owner, Embedding) and model.get_parameter(name).dim() >= 2",
+        "return model.get_parameter(name).dim() >= 2",
         (_STEPS + "an_mfu_of_more_than_a_hundred_percent",),
     ),
     Mutant(
@@ -661,8 +665,8 @@ MUTANTS = [
     Mutant(
         "beginning of text twice",
         "firstlight/tokenizer/tokenizer.py",
-        "        ids: list[int] = []\n        for piece, is_special",
-        "        ids = [self.separator_id]\n        for piece, is_special",
+        "        return [token_id for some in ids for token_id in some]\n",
+        "        return [self.separator_id, *(token_id for some in ids for token_id in some)]\n",
         (_TEXT + "the_beginning_of_text_stands_twice",),
     ),
     Mutant(
@@ -859,9 +863,16 @@ MUTANTS = [
     Mutant(
         "a resumed run decides its number of steps anew",
         "firstlight/training/minutes.py",
-        '        if record.get("max_minutes") == minutes:\n',
-        '        if record.get("max_minutes") == -minutes:\n',
+        '(record.get("max_minutes"), record.get("most_steps")) == (minutes, most)',
+        '(record.get("max_minutes"), record.get("most_steps")) == (-minutes, most)',
         (_MINUTES + "a_killed_run_is_the_whole_run_with_its_decision",),
+    ),
+    Mutant(
+        "minutes end a run that its steps end earlier",
+        "firstlight/training/length.py",
+        "        steps_left = min(steps_left, most_left)\n",
+        "",
+        (_MINUTES + "a_run_ends_at_the_first_of_two_limits",),
     ),
     Mutant(
         "the number of steps is not on the disk when the rate falls",
@@ -959,8 +970,8 @@ MUTANTS = [
     Mutant(
         "keys and values on the host",
         "firstlight/models/language_model.py",
-        "[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]",
-        "[torch.zeros(shape, dtype=dtype) for _ in range(num_layers)]",
+        "[torch.zeros(*shape, size, dtype=dtype, device=device) for _ in range(num_layers)]",
+        "[torch.zeros(*shape, size, dtype=dtype) for _ in range(num_layers)]",
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
     ),
     Mutant(
@@ -1065,8 +1076,8 @@ MUTANTS = [
     Mutant(
         "peak of memory from before",
         "firstlight/bench/memory.py",
-        "        torch.cuda.reset_peak_memory_stats(device)\n",
-        "",
+        "        torch.cuda.reset_peak_memory_stats(device)\n        before",
+        "        before",
         (_FAKE_RANKS + "a_peak_is_measured_from_where_it_begins",),
     ),
     Mutant(
@@ -1089,5 +1100,83 @@ MUTANTS = [
         "torch.cuda.set_rng_state(tensor, int(index[0]))",
         "torch.cuda.set_rng_state(tensor)",
         (_FAKE_RANKS + "random_numbers_of_every_gpu_are_saved_and_put_back",),
+    ),
+    # Power cuts
+    Mutant(
+        "files have their names before they are on the disk",
+        "firstlight/files/disk.py",
+        "                disk.sync(self._file)\n",
+        "",
+        (_LOST_CHECKPOINTS,),
+    ),
+    Mutant(
+        "name of a checkpoint not synced",
+        _ATOMIC,
+        "        seam.disk.sync_folder(path.parent)\n\n\ndef _sync_tree",
+        "\n\ndef _sync_tree",
+        (_LOST_CHECKPOINTS,),
+    ),
+    Mutant(
+        "entries of a checkpoint not synced",
+        _ATOMIC,
+        "            _sync_tree(temporary, files=not synced)\n",
+        "",
+        (_LOST_CHECKPOINTS,),
+    ),
+    Mutant(
+        "name of a run folder not synced",
+        "firstlight/checkpoint/run_folder.py",
+        "            make_folder(folder)\n",
+        "            folder.mkdir(parents=True, exist_ok=True)\n",
+        (_LOST_CHECKPOINTS,),
+    ),
+    Mutant(
+        "old checkpoint emptied before its name is gone",
+        _ATOMIC,
+        "        seam.disk.sync_folder(path.parent)\n    _remove(aside)\n",
+        "    _remove(aside)\n",
+        (_LOST_CHECKPOINTS,),
+    ),
+    Mutant(
+        "old shards deleted before the new ones have their name",
+        _ATOMIC,
+        "        seam.disk.sync_folder(path.parent)\n        _remove(old)\n",
+        "        _remove(old)\n",
+        (_LOST_DATA + "prepared_shards_are_whole_or_refused_after_a_power_cut",),
+    ),
+    Mutant(
+        "name of a replaced file not synced",
+        _ATOMIC,
+        "        seam.disk.sync_folder(path.parent)\n\n\ndef write_file",
+        "\n\ndef write_file",
+        (_LOST_DATA + "measured_gpus_are_whole_or_measured_again_after_a_power_cut",),
+    ),
+    Mutant(
+        "logs not synced before a checkpoint",
+        "firstlight/training/metrics.py",
+        "        self._metrics.sync()\n",
+        "",
+        (_LOST + "log_lines_that_were_synced_outlive_a_power_cut",),
+    ),
+    Mutant(
+        "name of a new log not synced",
+        "firstlight/files/disk.py",
+        "                disk.sync_folder(path.parent)\n",
+        "",
+        (_LOST + "log_lines_that_were_synced_outlive_a_power_cut",),
+    ),
+    Mutant(
+        "damaged log gone before the new one is there",
+        _ATOMIC,
+        "            seam.disk.link(path, aside)\n",
+        "            seam.disk.rename(path, aside)\n",
+        (_LOST + "a_second_power_cut_while_damaged_logs_are_put_right_costs_no_line",),
+    ),
+    Mutant(
+        "compiled kernel not synced",
+        "firstlight/generation/few_rows.py",
+        "            write_file(library, built.read_bytes())\n",
+        "            built.replace(library)\n",
+        (_LOST_DATA + "a_compiled_kernel_is_whole_or_compiled_again_after_a_power_cut",),
     ),
 ]

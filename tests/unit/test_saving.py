@@ -27,6 +27,8 @@ from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
 from firstlight.recipe import CheckpointConfig
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 class Gate(Disk):
     """A disk that makes no folder until it is told to; then it may be full."""

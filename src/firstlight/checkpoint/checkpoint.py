@@ -44,6 +44,7 @@ from firstlight.checkpoint.manifest import (
     write_manifest,
     write_texts,
 )
+from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.checkpoint.sharded import shard_names
 from firstlight.errors import (
     CheckpointError,
@@ -95,18 +96,19 @@ def save_checkpoint(
     step: int,
     checkpoint: Checkpoint,
     after: int | None = None,
-    run_id: str | None = None,
+    held: HeldFolder | None = None,
 ) -> Path:
     """Write a checkpoint; return its folder.
 
     Args:
         after: the step of the checkpoint from which the run went on: later saves are of a dead
             branch. None: the last save.
-        run_id: the id of the run that saves.
+        held: the run folder as the process of the run holds it, which the manifest names, and
+            which is checked right before the checkpoint appears in it.
 
     Raises:
         CheckpointError: a weight, a moment or a number of the state is not finite: such a
-            checkpoint is never published.
+            checkpoint is never published; or the run folder is no longer this run's.
         StorageError: the disk refuses; the folder does not appear.
     """
     require_finite(step, checkpoint.model)
@@ -120,9 +122,12 @@ def save_checkpoint(
         ]
         loss = checkpoint.trainer_state.get("val_loss")
         marks = file_marks(written)
+        run_id = None if held is None else held.run_id
         write_manifest(
             temporary, run_folder, step, marks, val_loss=loss, after=after, run_id=run_id
         )
+        if held is not None:
+            held.require()
     return checkpoint_folder(run_folder, step)
 
 

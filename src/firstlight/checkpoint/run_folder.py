@@ -18,8 +18,8 @@ from io import FileIO
 from pathlib import Path
 
 from firstlight.checkpoint.manifest import RUN_NAME, run_id_of
-from firstlight.errors import CheckpointError, ConfigError
-from firstlight.files.atomic import storage_errors, write_file
+from firstlight.errors import CheckpointError, ConfigError, StorageError
+from firstlight.files.atomic import make_folder, storage_errors, write_file
 
 _LOCK_NAME = ".lock"
 
@@ -128,7 +128,13 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
     """The lock's file, open and locked."""
     while True:
         # Whoever held it may take it away again at any moment until it is ours.
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            # Its name is synced: what a run saves is lost with it.
+            make_folder(folder)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                continue
+            raise
         try:
             # Not through a link, which would make a file elsewhere, and without waiting for
             # whoever reads a pipe.

@@ -199,7 +199,7 @@ class CheckpointSaver(BackgroundSaver):
     def _write(self, step: int, checkpoint: Checkpoint) -> None:
         after = self._parent
         self._require_folder()
-        folder = save_checkpoint(self._run_folder, step, checkpoint, after, self._run_id)
+        folder = save_checkpoint(self._run_folder, step, checkpoint, after, self._held)
         verify_checkpoint(folder, from_disk=True)
         self.saved_step = step
         self._prune(folder)

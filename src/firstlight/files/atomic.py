@@ -163,6 +163,8 @@ def _swap(new: Path, path: Path, aside: Path | None) -> None:
         seam.disk.rename(old, path)
         raise
     if aside is None:
+        # First: a power cut may keep what is deleted and lose the renames.
+        seam.disk.sync_folder(path.parent)
         _remove(old)
 
 
@@ -183,7 +185,8 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that it vanishes at once: renamed aside first, then emptied.
+    """Delete a folder so that it vanishes at once: renamed aside first, then emptied. That holds
+    for a power cut as well.
 
     Raises:
         StorageError: the disk refuses.
@@ -191,6 +194,7 @@ def remove_folder(path: Path) -> None:
     aside = _temporary_name(path)
     with storage_errors(path):
         seam.disk.rename(path, aside)
+        seam.disk.sync_folder(path.parent)
     _remove(aside)
 
 
@@ -205,7 +209,11 @@ def remove_file(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file to NAME.damaged, or NAME.damaged-2 and so on if that exists.
+    """Keep a damaged file as NAME.damaged, or NAME.damaged-2 and so on if that exists, before it is
+    replaced.
+
+    It has both names until then, so that a process that is killed in between leaves what can be
+    read of it in its place. A file system without hard links renames it.
 
     Returns:
         the new name.
@@ -217,7 +225,11 @@ def set_aside(path: Path) -> Path:
     names = (path.with_name(path.name + ending) for ending in endings)
     aside = next(name for name in names if not os.path.lexists(name))
     with storage_errors(path):
-        seam.disk.rename(path, aside)
+        try:
+            seam.disk.link(path, aside)
+        except OSError:
+            seam.disk.rename(path, aside)
+        seam.disk.sync_folder(path.parent)
     return aside
 
 

@@ -46,6 +46,10 @@ class Disk:
         """Give a file or folder another name; a file or an empty folder there is replaced."""
         os.replace(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file one more name, which is free."""
+        os.link(source, target, follow_symlinks=False)
+
     def unlink(self, path: Path) -> None:
         """Delete a file."""
         os.unlink(path)
