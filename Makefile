@@ -1,12 +1,16 @@
 # make demo   train a small model on the Python standard library within four minutes
 # make tour   the whole line on a small model: pretrain, continue, fine-tune, DPO, chat, serve, convert
 # make test   lint, type check and all tests
+# make test-quick   most unit tests and one line from text to a generated text, in less than 90 seconds
+# make test-random SEED=1   all tests in another order, each seed's own
 # make test-faults   kills, signals, full disks and damaged files, by the hundred: about half an hour
 # make test-mutants   known bugs put into a copy of the source, which its tests must notice
 # make test-slow   what takes minutes: exported models in llama.cpp itself, the chat's page in Chromium,
 #                  20,000 requests and 1,000 vanishing clients for the server
 # make test-gpu   the methods, families, runs and servers on a CUDA GPU; DEVICE=cpu runs what a CPU can
 #                 of them. In an environment of your own: python -m pytest -m gpu tests/gpu
+# make test-torch VERSION=2.14.1   all tests with another version of torch, in an environment of its own
+# make docs   the documentation as a site in site/, its links checked
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -18,7 +22,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # wait for each other on the same cores are slower than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo tour test test-faults test-mutants test-slow test-gpu clean
+# Left out of the quick tests: files of whole runs, of plans, of benchmarks and of large texts.
+SLOWER := allocator batch beams bench_* chat_training compiled convert* cooldown evaluation few_rows forecast \
+	gguf layers lora_training minutes mixed_training optimizer_eight_bit pipeline_* plan planner_* \
+	preference prepare remote report* saving schedules_in_runs slurm_example sources stopping tasks \
+	text_stream tokenizer_parity training tuning weights
+
+.PHONY: demo tour test test-quick test-random test-faults test-mutants test-slow test-gpu test-torch docs clean
 
 demo: .venv/demo-ready
 	$(BIN)/firstlight train stdlib --budget 4m
@@ -33,6 +43,14 @@ test: .venv/test-ready
 	$(BIN)/mypy
 	$(PYTEST)
 
+test-quick: .venv/test-ready
+	$(PYTEST) tests/unit $(SLOWER:%='--ignore-glob=*/unit/test_%.py') \
+		tests/e2e/test_cli.py::test_every_verb_of_the_pipeline_says_what_it_made
+
+SEED := 1
+test-random: .venv/test-ready
+	$(PYTEST) --random-order-bucket=module --random-order-seed=$(SEED)
+
 test-faults: .venv/test-ready
 	FIRSTLIGHT_FAULTS=full $(PYTEST) tests/faults --timeout 2400
 
@@ -46,6 +64,23 @@ test-slow: .venv/slow-ready
 DEVICE := cuda
 test-gpu: .venv/test-ready
 	FIRSTLIGHT_TEST_DEVICE=$(DEVICE) $(PYTEST) -m gpu tests/gpu
+
+# The other pins stay; a package that a version of torch does not go with is named by pip.
+TORCH_VENV = .venv-torch-$(VERSION)
+test-torch:
+	@test -n "$(VERSION)" || { echo "name the version: make test-torch VERSION=2.14.1"; exit 1; }
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	sed 's/^torch==.*/torch==$(VERSION)/' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(TORCH_VENV)/constraints.txt torch
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(TORCH_VENV)/constraints.txt --editable '.[dev]'
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/pytest --numprocesses 2 --dist worksteal
+
+# The variable leaves out the theme's advice about its successor.
+docs: .venv/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "The start page: file://$(CURDIR)/site/index.html"
 
 # torch first and pinned: asked for by another package, it could come as another build.
 .venv/demo-ready: constraints.txt pyproject.toml
@@ -63,11 +98,15 @@ test-gpu: .venv/test-ready
 	$(PIP) --editable '.[dev]'
 	touch $@
 
+.venv/docs-ready: .venv/demo-ready
+	$(PIP) --editable '.[docs]'
+	touch $@
+
 # llama.cpp is built from source: some minutes, with a C++ compiler and cmake. The browser is
 # Debian's (apt install chromium); without it, its tests are skipped.
 .venv/slow-ready: .venv/test-ready
-	$(PIP) --editable '.[llama-cpp,chat]' playwright
+	$(PIP) --editable '.[llama-cpp]'
 	touch $@
 
 clean:
-	rm -rf .venv demo tour build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-torch-* site demo tour build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

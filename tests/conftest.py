@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import random
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+import forked
 from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 
@@ -40,6 +45,21 @@ def shared() -> Path:
     if not (_SHARED / "models").is_dir():
         pytest.skip("the shared material is not on this machine")
     return _SHARED
+
+
+@pytest.fixture(scope="module")
+def forked_processes() -> Iterator[None]:
+    """The Python processes that a file's tests start are forks of one that has imported torch and
+    firstlight: `pytestmark = pytest.mark.usefixtures("forked_processes")`. See forked.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forked.Popen)
+        yield
+
+
+@pytest.fixture
+def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file with `forked_processes`, for a test of imports or of start-up."""
+    monkeypatch.setattr(subprocess, "Popen", forked.RealPopen)
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +92,20 @@ def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line forecasts runs in the tests of forecasts alone: the process that predicts
     takes longer than most runs here."""
     monkeypatch.setattr("firstlight.planner.plan.processes.RunForecaster", NoForecast)
+
+
+#: How many modules there were when what they hold was set aside; see `_no_search_of_modules`.
+_set_aside = [0]
+
+
+@pytest.fixture(autouse=True)
+def _no_search_of_modules() -> None:
+    """Python's garbage collector leaves alone what modules and collected tests hold: to look
+    through these millions of objects took a second each time, and runs ask for that."""
+    if len(sys.modules) > _set_aside[0] + 100:
+        gc.collect()
+        gc.freeze()
+        _set_aside[0] = len(sys.modules)
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
@@ -118,7 +152,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Toke
 
 @pytest.fixture
 def recipe(tmp_path: Path, data: Path) -> dict[str, Any]:
-    """A run of 12 steps of a tiny Llama; tests change what they are about."""
+    """A run of 12 steps of a tiny Llama, not evaluated before the first; tests change what they are
+    about."""
     return {
         "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
         "model": {
@@ -132,7 +167,7 @@ def recipe(tmp_path: Path, data: Path) -> dict[str, Any]:
         "data": {"dir": str(data), "seq_len": 32},
         "batch": {"micro_batch_size": 4},
         "schedule": {"max_steps": 12, "warmup_steps": 2},
-        "evaluation": {"every_steps": 6, "max_rows": 4, "sample_tokens": 4},
+        "evaluation": {"every_steps": 6, "max_rows": 4, "sample_tokens": 4, "on_start": False},
         "checkpoint": {"every_steps": 4},
     }
 

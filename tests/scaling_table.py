@@ -12,9 +12,9 @@ from typing import Literal
 
 from firstlight.models import LlamaConfig, ModelConfig
 from firstlight.models.accounting import (
-    _is_multiplied,
     count_parameters,
     is_inside_a_layer,
+    is_multiplied,
     meta_model,
 )
 
@@ -133,8 +133,9 @@ def rank_memory(
         computing = max(4 * outside + 10 * layer, 8 * outside)
     else:
         # autocast's copies of the matrices stay until the forward pass is done.
-        factors = meta_model(config).named_parameters(remove_duplicate=False)
-        computing = 2 * sum(p.numel() for name, p in factors if _is_multiplied(name, p))
+        model = meta_model(config)
+        factors = model.named_parameters(remove_duplicate=False)
+        computing = 2 * sum(p.numel() for name, p in factors if is_multiplied(model, name))
     return RankMemory(
         weights=4 * held,
         gradients=4 * held,

@@ -21,7 +21,14 @@ from torch.profiler import ProfilerActivity
 
 from firstlight.data.loader import IGNORE_INDEX, Batch
 from firstlight.hardware.device import find_hardware
-from firstlight.models import GPT2Config, LlamaConfig, Model, MoEConfig, empty_model
+from firstlight.models import (
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Model,
+    MoEConfig,
+    empty_model,
+)
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import World, find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
@@ -64,6 +71,12 @@ _GROUPED: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "rope_local_base_freq": 50.0,
     },
+    "stablelm": {"model_type": "stablelm", "attention_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm-parallel": {
+        "model_type": "stablelm",
+        "partial_rotary_factor": 1.0,
+        "use_parallel_residual": True,
+    },
     "llama-4": {"num_key_value_heads": 4},
     "deep": {"num_hidden_layers": 6},
 }
@@ -89,6 +102,7 @@ def model_of(family: str, dtype: torch.dtype, vocab_multiple: int) -> Model:
             )
             for name, more in _GROUPED.items()
         },
+        "gpt_neox": lambda: GPTNeoXConfig(**{**sizes, "num_attention_heads": 2}),
         "moe": lambda: MoEConfig(
             **sizes,
             model_type="mixtral",

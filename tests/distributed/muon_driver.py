@@ -1,4 +1,4 @@
-"""Fifty steps of Muon, in several processes and in one. Prints one JSON line a case: the largest
+"""Twenty steps of Muon, in several processes and in one. Prints one JSON line a case: the largest
 differences of weights and state at the end, and the least movement of a weight."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from firstlight.parallel.group import gather_to_main
 from firstlight.parallel.selection import make_engine
 from firstlight.training.program import TrainingProgram
 
-STEPS, ROWS = 50, 4
+STEPS, ROWS = 20, 4
 
 
 def trained(

@@ -23,6 +23,8 @@ from firstlight.recipe.conflicts import require_combination
 
 pytest.importorskip("deepspeed")
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("deepspeed_driver.py")
 
 

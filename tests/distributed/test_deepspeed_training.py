@@ -18,6 +18,8 @@ from firstlight.tokenizer import Tokenizer
 
 pytest.importorskip("deepspeed")
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("trains_driver.py")
 
 
@@ -44,7 +46,7 @@ def _recipe(shards: Path, run: Path, **distributed: Any) -> dict[str, Any]:
         "data": {"dir": str(shards), "seq_len": 16},
         "batch": {"micro_batch_size": 1, "global_batch_tokens": 128},
         "schedule": {"max_steps": 6},
-        "evaluation": {"every_steps": 3, "max_rows": 7, "sample_tokens": 4},
+        "evaluation": {"every_steps": 3, "max_rows": 7, "sample_tokens": 4, "on_start": False},
         "checkpoint": {"every_steps": 3, "keep_last": 10},
         "efficiency": {"precision": "fp32"},
         "distributed": distributed,

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from spawned import run_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
 
 _ENGINES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Muon on sharded matrices: fifty steps of two processes are those of one."""
+"""Muon on sharded matrices: twenty steps of two processes are those of one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from spawned import run_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("muon_driver.py")
 
 _PLAIN: dict[str, Any] = {}
 _EVERYTHING: dict[str, Any] = {
     "muon_beta2": 0.95,
     "muon_coefficients": "polar_express",
-    "muon_momentum_warmup_steps": 20,
+    "muon_momentum_warmup_steps": 10,
     "cautious_weight_decay": True,
     "embedding_lr_multiple": 2.0,
     "embedding_weight_decay": 0.0,
@@ -42,7 +44,7 @@ def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
         assert line["moved"] > 1e-3, (case, line)
 
 
-def test_fifty_steps_of_two_processes_are_those_of_one() -> None:
+def test_twenty_steps_of_two_processes_are_those_of_one() -> None:
     _require_equal(
         _cases(
             ({"engine": "ddp"}, "llama", _PLAIN),

@@ -14,11 +14,13 @@ from spawned import run_ranks
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
-from firstlight.models import GPT2Config, LlamaConfig, MoEConfig, empty_model
+from firstlight.models import GPT2Config, GptOssConfig, LlamaConfig, MoEConfig, empty_model
 from firstlight.parallel import World
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe.conflicts import require_combination
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
 
@@ -56,6 +58,7 @@ def test_two_stages_give_the_gradient_of_one_process() -> None:
         _case("biases", 2, dtype="float32", efficiency=methods),
         *(_case(family, 2) for family in ("smollm3", "phi3", "olmo3", "arcee", "glm4")),
         _case("gemma3_text", 2),
+        *(_case(family, 2) for family in ("stablelm", "gpt_neox")),
         _case("gemma2", 2, efficiency={"attention": "blockwise"}),
     ]
     _require_equal(cases, 2)
@@ -131,9 +134,10 @@ def test_impossible_stages_are_refused(processes: int, config: dict[str, Any], s
     [
         (
             GPT2Config(**_SIZES),
-            "cuts llama, .*qwen3, .* and gemma3_text, and the model is gpt2",
+            "cuts llama, .*stablelm and gpt_neox, and the model is gpt2",
         ),
         (MoEConfig(**_SIZES, model_type="mixtral"), "the model is mixtral"),
+        (GptOssConfig(**_SIZES), "the model is gpt_oss: .* distributed.engine to fsdp"),
         (LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}), "is more than model.num_hidden_layers"),
         (LlamaConfig(**_SIZES, tie_word_embeddings=True), "tie_word_embeddings to false"),
     ],

@@ -22,8 +22,7 @@ import pytest
 import tokenizers
 
 from firstlight.cli.main import main
-from firstlight.data import prepare as module
-from firstlight.data import ray_engine
+from firstlight.data import cutting, ray_engine
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError
 from firstlight.tokenizer import Tokenizer
@@ -80,7 +79,7 @@ def connection(cluster: Any) -> Iterator[None]:
 def on_ray(connection: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """`prepare` on the cluster: small pieces and blocks, eight blocks in a dataset."""
     monkeypatch.setattr(ray_engine, "_BLOCK_CHARACTERS", 1000)
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 100)
 
     def run(inputs: Any, tokenizer: Any, out: Path, **options: Any) -> dict[str, Any]:
         return prepare(inputs, tokenizer, out, engine="ray", **options)
@@ -372,10 +371,10 @@ def run_alone(arguments: list[str], **options: Any) -> subprocess.CompletedProce
     )
     left = [process for process in psutil.process_iter() if has_mark(process, mark)]
     # What Ray has told to end may still be on its way.
-    _, alive = psutil.wait_procs(left, timeout=30)
+    _, alive = psutil.wait_procs(left, timeout=300)
     for process in alive:
         process.kill()
-    assert alive == []
+    assert alive == [], f"waited 300 s for the end of {alive}"
     return done
 
 

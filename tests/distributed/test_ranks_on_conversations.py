@@ -12,6 +12,8 @@ from spawned import run_ranks
 
 from firstlight.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("train_driver.py")
 _TEMPLATE = (
     "{%- for m in messages -%}{{- m.role ~ ': ' ~ m.content ~ eos_token -}}{%- endfor -%}"
@@ -57,7 +59,7 @@ def conversations(tmp_path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         },
         "batch": {"micro_batch_size": 1, "global_batch_tokens": 256},
         "schedule": {"max_steps": 8},
-        "evaluation": {"every_steps": 4, "sample_prompts": ["the light 3"]},
+        "evaluation": {"every_steps": 4, "on_start": False, "sample_prompts": ["the light 3"]},
         "efficiency": {"precision": "fp32", "compile": False},
     }
 

@@ -22,6 +22,8 @@ from firstlight.data.prepare import prepare
 from firstlight.report.length import read_length
 from firstlight.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("train_driver.py")
 _LAUNCHER = Path(__file__).parents[1] / "faults" / "launch_driver.py"
 

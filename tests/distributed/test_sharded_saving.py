@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from spawned import run_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("sharded_driver.py")
 
 

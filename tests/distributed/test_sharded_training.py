@@ -30,6 +30,8 @@ from firstlight.training.run import Run
 from firstlight.training.saving import captured
 from firstlight.weights.huggingface import load_model
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("trains_driver.py")
 
 _MODELS: dict[str, dict[str, Any]] = {
@@ -67,7 +69,7 @@ def _recipe(shards: Path, run: Path, *, sharded: bool, family: str = "llama", **
         "data": {"dir": str(shards), "seq_len": 16},
         "batch": {"micro_batch_size": 1, "global_batch_tokens": 128},
         "schedule": {"max_steps": 6},
-        "evaluation": {"every_steps": 3, "max_rows": 7, "sample_tokens": 4},
+        "evaluation": {"every_steps": 3, "max_rows": 7, "sample_tokens": 4, "on_start": False},
         "checkpoint": {"every_steps": 3, "keep_last": 10, "sharded": sharded},
         # The vocabulary has rows that pad it.
         "efficiency": {"precision": "fp32", "compile": False, "vocab_multiple": 64},

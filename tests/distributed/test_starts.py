@@ -20,6 +20,8 @@ from firstlight.recipe import load_recipe
 
 pytest.importorskip("deepspeed")
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("starts_driver.py")
 
 #: The launcher's name, options, and the engine's name.

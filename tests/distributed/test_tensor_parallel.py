@@ -19,10 +19,12 @@ from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe.conflicts import require_combination
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("gradient_driver.py")
 
 _FAMILIES = ["grouped", "grouped-tied", "biases", "qwen2", "qwen3", "mistral", "granite"]
-_FAMILIES += ["smollm3", "arcee", "gemma3_text"]
+_FAMILIES += ["smollm3", "arcee", "gemma3_text", "stablelm", "stablelm-parallel", "gpt_neox"]
 
 
 def _case(family: str, distributed: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -150,10 +152,21 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
         (
             "model",
             {"model_type": "gpt2"},
-            "cuts llama, .*, qwen3, .* and gemma3_text.* is gpt2",
+            "cuts llama, .*, stablelm and gpt_neox.* is gpt2",
         ),
         ("model", {"model_type": "mixtral"}, "the model is mixtral: .* distributed.engine to fsdp"),
+        (
+            "model",
+            {"model_type": "deepseek_v3", "num_key_value_heads": 0},
+            "the model is deepseek_v3: .* distributed.engine to fsdp",
+        ),
+        ("model", {"model_type": "gpt_oss"}, "the model is gpt_oss: .* distributed.engine to fsdp"),
         ("model", {"model_type": "phi3"}, "can't cut phi3 models, where one matrix holds queries"),
+        (
+            "model",
+            {"model_type": "stablelm", "qk_layernorm": True},
+            "can't cut stablelm models, where each head of queries and keys has a norm",
+        ),
         ("model", {"model_type": "olmo2"}, "can't cut olmo2 models, where queries and keys are"),
         ("model", {"num_key_value_heads": 2}, "model.num_key_value_heads 2 .* set that to 2"),
         ("model", {"intermediate_size": 54}, "model.intermediate_size 54 .* set that to 3"),

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from firstlight.errors import ConfigError
 from firstlight.parallel.world import World, find_world
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 PLAIN = World(0, 1, 0, 1)
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}

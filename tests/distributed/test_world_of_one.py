@@ -24,6 +24,8 @@ from firstlight.parallel.elastic import FOLDER, Launch, exit_code_of_rank
 from firstlight.parallel.group import is_exchange_error
 from firstlight.parallel.rendezvous import RankError, RankInfo, compare
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 PLAIN = World(0, 1, 0, 1)
 TWO = World(0, 2, 0, 2, "127.0.0.1", 1)
 

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from io import FileIO
@@ -23,9 +24,22 @@ from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
 
 #: The operations that take space, which a full disk refuses.
-GROWING = frozenset({"create", "append", "write", "sync", "make_folder", "sync_folder"})
+GROWING = frozenset({"create", "append", "write", "sync", "link", "make_folder", "sync_folder"})
 
 _Some = TypeVar("_Some", bound=Disk)
+
+_LIMITED = """
+import resource, sys
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+from firstlight.cli.main import main
+sys.exit(main())
+"""
+
+
+def limited_command(limit: int, *arguments: str | Path) -> list[str]:
+    """A process of the command line that can write no file larger than `limit` bytes."""
+    return [sys.executable, "-c", _LIMITED, str(limit), *map(str, arguments)]
 
 
 @contextlib.contextmanager
@@ -93,6 +107,10 @@ class WatchedDisk(Disk):
     def rename(self, source: Path, target: Path) -> None:
         self._count("rename", source)
         super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        self._count("link", source)
+        super().link(source, target)
 
     def unlink(self, path: Path) -> None:
         self._count("unlink", path)

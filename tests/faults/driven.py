@@ -81,7 +81,7 @@ def write_recipe(folder: Path, name: str, data: Path, **sections: Mapping[str, A
         "batch": {"micro_batch_size": 8, "gradient_accumulation_steps": 2},
         "schedule": {"max_steps": 40, "warmup_steps": 3},
         "optimizer": {"learning_rate": 1e-2},
-        "evaluation": {"every_steps": 5, "max_rows": 12, "sample_tokens": 4},
+        "evaluation": {"every_steps": 5, "max_rows": 12, "sample_tokens": 4, "on_start": False},
         "checkpoint": {"every_steps": 8, "keep_last": 2},
         "efficiency": {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0},
     }

@@ -68,7 +68,6 @@ def _fault(plan: dict[str, Any], rank: int, step: int) -> None:
             mark = Path(plan["folder"], f"fault-{rank}-{step}")
             if not fault.get("once") or not mark.exists():
                 mark.touch()
-                Path(plan["folder"], f"failed-at-{rank}").write_text(str(time.monotonic()))
                 _FAULTS[fault["kind"]]()
 
 

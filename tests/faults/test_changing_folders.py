@@ -13,8 +13,9 @@ import pytest
 from driven import MEASURED, newest, one_thread
 from small import make_split
 
+from firstlight.checkpoint import checkpoint
 from firstlight.checkpoint.checkpoint import load_trainer_state, verify_checkpoint
-from firstlight.checkpoint.manifest import read_manifest
+from firstlight.checkpoint.manifest import read_manifest, write_manifest
 from firstlight.checkpoint.retention import CheckpointConfig, prune_checkpoints
 from firstlight.checkpoint.run_folder import held
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
@@ -164,6 +165,24 @@ def test_a_run_whose_lock_was_deleted_ends_when_another_starts_in_its_folder(
         train(recipe, on_step=on_step)
     assert [folder.name for folder in list_checkpoints(run)] == ["step-00000004"]
     assert train(recipe, resume=True).step == 12
+
+
+def test_a_run_whose_folder_is_taken_over_during_a_save_publishes_nothing(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(recipe["run"]["dir"])
+
+    def taken_over(*arguments: Any, **options: Any) -> None:
+        if arguments[2] == 8:
+            (run / ".lock").unlink()
+            with held(run) as other:
+                other.claim()
+        write_manifest(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "write_manifest", taken_over)
+    with pytest.raises(CheckpointError, match=r"run folder .* was taken over while the run wrote"):
+        train(recipe)
+    assert newest(run).name == "step-00000006"
 
 
 def test_a_run_whose_folder_goes_after_its_last_save_says_so(

@@ -17,6 +17,8 @@ from firstlight.data.chat import prepare_chat
 from firstlight.report.records import read_json_lines
 from firstlight.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _TEMPLATE = (
     "{%- for m in messages -%}{{- m.role ~ ': ' ~ m.content ~ eos_token -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"

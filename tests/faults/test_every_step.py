@@ -7,10 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from driven import Chain, differences, drive, run_of, write_recipe
 from scale import cases
 
 from firstlight.report.records import read_json_lines
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _STEPS = 40
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -13,12 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
+from disks import limited_command
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.report.records import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _COMMAND = [sys.executable, "-m", "firstlight"]
 
@@ -50,8 +52,7 @@ def one_error(done: subprocess.CompletedProcess[str]) -> str:
 def run_with_largest_file(limit: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command that can write no file larger than `limit` bytes."""
     return subprocess.run(
-        [*_COMMAND, *map(str, arguments)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        limited_command(limit, *arguments),
         capture_output=True,
         text=True,
     )

@@ -170,7 +170,12 @@ def test_dropout_stays_off_after_an_evaluation(recipe: dict[str, Any]) -> None:
     recipe["checkpoint"]["every_steps"] = 0
     losses = []
     for every in (1, 0):
-        recipe["evaluation"] = {"every_steps": every, "max_rows": 1, "sample_tokens": 2}
+        recipe["evaluation"] = {
+            "every_steps": every,
+            "max_rows": 1,
+            "sample_tokens": 2,
+            "on_start": False,
+        }
         recipe["run"]["dir"] += f"-{every}"
         records: list[Any] = []
         train(recipe, on_step=records.append)

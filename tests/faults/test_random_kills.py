@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from driven import MEASURED, newest, write_recipe
 from scale import cases
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.report.records import read_json_lines
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _DRIVER = Path(__file__).with_name("kill_driver.py")
 _SEED = 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,11 @@ import psutil
 import pytest
 from rank_scenarios import free_port
 
+from waiting import PATIENCE_SECONDS, wait_until
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _HERE = Path(__file__).parent
-_PATIENCE_SECONDS = 120.0
 
 
 @dataclass
@@ -46,26 +49,24 @@ class Launched:
         return processes
 
     def wait_for(self, *paths: Path) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not all(path.exists() for path in paths):
+        def missing() -> list[str]:
             assert self.process.poll() is None, self.end()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return [path.name for path in paths if not path.exists()]
+
+        wait_until("files of the ranks, of which none is missing", missing, operator.not_)
 
     def end(self) -> tuple[int, list[str]]:
         """Exit code and what was said."""
-        said = self.process.communicate(timeout=_PATIENCE_SECONDS)[1]
+        said = self.process.communicate(timeout=PATIENCE_SECONDS)[1]
         return self.process.returncode, said.splitlines()
 
-    def left(self) -> list[int]:
-        """What of it is still there, once what ends has had its time."""
+    def wait_until_nothing_is_left(self) -> None:
         processes = self.known_ranks()
-        deadline = time.monotonic() + 10
-        while (running := [p.pid for p in processes if is_running(p)]) and (
-            time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
-        return running
+        wait_until(
+            "the end of all ranks; those that run",
+            lambda: [process.pid for process in processes if is_running(process)],
+            operator.not_,
+        )
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -81,7 +82,8 @@ def launched(
 ) -> Iterator[Launched]:
     """A launcher of ranks that do what a plan says."""
     folder.mkdir(exist_ok=True)
-    whole = {"folder": str(folder), "steps": 4, "timeout": 5.0} | plan
+    # Unless it is what is waited for, longer than a rank that has to wait for a core is silent.
+    whole = {"folder": str(folder), "steps": 4, "timeout": 60.0} | plan
     command = [sys.executable, str(_HERE / "rank_driver.py"), json.dumps(whole)]
     process = subprocess.Popen(
         [
@@ -144,7 +146,7 @@ def test_a_signal_reaches_the_ranks_and_stopping_has_its_exit_code(tmp_path: Pat
         run.process.send_signal(signal.SIGTERM)
         code, said = run.end()
         assert (code, said) == (75, ["progress: from step 0"])
-        assert run.left() == []
+        run.wait_until_nothing_is_left()
 
 
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
         ranks[1].suspend()
         run.process.kill()
         assert run.end()[0] == -signal.SIGKILL
-        assert run.left() == []
+        run.wait_until_nothing_is_left()
 
 
 @pytest.mark.slow
@@ -174,7 +176,7 @@ def test_each_signal_is_passed_on(tmp_path: Path, number: signal.Signals) -> Non
         run.process.send_signal(number)
         # The ranks of this test know SIGINT, and end by SIGHUP.
         assert run.end()[0] == {signal.SIGINT: 75, signal.SIGHUP: 129}[number]
-        assert run.left() == []
+        run.wait_until_nothing_is_left()
 
 
 @pytest.mark.slow
@@ -189,12 +191,13 @@ def test_a_run_under_nohup_does_not_hear_that_its_terminal_has_gone(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_ended_and_started_again(tmp_path: Path, rank: int) -> None:
-    with launched(tmp_path, {"max_restarts": 2}, faults=[once("stop", rank, 2)]) as run:
+    options = {"max_restarts": 2}
+    with launched(tmp_path, options, timeout=5.0, faults=[once("stop", rank, 2)]) as run:
         code, said = run.end()
         assert code == 0, said
         assert any("has not answered for 5 s" in line for line in said), said
         assert "starting all ranks again (1 of 2)" in said
-        assert run.left() == []
+        run.wait_until_nothing_is_left()
 
 
 @pytest.mark.slow
@@ -213,13 +216,13 @@ def test_a_stopped_rank_is_ended_and_started_again(tmp_path: Path, rank: int) ->
 def test_what_failed_is_said_once(
     tmp_path: Path, fault: dict[str, Any], code: int, message: str
 ) -> None:
-    with launched(tmp_path, {}, faults=[fault]) as run:
+    with launched(tmp_path, {}, timeout=5.0, faults=[fault]) as run:
         found, said = run.end()
         assert found == code, said
         errors = [line for line in said if line != "progress: from step 0"]
         assert len(errors) == 1, said
         assert message in errors[0]
-        assert run.left() == []
+        run.wait_until_nothing_is_left()
 
 
 @pytest.mark.slow

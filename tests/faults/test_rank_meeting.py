@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from rank_scenarios import run_ranks, two_ranks
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def codes(result: list[dict[str, Any]]) -> list[int | None]:
@@ -12,25 +15,30 @@ def codes(result: list[dict[str, Any]]) -> list[int | None]:
 
 
 def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why_not() -> None:
-    plan: dict[str, Any] = {"steps": 3, "timeout": 30.0}
+    plan: dict[str, Any] = {"steps": 3, "timeout": 60.0}
     # Where somebody never comes; those who do may come some seconds after one another.
-    short = plan | {"timeout": 12.0}
+    short = plan | {"timeout": 15.0}
     both = two_ranks()
     other_size = [both[0], both[1] | {"WORLD_SIZE": "4"}]
     same_rank = [both[0], both[1], both[1]]
     four = [
         {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank)} for rank in (0, 1, 2, 3)
     ]
-    well, fourfold, recipes, sizes, missing, alone, twice = run_ranks(
+    well, fourfold, recipes, sizes, twice = run_ranks(
         [
             {"plan": plan, "ranks": both},
             {"plan": plan, "ranks": four},
             {"plan": plan | {"fingerprints": {"1": "other"}}, "ranks": both},
             {"plan": plan, "ranks": other_size},
-            {"plan": short, "ranks": [four[0], four[2]]},
-            {"plan": short, "ranks": [both[1]]},
             # The second may come when the others are long at work.
             {"plan": plan | {"endless": True}, "ranks": same_rank},
+        ]
+    )
+    # By themselves: the fewer start at a time, the sooner one after the other they come.
+    missing, alone = run_ranks(
+        [
+            {"plan": short, "ranks": [four[0], four[2]]},
+            {"plan": short, "ranks": [both[1]]},
         ]
     )
     assert codes(well) == [0, 0], well
@@ -44,8 +52,8 @@ def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why
         assert " was started as one of 4 processes, and rank 0 on " in rank["said"]
     for rank in missing:
         assert rank["code"] == 1, missing
-        assert "error: ranks 1, 3 did not come within 12 s" in rank["said"]
+        assert "error: ranks 1, 3 did not come within 15 s" in rank["said"]
     assert codes(alone) == [1], alone
     assert "could not reach 127.0.0.1:" in alone[0]["said"]
-    assert sorted(codes(twice), key=str)[-1] == 2, twice
+    assert 2 in codes(twice), twice
     assert any("another process is rank 1, too" in rank["said"] for rank in twice)

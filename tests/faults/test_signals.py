@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from driven import Chain, differences, drive, run_of, write_recipe
 from scale import cases
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
 _STEPS = 12
 _SECTIONS: dict[str, dict[str, Any]] = {
     "schedule": {"max_steps": _STEPS},
-    "evaluation": {"every_steps": 3},
+    "evaluation": {"every_steps": 3, "on_start": False},
     "checkpoint": {"every_steps": 4},
 }
 _ALL = list(range(1, _STEPS + 1))
@@ -117,6 +119,7 @@ class Finder:
             os.kill(os.getpid(), number)
 
 sys.meta_path.insert(0, Finder())
+import pytest
 from firstlight.cli.main import main
 sys.exit(main(["train", sys.argv[3]]))
 """
@@ -128,6 +131,7 @@ _STARTS = [
 ]
 
 
+@pytest.mark.usefixtures("real_processes")  # imports
 def test_a_signal_while_a_run_starts_ends_it_at_once_and_leaves_nothing(
     tmp_path: Path, data: Path, record_property: Any
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from firstlight.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 # Sends itself the signal after the third document, in the middle of the work.
 _DRIVER = """
 import os, signal, sys

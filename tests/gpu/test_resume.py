@@ -60,7 +60,7 @@ def recipe_of(way: str, run: Path, data: Path, device: str) -> dict[str, Any]:
         "batch": {"micro_batch_size": 4, "gradient_accumulation_steps": 2},
         "schedule": {"max_steps": _STEPS, "warmup_steps": 2},
         "optimizer": {"learning_rate": 1e-2},
-        "evaluation": {"every_steps": 5, "max_rows": 4, "sample_tokens": 4},
+        "evaluation": {"every_steps": 5, "max_rows": 4, "sample_tokens": 4, "on_start": False},
         "checkpoint": {"every_steps": 3, "keep_last": 2, "asynchronous": True},
         "efficiency": {"compile": False, "loss_chunk_tokens": 0, **efficiency},
     }

@@ -150,7 +150,7 @@ def _recipe(data: Path, run: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "data": {"dir": str(data), "seq_len": 32},
         "batch": {"micro_batch_size": 2},
         "schedule": {"max_steps": 2},
-        "evaluation": {"max_rows": 1, "sample_prompts": []},
+        "evaluation": {"max_rows": 1, "sample_prompts": [], "on_start": False},
         "efficiency": {"precision": "fp32", "compile": False},
     }
     for name, value in settings.items():

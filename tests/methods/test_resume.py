@@ -76,7 +76,7 @@ def _recipe(base: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
     values["run"]["dir"] = str(folder)
     values["schedule"] = {"max_steps": 6, "warmup_steps": 1}
     values["checkpoint"] = {"every_steps": 3}
-    values["evaluation"] = {"every_steps": 3, "max_rows": 4, "sample_tokens": 2}
+    values["evaluation"] = {"every_steps": 3, "max_rows": 4, "sample_tokens": 2, "on_start": False}
     # Wide enough that 8-bit optimizers keep some moments in 8 bits.
     values["model"] |= {"hidden_size": 64}
     for section, settings in _CASES[name].items():
