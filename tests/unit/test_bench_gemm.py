@@ -16,8 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.bench import gemm, gemm_products
+from firstlight.bench import gemm, gemm_loops, gemm_products
 from firstlight.bench.gemm import GemmRun, compare, draw, hardware_dtypes, step_times, summarize
+from firstlight.bench.gemm_loops import (
+    cache_sizes,
+    measure_loops,
+    multiply_rows,
+    multiply_squares,
+    sum_passes,
+)
 from firstlight.bench.gemm_products import (
     COMPARED,
     DTYPES,
@@ -45,7 +52,19 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.models.gpt2 import GPT2Config
 
 _CPU = torch.device("cpu")
-_TINY = GemmPlan((8, 32), 32, 16, (255, 256, 257), 1e-6, 0.0, min_rounds=2, max_rounds=2, turns=1)
+_TINY = GemmPlan(
+    (8, 32),
+    32,
+    16,
+    (255, 256, 257),
+    1e-6,
+    0.0,
+    min_rounds=2,
+    max_rounds=2,
+    turns=1,
+    pass_bytes=(1 << 12, 1 << 23),
+    blocked_edge=64,
+)
 _SMALL = GPT2Shape(32, 2, vocab_size=65)
 
 
@@ -324,7 +343,7 @@ def test_products_take_turns(monkeypatch: pytest.MonkeyPatch, tiny: None) -> Non
 def test_rounds_fill_the_time_that_is_there(
     budget: float, rounds: int, monkeypatch: pytest.MonkeyPatch, tiny: None
 ) -> None:
-    plan = replace(_TINY, budget_seconds=budget, min_rounds=2, max_rounds=5)
+    plan = replace(_TINY, budget_seconds=budget, min_rounds=2, max_rounds=5, pass_bytes=())
     run = GemmRun(GemmBench(device="cpu", dtype=["fp32"]), plan)
     # All products of a round together take a second, and none is repeated.
     once = 1 / len(run.products)
@@ -357,6 +376,9 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
     assert any(line.startswith("qkv forward 16 x 96 x 32 nn ") for line in lines)
     assert any(line.startswith("vocabulary 65 -> 128 (to 64, 128), work ") for line in lines)
     assert any(line.startswith("257, work 1.004") for line in lines)
+    assert [row["bytes"] for row in result["loops"]["passes"]] == [1 << 12, 1 << 23]
+    assert any(line.startswith("one thread reads") for line in lines)
+    assert any(line.startswith("row blocks of 1 ") for line in lines)
     assert not any("interrupted" in line for line in lines)
 
 
@@ -434,3 +456,59 @@ def test_fp8_is_multiplied_in_the_layout_of_its_units() -> None:
     assert result.dtype == torch.bfloat16
     assert left.abs().max() > 0
     torch.testing.assert_close(result.float(), left @ right.t(), rtol=0.02, atol=0.02)
+
+
+def test_passes_read_the_whole_array_and_small_ones_many_times() -> None:
+    for size, passes in ((1 << 12, 1 << 10), (1 << 23, 1)):
+        data = torch.rand(size // 4, dtype=torch.float32)
+        call, count = sum_passes(data)
+        assert count == passes
+        torch.testing.assert_close(call(), data.sum().expand(passes))
+
+
+@pytest.mark.parametrize("multiply", [multiply_rows, multiply_squares])
+@pytest.mark.parametrize("block", [4, 16])
+def test_a_product_in_blocks_is_the_product(multiply: Any, block: int) -> None:
+    a, b = torch.rand(16, 16), torch.rand(16, 16)
+    out = torch.full((16, 16), 7.0)
+    multiply(a, b, out, block)
+    torch.testing.assert_close(out, a @ b)
+
+
+def test_loops_are_measured_on_one_thread_up_to_the_whole_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+
+    def rates(*_: object) -> list[float]:
+        threads.append(torch.get_num_threads())
+        return [3.0, 1.0, 2.0]
+
+    monkeypatch.setattr(gemm_loops, "_rates", rates)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = measure_loops(replace(_TINY, pass_bytes=(4096,)))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(threads) == {1}
+    assert found["passes"] == [
+        {"bytes": 4096, "bytes_per_second": 2.0, "lowest": 1.0, "highest": 3.0}
+    ]
+    blocks = [(row["cut"], row["block"]) for row in found["blocks"]]
+    assert blocks == [
+        *(("row blocks", 2**power) for power in range(7)),
+        ("square blocks", 32),
+        ("square blocks", 64),
+    ]
+
+
+def test_caches_of_instructions_are_left_out(tmp_path: Path) -> None:
+    caches = [("1", "Data", "32K"), ("1", "Instruction", "64K"), ("2", "Unified", "1024K")]
+    for number, cache in enumerate(caches):
+        (tmp_path / f"index{number}").mkdir()
+        for name, text in zip(("level", "type", "size"), cache, strict=True):
+            (tmp_path / f"index{number}" / name).write_text(text + "\n", encoding="ascii")
+    assert cache_sizes(tmp_path) == {"L1": 32 << 10, "L2": 1 << 20}
+    assert cache_sizes(tmp_path / "none") == {}

@@ -19,6 +19,8 @@ from firstlight.cli.main import main
 from firstlight.errors import ConfigError
 from firstlight.recipe import parse_recipe
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

@@ -15,12 +15,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from firstlight.bench import loading
 from firstlight.bench.loading import (
     DEFAULT_WAY,
     LARGEST,
+    LAYOUTS,
     ROWS,
+    SHARDED,
+    SINGLE,
     SMALLEST,
     LoadingRow,
     chosen_rows,
@@ -32,12 +36,16 @@ from firstlight.bench.loading import (
 )
 from firstlight.bench.memory import load_once
 from firstlight.bench.options import LoadingBench
+from firstlight.cli.bench_tables import show_loading
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
+from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import SHORT_SPIN, for_generation
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import LOADING_MODES
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _TINY = 2_000_000
 _MEASURED = {
@@ -50,6 +58,7 @@ _MEASURED = {
     "peak_bytes",
     "total_peak_bytes",
     "model_bytes",
+    "device_peak_bytes",
 }
 
 
@@ -57,7 +66,7 @@ _MEASURED = {
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two million parameters in bfloat16, as one file and in shards."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoints(_TINY, "bfloat16", folder, sharded=True)
+    make_checkpoints(_TINY, "bfloat16", folder, LAYOUTS)
     return folder
 
 
@@ -122,20 +131,30 @@ def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str)
 def test_rows_can_be_chosen() -> None:
     assert chosen_rows(LoadingBench()) == list(ROWS)
     names = [row.name for row in chosen_rows(LoadingBench(no_transformers=True))]
-    assert names == [*LOADING_MODES, "sharded", "cast"]
+    assert names == [*LOADING_MODES, "sharded", "per-tensor", "per-tensor-sequential", "cast"]
     chosen = chosen_rows(LoadingBench(ways=["transformers", "mmap"]))
     assert [row.name for row in chosen] == ["mmap", "transformers"]
 
 
 def test_the_checkpoint_is_one_model_in_one_file_and_in_shards(checkpoint: Path) -> None:
-    single, sharded = (load_model(checkpoint / name).model for name in ("single", "sharded"))
+    single, sharded, per_tensor = (load_model(checkpoint / name).model for name in LAYOUTS)
     assert len(list((checkpoint / "single").glob("*.safetensors"))) == 1
     assert len(list((checkpoint / "sharded").glob("*.safetensors"))) > 2
     assert (checkpoint / "sharded" / "model.safetensors.index.json").is_file()
     weights = single.state_dict()
-    assert all(torch.equal(weights[name], w) for name, w in sharded.state_dict().items())
+    for other in (sharded, per_tensor):
+        assert all(torch.equal(weights[name], w) for name, w in other.state_dict().items())
     assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert weights["model.embed_tokens.weight"].float().std() == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_file_for_each_tensor_is_named_by_the_index(checkpoint: Path) -> None:
+    folder = checkpoint / "per-tensor"
+    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    files = {path.name: [*load_file(path)] for path in folder.glob("*.safetensors")}
+    assert {name: [tensor] for tensor, name in index["weight_map"].items()} == files
+    # As transformers reads it: every name of the model that has its own values.
+    assert len(files) == len({p.data_ptr() for p in load_model(folder).model.parameters()}) > 20
 
 
 def test_one_load_is_measured_in_full(checkpoint: Path) -> None:
@@ -144,18 +163,22 @@ def test_one_load_is_measured_in_full(checkpoint: Path) -> None:
             "program": "firstlight",
             "folder": str(checkpoint / "single"),
             "way": "sequential",
+            "device": "cpu",
             "dtype": "float32",
             "threads": torch.get_num_threads(),
         }
     )
     assert result.keys() == _MEASURED
-    assert result["model_bytes"] == 4 * _TINY
-    assert 0 < result["load_seconds"] < result["first_logits_seconds"]
-    assert result["load_peak_bytes"] <= result["peak_bytes"] < result["total_peak_bytes"]
+    # All memory of a CPU is the host's.
+    assert result["device_peak_bytes"] is None
+    numbers = {key: value for key, value in result.items() if value is not None}
+    assert numbers["model_bytes"] == 4 * _TINY
+    assert 0 < numbers["load_seconds"] < numbers["first_logits_seconds"]
+    assert numbers["load_peak_bytes"] <= numbers["peak_bytes"] < numbers["total_peak_bytes"]
 
 
 def test_every_row_is_measured_and_the_checkpoint_deleted(temporary: Path) -> None:
-    ways = [DEFAULT_WAY, "sharded", "transformers"]
+    ways = [DEFAULT_WAY, "sharded", "per-tensor", "transformers"]
     result = loading.bench_loading(LoadingBench(parameters=_TINY, repeats=1, ways=ways))
     assert list(temporary.iterdir()) == []
     assert result["checkpoint"]["parameters"] == _TINY
@@ -178,7 +201,17 @@ def test_the_command_prints_a_table_for_people_and_one_object_for_programs(
 ) -> None:
     kept, out = tmp_path / "kept", tmp_path / "out"
     arguments = ["bench", "loading", "--parameters", "2M", "--ways", "mmap", "--no-transformers"]
-    arguments += ["--repeats", "2", "--dir", str(kept), "--out", str(out), "--json"]
+    arguments += [
+        "--repeats",
+        "2",
+        "--device",
+        "cpu",
+        "--dir",
+        str(kept),
+        "--out",
+        str(out),
+        "--json",
+    ]
     assert main(arguments) == 0
     captured = capfd.readouterr()
     result = json.loads(captured.out)
@@ -188,7 +221,7 @@ def test_the_command_prints_a_table_for_people_and_one_object_for_programs(
     assert len(row["runs"]) == 2
     lines = captured.err.splitlines()
     assert any(line.startswith("way") and "first logits" in line for line in lines)
-    assert any(line.startswith("mmap") for line in lines)
+    assert any(line.startswith("mmap") and "no GPU used" in line for line in lines)
     assert (out / "loading.png").read_bytes().startswith(b"\x89PNG")
     assert list(temporary.iterdir()) == []
     assert [path.name for path in kept.iterdir()] == ["single"]
@@ -202,16 +235,16 @@ def test_the_help_names_every_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_kept_checkpoint_is_used_again_and_another_one_is_not(tmp_path: Path) -> None:
-    make_checkpoints(_TINY, "bfloat16", tmp_path, sharded=False)
+    make_checkpoints(_TINY, "bfloat16", tmp_path, [SINGLE])
     weights = tmp_path / "single" / "model.safetensors"
     before = weights.stat()
-    make_checkpoints(_TINY, "bfloat16", tmp_path, sharded=False)
+    make_checkpoints(_TINY, "bfloat16", tmp_path, [SINGLE])
     assert (weights.stat().st_ino, weights.stat().st_mtime_ns) == (
         before.st_ino,
         before.st_mtime_ns,
     )
     with pytest.raises(InputError, match="holds something else than this benchmark's checkpoint"):
-        make_checkpoints(_TINY, "float32", tmp_path, sharded=False)
+        make_checkpoints(_TINY, "float32", tmp_path, [SINGLE])
 
 
 def test_too_little_space_is_said_before_anything_is_written(
@@ -221,9 +254,9 @@ def test_too_little_space_is_said_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     message = r"the checkpoint needs 0\.008 GB, and .* has 0\.008 GB free: choose another folder"
     with pytest.raises(StorageError, match=message):
-        make_checkpoints(_TINY, "bfloat16", tmp_path / "new", sharded=True)
+        make_checkpoints(_TINY, "bfloat16", tmp_path / "new", [SINGLE, SHARDED])
     assert list((tmp_path / "new").iterdir()) == []
-    make_checkpoints(_TINY, "bfloat16", tmp_path / "new", sharded=False)
+    make_checkpoints(_TINY, "bfloat16", tmp_path / "new", [SINGLE])
 
 
 def test_a_way_that_fails_says_what_its_process_said_last(checkpoint: Path, tmp_path: Path) -> None:
@@ -250,7 +283,7 @@ def test_without_transformers_its_rows_are_left_out(
 ) -> None:
     monkeypatch.setattr(loading, "has_package", lambda name: False)
     measured = dict.fromkeys(_MEASURED, 1.0)
-    monkeypatch.setattr(loading, "measure", lambda row, folder, dtype: measured)
+    monkeypatch.setattr(loading, "measure", lambda *_: measured)
     result = loading.bench_loading(LoadingBench(parameters=_TINY, repeats=1))
     assert {row["program"] for row in result["rows"]} == {"firstlight"}
     assert "transformers is not installed: its rows are left out" in capsys.readouterr().err
@@ -261,7 +294,7 @@ def test_without_transformers_its_rows_are_left_out(
 def test_the_ways_take_turns(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     order: list[str] = []
 
-    def measure(row: LoadingRow, folder: Path, dtype: str) -> dict[str, float]:
+    def measure(row: LoadingRow, *_: object) -> dict[str, float]:
         order.append(row.name)
         return dict.fromkeys(_MEASURED, 1.0)
 
@@ -298,6 +331,28 @@ def test_ratios_are_of_medians_and_against_the_fastest_of_the_same_kind() -> Non
     }
     assert result["cast"]["peak_to_file"] == 3.0
     assert result["cast"]["peak_to_model"] == 1.5
+
+
+def test_a_gpus_peak_is_a_column_and_a_panel(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Hardware(torch.device("cuda"), "a GPU", 2**34, bf16=True)
+    monkeypatch.setattr(loading, "find_hardware", lambda device: gpu)
+    devices: list[str] = []
+
+    def ask(module: str, request: dict[str, Any], environment: object) -> dict[str, float]:
+        devices.append(request["device"])
+        return {**dict.fromkeys(_MEASURED, 1.0), "device_peak_bytes": 3e6}
+
+    monkeypatch.setattr(loading, "ask", ask)
+    bench = LoadingBench(parameters=_TINY, ways=["auto"], folder=checkpoint, device="cuda")
+    result = loading.bench_loading(bench)
+    assert devices == ["cuda"] * 3
+    show_loading(result)
+    header, row = capsys.readouterr().out.splitlines()[1:]
+    assert row.index("3 MB") + len("3 MB") == header.index("peak GPU memory") + 15
+    on_cpu = {**result, "rows": [{**result["rows"][0], "device_peak_bytes": None}]}
+    assert draw(result) != draw(on_cpu)
 
 
 def test_huge_pages_are_off_as_the_command_line_has_it_or_as_the_person(

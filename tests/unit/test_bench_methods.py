@@ -36,6 +36,7 @@ from firstlight.bench.methods_rows import (
     ALONE,
     LADDER,
     PLAIN,
+    WRITTEN_OUT,
     MethodOutcome,
     MethodRow,
     accumulation,
@@ -54,12 +55,17 @@ from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ForkServer, ask, error_of, signals_waiting
 from firstlight.bench.training import StepsPlan, plan_steps
 from firstlight.bench.training_once import Tokens, training_once, write_tokens
+from firstlight.bench.written_out import write_out
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import Hardware
-from firstlight.models import GPT2Config
+from firstlight.models import GPT2Config, empty_model
+from firstlight.models.gpt2 import GPT2Attention
+from firstlight.models.language_model import InitConfig
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_resolved_recipe
 from firstlight.recipe.conflicts import require_combination
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, bf16=True)
 _GPU = Hardware(torch.device("cuda"), "a GPU", 2**34, bf16=True)
@@ -98,7 +104,8 @@ def work(tokens: Path) -> MethodsWork:
 
 
 def parsed(plain: Mapping[str, Any], changes: Mapping[str, Any]) -> ResolvedRecipe:
-    return parse_resolved_recipe(changed_recipe(plain, changes))
+    keys = {key: value for key, value in changes.items() if key != WRITTEN_OUT}
+    return parse_resolved_recipe(changed_recipe(plain, keys))
 
 
 def plan_of(bench: MethodsBench) -> StepsPlan:
@@ -108,7 +115,7 @@ def plan_of(bench: MethodsBench) -> StepsPlan:
 
 
 def all_rows(hardware: Hardware) -> list[MethodRow]:
-    return [*alone_rows(4, 16, hardware), *ladder_rows(4, 16, hardware)[1:]]
+    return [*alone_rows(4, 16, hardware), *ladder_rows(4, hardware)[1:]]
 
 
 # The rows.
@@ -118,9 +125,10 @@ def all_rows(hardware: Hardware) -> list[MethodRow]:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_row_is_a_recipe_that_training_takes(name: str, hardware: Hardware) -> None:
     plain = plain_recipe(find_model(name), str(hardware.device), 256, 8)
-    ladder = ladder_rows(8, 256, hardware)
+    ladder = ladder_rows(8, hardware)
     every = [(row, row.changes) for row in alone_rows(8, 256, hardware)]
-    every += [(row, changes_up_to(ladder, rung, ())) for rung, row in enumerate(ladder)]
+    skipped = [row.name for row in ladder if why_skipped(row, hardware, 8, quick=False)]
+    every += [(row, changes_up_to(ladder, rung, skipped)) for rung, row in enumerate(ladder)]
     refused = []
     for row, changes in every:
         recipe = parsed(plain, changes)
@@ -166,34 +174,84 @@ def test_accumulation_keeps_the_rows_a_step_and_the_larger_batch_doubles_them(ro
     )
 
 
-def test_the_ladder_is_in_the_order_of_the_guides() -> None:
-    plain = plain_recipe(find_model("gpt2-124m"), "cpu", 1024, 4)
-    ladder = ladder_rows(4, 1024, _CPU)
-    top = parsed(plain, changes_up_to(ladder, 8, ()))
+def test_the_ladder_has_the_guides_rungs_in_its_order() -> None:
+    plain = plain_recipe(find_model("gpt2-124m"), "cuda", 1024, 4)
+    ladder = ladder_rows(4, _GPU)
     assert [row.name for row in ladder] == (
-        "plain +accumulation +checkpointing +bf16 +fused-optimizer +sdpa +compile +chunked-loss "
-        "+vocab-64 +larger-batch"
+        "baseline +mask-on-the-fly +tf32 +fused-adamw +pinned-memory +bf16 +torch-classes "
+        "+flash-attention +compile +padded-vocabulary +larger-batch +ddp"
     ).split()
-    assert (top.batch.micro_batch_size, top.batch.gradient_accumulation_steps) == (1, 4)
+    written = [changes_up_to(ladder, rung, ())[WRITTEN_OUT] for rung in range(len(ladder))]
+    assert written == [("mask", "layers"), *[("layers",)] * 5, *[()] * 6]
+    recipes = [parsed(plain, changes_up_to(ladder, rung, ())) for rung in range(len(ladder))]
+    assert [one.efficiency.precision for one in recipes] == ["fp32"] * 2 + ["tf32"] * 3 + [
+        "bf16"
+    ] * 7
+    assert [one.data.pin_memory for one in recipes] == [False] * 4 + [True] * 8
+    top = recipes[9]
+    assert (top.batch.micro_batch_size, top.batch.gradient_accumulation_steps) == (4, 1)
+    assert top.optimizer.implementation == "fused"
     assert top.efficiency.model_dump() == {
         **Recipe.model_fields["efficiency"].default.model_dump(),
         "precision": "bf16",
         "attention": "sdpa",
-        "activation_checkpointing": "full",
-        "loss_chunk_tokens": 512,
+        "loss_chunk_tokens": 0,
         "vocab_multiple": 64,
         "compile": True,
     }
-    largest = parsed(plain, changes_up_to(ladder, 9, ()))
-    assert (largest.batch.micro_batch_size, largest.batch.accumulation(1024)) == (8, 1)
-    assert largest.efficiency == top.efficiency
+    assert (recipes[10].batch.micro_batch_size, recipes[10].efficiency) == (8, top.efficiency)
+
+
+def test_rungs_that_a_machine_or_model_has_not_say_why() -> None:
+    def reasons(ladder: list[MethodRow]) -> dict[str, str]:
+        found = {row.name: why_skipped(row, _CPU, 4, quick=False) for row in ladder}
+        return {name: reason for name, reason in found.items() if reason}
+
+    on_cpu = reasons(ladder_rows(4, _CPU))
+    assert on_cpu.pop("+ddp").startswith("needs several processes, and each row is one: ")
+    assert on_cpu == {
+        "+tf32": "needs a GPU: CPUs have no TF32",
+        "+pinned-memory": "needs a GPU: a CPU's batches are copied nowhere",
+    }
+    llama = ladder_rows(4, _CPU, is_gpt2=False)
+    skipped = set(reasons(llama)) - set(on_cpu)
+    assert skipped == {"+mask-on-the-fly", "+torch-classes", "+ddp"}
+    assert llama[0].changes[WRITTEN_OUT] == ()
+
+
+def test_a_gpu_without_bf16_climbs_with_fp16_and_has_no_tf32() -> None:
+    old = Hardware(torch.device("cuda"), "an old GPU", 2**34, bf16=False)
+    rows = {row.name: row for row in ladder_rows(8, old)}
+    assert "+fp16" in rows
+    reason = why_skipped(rows["+tf32"], old, 4, quick=False)
+    assert reason == "needs a GPU of compute capability 8.0: this one has no TF32"
+
+
+def test_a_written_out_model_computes_the_same() -> None:
+    config = _TINY
+    model, written = (empty_model(config, 1) for _ in range(2))
+    for one in (model, written):
+        one.init_weights(torch.Generator().manual_seed(1), InitConfig())
+    write_out(written, ("mask", "layers"), config.max_position_embeddings)
+    changed = {type(module).__name__ for module in written.modules()}
+    assert {"WrittenOutNorm", "WrittenOutMLP"} <= changed
+    assert not {"LayerNorm", "GPT2MLP"} & changed
+    layers = [module for module in written.modules() if isinstance(module, GPT2Attention)]
+    assert len({id(layer.attend) for layer in layers}) == len(layers) == config.num_hidden_layers
+    input_ids = torch.arange(12).view(2, 6) % config.vocab_size
+    losses = [one(input_ids, input_ids) for one in (model, written)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    for loss in losses:
+        loss.backward()
+    for weight, other in zip(model.parameters(), written.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 @given(st.sets(st.integers(0, 9)), st.integers(0, 9))
 def test_a_rung_has_its_own_keys_and_those_of_all_rungs_that_stand_below(
     fallen: set[int], rung: int
 ) -> None:
-    ladder = ladder_rows(8, 256, _CPU)
+    ladder = ladder_rows(8, _CPU)
     left_out = {ladder[i].name for i in fallen}
     changes = changes_up_to(ladder, rung, left_out)
     expected: dict[str, Any] = {}
@@ -207,27 +265,20 @@ def test_a_rung_has_its_own_keys_and_those_of_all_rungs_that_stand_below(
         assert set(below) <= set(changes)
 
 
-def test_a_gpu_without_bf16_climbs_with_fp16() -> None:
-    old = Hardware(torch.device("cuda"), "an old GPU", 2**34, bf16=False)
-    assert "+fp16" in [row.name for row in ladder_rows(8, 256, old)]
-
-
 def test_what_can_not_run_on_a_cpu_says_why() -> None:
     reasons = {row.name: why_skipped(row, _CPU, 4, quick=True) for row in all_rows(_CPU)}
     skipped = {name for name, reason in reasons.items() if reason}
     assert skipped - {"fp16"} == set(
         "offload tf32 fp8 paged-adamw8bit efficient cudnn flex compile-cudagraphs "
         "adamw8bit-torchao compile-regional compile-budget qlora foreach flash math "
-        "blockwise".split()
+        "blockwise +tf32 +pinned-memory +ddp".split()
     )
     assert reasons["offload"] == "needs a GPU: a CPU's activations lie in its memory already"
     assert reasons["compile-budget"] == "left out by --quick"
     on_gpu = {row.name for row in all_rows(_GPU) if why_skipped(row, _GPU, 4, quick=False)}
-    assert on_gpu == {"huge-pages"}
-    assert {row.name for row in all_rows(_CPU) if why_skipped(row, _CPU, 1, quick=False)} >= {
-        "accumulation",
-        "+accumulation",
-    }
+    assert on_gpu == {"huge-pages", "+ddp"}
+    one_row = {row.name for row in all_rows(_CPU) if why_skipped(row, _CPU, 1, quick=False)}
+    assert "accumulation" in one_row
 
 
 # The plan.
@@ -281,22 +332,22 @@ def test_a_recipe_without_a_model_is_refused(tmp_path: Path) -> None:
     "names, alone, ladder",
     [
         (["sdpa", "bf16"], ["plain", "bf16", "sdpa"], []),
-        (["+bf16"], [], ["plain", "+accumulation", "+checkpointing", "+bf16"]),
+        (["+tf32"], [], ["baseline", "+mask-on-the-fly", "+tf32"]),
         (["plain"], ["plain"], []),
-        (["fused", "+accumulation"], ["plain", "fused"], ["plain", "+accumulation"]),
+        (["fused", "+mask-on-the-fly"], ["plain", "fused"], ["baseline", "+mask-on-the-fly"]),
     ],
 )
 def test_chosen_rows_bring_what_they_are_compared_with(
     names: list[str], alone: list[str], ladder: list[str]
 ) -> None:
-    tables = {ALONE: alone_rows(4, 256, _CPU), LADDER: ladder_rows(4, 256, _CPU)}
+    tables = {ALONE: alone_rows(4, 256, _CPU), LADDER: ladder_rows(4, _CPU)}
     chosen = choose_rows(tables, names)
     assert [row.name for row in chosen[ALONE]] == alone
     assert [row.name for row in chosen[LADDER]] == ladder
 
 
 def test_whole_tables_can_be_chosen() -> None:
-    tables = {ALONE: alone_rows(4, 256, _CPU), LADDER: ladder_rows(4, 256, _CPU)}
+    tables = {ALONE: alone_rows(4, 256, _CPU), LADDER: ladder_rows(4, _CPU)}
     assert choose_rows(tables, []) == tables
     assert choose_rows(tables, [LADDER]) == {ALONE: [], LADDER: tables[LADDER]}
     assert choose_rows(tables, [ALONE]) == {ALONE: tables[ALONE], LADDER: []}
@@ -491,7 +542,7 @@ def test_rows_take_turns_and_what_stands_in_both_tables_is_run_once(
 def test_a_row_that_fails_is_not_tried_again_and_the_ladder_goes_on_without_it(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ladder = ladder_rows(4, 16, _CPU)[:5]
+    ladder = [row for row in ladder_rows(4, _CPU) if not row.needs_gpu][:5]
     processes = FakeProcesses(
         {
             ("efficiency.precision", "bf16"): error_of("Failed", "killed by signal 9"),
@@ -504,8 +555,9 @@ def test_a_row_that_fails_is_not_tried_again_and_the_ladder_goes_on_without_it(
     assert (killed.problem, killed.refused) == ("killed by signal 9", False)
     assert (fp16.problem, fp16.refused) == ("MemoryError: no", False)
     assert [recipe["efficiency"]["precision"] for recipe, _ in processes.seen].count("bf16") == 1
-    after = runner.outcomes[f"{LADDER}: +fused-optimizer"]
-    assert after.changes == {**ladder[1].changes, **ladder[2].changes, **ladder[4].changes}
+    after = runner.outcomes[f"{LADDER}: +torch-classes"]
+    assert [row.name for row in ladder[3:]] == ["+bf16", "+torch-classes"]
+    assert after.changes == {**ladder[0].changes, **ladder[2].changes, **ladder[4].changes}
     assert len(after.runs) == 2
 
 
@@ -534,7 +586,7 @@ def test_keys_that_no_recipe_takes_are_a_refusal_too(
 
 
 def test_what_compiles_comes_last(work: MethodsWork, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = {ALONE: alone_rows(4, 16, _CPU), LADDER: ladder_rows(4, 16, _CPU)}
+    tables = {ALONE: alone_rows(4, 16, _CPU), LADDER: ladder_rows(4, _CPU)}
     processes = FakeProcesses({})
     run_rows(work, monkeypatch, processes, tables)
     compiles = [recipe["efficiency"]["compile"] for recipe, _ in processes.seen]
@@ -680,7 +732,14 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
     model: Path, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    arguments = ["bench", "methods", "--model", str(model), "--rows", "bf16,tf32,+accumulation"]
+    arguments = [
+        "bench",
+        "methods",
+        "--model",
+        str(model),
+        "--rows",
+        "bf16,tf32,+tf32,+fused-adamw",
+    ]
     arguments += ["--steps", "2", "--repeats", "1", "--device", "cpu", "--out", str(out), "--json"]
     assert main(arguments) == 0
     captured = capfd.readouterr()
@@ -688,10 +747,14 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
     assert result == json.loads((out / "methods.json").read_text(encoding="utf-8"))
     assert result["complete"] is True
     assert [row["status"] for row in result[ALONE]] == ["measured", "skipped", "measured"]
-    assert [row["name"] for row in result[LADDER]] == ["plain", "+accumulation"]
+    baseline, mask, tf32, fused = result[LADDER]
+    assert [row["status"] for row in (baseline, mask, fused)] == 3 * ["measured"]
+    assert (tf32["name"], tf32["status"]) == ("+tf32", "skipped")
     plain, _, bf16 = result[ALONE]
-    assert result[LADDER][0]["runs"] == plain["runs"]
-    assert plain["final_loss"] == pytest.approx(result[LADDER][1]["final_loss"], rel=2e-6)
+    for row in (baseline, mask, fused):
+        assert row["final_loss"] == pytest.approx(plain["final_loss"], rel=2e-6)
+    ratio = fused["samples_per_second"] / mask["samples_per_second"]
+    assert fused["ratio_to_previous"] == pytest.approx(ratio)
     assert bf16["final_loss"] != plain["final_loss"]
     for row in (plain, bf16):
         assert len(row["runs"][0]["step_seconds"]) == 2
@@ -700,7 +763,8 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
     lines = captured.err.splitlines()
     assert any(line.startswith("each method alone") and "tokens/s" in line for line in lines)
     assert any(line.startswith("bf16 (4x1)") for line in lines)
-    assert any(line.startswith("+accumulation (1x4)") for line in lines)
+    assert any(line.startswith("+fused-adamw (4x1)") for line in lines)
+    assert any(line.endswith("to the rung before") for line in lines)
     assert "tf32: skipped: needs a GPU: CPUs have no TF32" in lines
     assert (out / "methods.png").read_bytes().startswith(b"\x89PNG")
     assert list(temporary.iterdir()) == []

@@ -14,8 +14,10 @@ from firstlight.bench import planner_memory, planner_speed
 from firstlight.bench.models import PlannerCase
 from firstlight.bench.planner_memory import bench_memory, draw_memory, memory_grid, summary
 from firstlight.bench.planner_speed import percentile
-from firstlight.cli.bench import planner_command
+from firstlight.cli.bench_studies import planner_command
 from firstlight.recipe import parse_recipe
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def test_the_grid_covers_what_was_promised() -> None:

@@ -13,6 +13,8 @@ from firstlight.bench.runner import RowOutcome
 from firstlight.bench.scaling import ENGINES, bench_scaling, draw, scaling_rows, summarize
 from firstlight.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 def test_rows_are_powers_of_two_and_the_most() -> None:
     assert scaling_rows(ScalingBench(nproc=1)) == [("none", 1)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import select
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from firstlight.bench.reference_programs import (
     pure_bf16_loop,
 )
 from firstlight.bench.runner import RowOutcome
+from firstlight.bench.step_parts import operator_class, operator_shares, phase_shares
 from firstlight.bench.training import (
     PROGRAMS,
     TrainingRow,
@@ -52,6 +55,8 @@ from firstlight.hardware.environment import SHORT_SPIN, TRAINING
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.recipe import BatchConfig, Recipe, ResolvedRecipe
 from firstlight.training.program import TrainingProgram
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, bf16=True)
 _TINY = GPT2Config(
@@ -520,6 +525,66 @@ def test_the_trainer_is_told_apart_by_its_own_loop(
     assert run["losses"][-1] < run["losses"][0] < 5.5
 
 
+#: Greatest share of calls of operators that belong to no class.
+_MOST_OTHER_CALLS = 0.02
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("program", ["firstlight", "reference-fp32"])
+def test_further_steps_are_divided_by_phase_and_by_operator(
+    request_of: dict[str, Any], program: str
+) -> None:
+    plain = training_once({**request_of, "program": program, "compile": False})
+    further = {"phase_steps": 1, "profiled_steps": 1, "program": program, "compile": False}
+    run = training_once({**request_of, **further})
+    assert (plain["phases"], plain["operators"]) == ([], [])
+    assert run["losses"] == plain["losses"]
+    assert len(run["step_seconds"]) == 3
+    shares = phase_shares([run])
+    assert shares is not None
+    assert all(share > 0 for share in shares.values())
+    assert sum(shares.values()) == pytest.approx(1)
+    classes = {row["class"]: row for row in operator_shares([run])}
+    assert sum(row["share"] for row in classes.values()) == pytest.approx(1)
+    # Two layers with four products each and the head: once forward, twice backward.
+    assert classes["matrix products"]["calls"] >= 3 * 9
+    assert {"attention", "normalisation", "loss", "embedding", "optimizer"} <= classes.keys()
+    calls = sum(row["calls"] for row in classes.values())
+    assert classes.get("other", {"calls": 0})["calls"] <= _MOST_OTHER_CALLS * calls
+    assert torch.autograd.backward.__name__ == "backward"
+
+
+def test_each_micro_batch_has_a_forward_and_a_backward_pass(
+    request_of: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    cut = tiny_recipe(batch={"micro_batch_size": 1, "global_batch_tokens": 128})
+    run = training_once({**request_of, "recipe": cut.model_dump(), "phase_steps": 1})
+    # The clock is asked at the begin and end of the step and of each of its four passes.
+    assert run["phases"] == [{"forward": 4.0, "backward": 4.0, "update": 1.0}]
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("autograd::engine::evaluate_function: AddmmBackward0", "matrix products"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("NativeLayerNormBackward0", "normalisation"),
+        ("aten::_log_softmax_backward_data", "loss"),
+        ("aten::_softmax", "element-wise"),
+        ("aten::embedding_dense_backward", "embedding"),
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("c10d::allreduce_", "communication"),
+        ("triton_red_fused_native_layer_norm_2", "compiled"),
+        ("TBackward0", "views"),
+        ("a_kernel_of_somebody", "other"),
+    ],
+)
+def test_operators_have_classes(name: str, kind: str) -> None:
+    assert operator_class(name) == kind
+
+
 # Processes.
 
 
@@ -749,7 +814,7 @@ def test_a_real_run_from_the_command_line(
     result = CliRunner().invoke(
         training_command,
         [
-            *("--model", model, "--programs", "", *arguments.split()),
+            *("--model", model, "--programs", "", "--profile", *arguments.split()),
             *("--set", "batch.micro_batch_size=1", "--out", str(tmp_path / "out")),
         ],
     )
@@ -763,6 +828,10 @@ def test_a_real_run_from_the_command_line(
         plain["tokens_per_second"] * found["flops_per_token"] / 1e12
     )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "training-operators.png",
         "training.json",
         "training.png",
     ]
+    assert sum(plain["phases"].values()) == pytest.approx(1)
+    assert "firstlight: operators" in result.stderr
+    assert "optimizer" in result.stderr

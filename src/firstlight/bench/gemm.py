@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from firstlight.bench.gemm_loops import draw_loops, measure_loops
 from firstlight.bench.gemm_products import (
     COMPARED,
     DTYPES,
@@ -72,6 +73,7 @@ class GemmRun:
         products: all products.
         seconds: seconds of each round, by number format and product.
         rounds: number of rounds that have begun.
+        loops: rates of `measure_loops`; None before, and on GPUs.
         complete: True once all is measured.
 
     Raises:
@@ -100,6 +102,7 @@ class GemmRun:
             name: [[] for _ in self.products] for name in self.dtypes
         }
         self.rounds = 0
+        self.loops: dict[str, Any] | None = None
         self.complete = False
         self.load = machine_facts(self.hardware)["load"]
 
@@ -132,6 +135,10 @@ class GemmRun:
                         found = measure(product, operands[name], repeats, device)
                     self.seconds[name][number].append(found)
                     progress.advance(task, work[number, name])
+            plan = self.plan
+            if plan.pass_bytes:
+                progress.update(task, description="passes and blocks on one thread")
+                self.loops = measure_loops(plan)
         self.complete = True
 
     def _warm_up(
@@ -177,6 +184,7 @@ class GemmRun:
             "step_tokens": STEP_TOKENS,
             "rounds": self.rounds,
             **summary,
+            "loops": self.loops,
         }
 
 
@@ -341,9 +349,12 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of a result: rates by size, the model's products, padding, and the steps at a tile."""
-    figure = new_figure(14, 11)
-    (size, model), (padding, tile) = figure.subplots(2, 2)
+    """A PNG of a result: rates by size, the model's products, padding, tiles, cache levels."""
+    loops = result.get("loops")
+    figure = new_figure(14, 16 if loops else 11)
+    (size, model), (padding, tile), *below = figure.subplots(3 if loops else 2, 2)
+    if loops:
+        draw_loops(*below[0], loops)  # type: ignore[call-arg]
     height = 0.8 / len(result["ceilings"])
     for number, dtype in enumerate(result["ceilings"]):
         rows = [row for row in result["rows"] if row["dtype"] == dtype]

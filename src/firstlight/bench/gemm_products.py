@@ -17,7 +17,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -103,6 +103,8 @@ class GemmPlan:
         max_rounds: rounds at most.
         turns: measurements of the products of COMPARED in a round; they are small, and so are
             their differences.
+        pass_bytes: sizes of the arrays that `gemm_loops` reads; none on GPUs.
+        blocked_edge: rows and columns of the product that `gemm_loops` cuts into blocks.
     """
 
     sizes: tuple[int, ...]
@@ -114,6 +116,8 @@ class GemmPlan:
     min_rounds: int = 3
     max_rounds: int = 9
     turns: int = 3
+    pass_bytes: tuple[int, ...] = ()
+    blocked_edge: int = 0
 
 
 _EDGES = (248, 255, 256, 257, 264)
@@ -129,8 +133,10 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
             return GemmPlan(sizes, 4096, STEP_TOKENS, _QUICK_STEPS, 0.02, 30)
         return GemmPlan((*sizes, 16384), 4096, STEP_TOKENS, _STEPS, 0.05, 150)
     if quick:
-        return GemmPlan((128, 256, 512, 1024, 2048), 1024, 128, _QUICK_STEPS, 0.02, 35, 2, turns=2)
-    return GemmPlan((128, 256, 512, 1024, 2048, 4096), 1024, 1024, _STEPS, 0.03, 210)
+        plan = GemmPlan((128, 256, 512, 1024, 2048), 1024, 128, _QUICK_STEPS, 0.02, 35, 2, turns=2)
+        return replace(plan, pass_bytes=tuple(1 << p for p in range(14, 29, 2)), blocked_edge=512)
+    plan = GemmPlan((128, 256, 512, 1024, 2048, 4096), 1024, 1024, _STEPS, 0.03, 210)
+    return replace(plan, pass_bytes=tuple(1 << p for p in range(14, 29)), blocked_edge=1024)
 
 
 def paddings(size: int) -> dict[int, int]:

@@ -4,20 +4,14 @@ A token takes at least as long as its weights take to be read. The bandwidth for
 the same run, as that of copying a large tensor (bytes read and written). Each row runs in a process
 of its own, the rows take turns, and each number is the median over the turns.
 
-A row's process (`python -m firstlight.bench.generation REQUEST`) loads a model, and continues
-prompts of random tokens, greedily and never ending early: all of one length, since transformers
-would have to pad others. Of each number of prompts, one continuation is made first that isn't
-timed; then the clock runs until the first token of all prompts is chosen (prefill), and from there
-to the last token of all (decoding). transformers' `generate` is timed from outside, once for one
-new token and once for all of them; the difference is the decoding.
+`generation_once` says how a row is timed. A row without the key-value cache computes the whole text
+again for each token; its tokens are compared with those of the same row with the cache.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,21 +19,17 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.memory import begin_peak, copy_rate, peak_resident_bytes
+from firstlight.bench.memory import copy_rate
 from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import GenerationBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.process import answer, ask, plain_environment
+from firstlight.bench.process import ask, plain_environment
 from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, ModelError
 from firstlight.files.atomic import new_folder, write_json
-from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation
-from firstlight.generation.engine import load
-from firstlight.hardware.device import find_hardware, synchronize
+from firstlight.hardware.device import find_hardware
 from firstlight.hardware.environment import for_generation
 from firstlight.models import ModelConfig, empty_model
 from firstlight.models.accounting import count_parameters, meta_model
@@ -60,18 +50,22 @@ class GenerationRow:
         program: "firstlight" or "transformers".
         dtype: number format of the weights.
         compile: see `firstlight.generation.batch`.
+        cache: False computes the whole text again for each token.
     """
 
     name: str
     program: str
     dtype: str
     compile: bool = False
+    cache: bool = True
 
 
 ROWS = (
     GenerationRow("transformers-fp32", "transformers", "float32"),
     GenerationRow(REFERENCE, "transformers", "bfloat16"),
     GenerationRow("fp32", "firstlight", "float32"),
+    # In fp32 alone: in bf16, two ways of computing choose different tokens soon.
+    GenerationRow("fp32-no-cache", "firstlight", "float32", cache=False),
     GenerationRow("bf16", "firstlight", "bfloat16"),
     GenerationRow("int8", "firstlight", "int8"),
     GenerationRow("fp32-compiled", "firstlight", "float32", compile=True),
@@ -148,7 +142,10 @@ def bench_generation(
             # The first turn compiles, whatever was compiled before.
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(temporary) / "caches")
             environment["HF_HUB_OFFLINE"] = "1"
-            return ask("firstlight.bench.generation", {**request, **asdict(row)}, environment)
+            # One continuation of it takes minutes.
+            times = request["times"] if row.cache else 1
+            of_row = {**request, **asdict(row), "times": times}
+            return ask("firstlight.bench.generation_once", of_row, environment)
 
         def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
             found = summarize(rows, outcomes, machine["copy_bytes_per_second"], config)
@@ -211,9 +208,15 @@ def summarize(
         where it was measured "load_seconds", "peak_bytes", "weight_bytes" and "batches": for each
         batch size "tokens_per_second" with "_min" and "_max" over the turns' medians,
         "first_token_seconds", "warm_up_seconds" of the first turn, "speed_ratio" to transformers
-        in bf16 in the same turns, "share_of_limit", and the "token_ids" of the first text.
+        in bf16 in the same turns, "share_of_limit", "cache_speedup" (of a row without the cache:
+        the rate with it to that without, in the same turns; else None), and the "token_ids" of
+        the first text.
+
+    Raises:
+        ModelError: a row without the cache chose other tokens than the one with it.
     """
     base = outcomes[REFERENCE].runs if REFERENCE in outcomes else []
+    cached = {row.dtype: outcomes[row.name].runs for row in rows if _is_plain(row)}
     result = []
     for row in rows:
         outcome, size = outcomes[row.name], bytes_per_token(config, row.dtype)
@@ -225,8 +228,37 @@ def summarize(
                 _batch_summary(number, outcome.runs, base, size, copy_bytes_per_second)
                 for number in range(len(outcome.runs[0]["batches"]))
             ]
+        if outcome.runs and not row.cache:
+            for number, batch in enumerate(entry["batches"]):
+                ratios = _cache_ratios(number, outcome.runs, cached.get(row.dtype, []))
+                batch["cache_speedup"] = statistics.median(ratios) if ratios else None
         result.append(entry)
     return result
+
+
+def _is_plain(row: GenerationRow) -> bool:
+    return row.program == "firstlight" and row.cache and not row.compile
+
+
+def _cache_ratios(
+    number: int, runs: Sequence[Mapping[str, Any]], cached: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Tokens per second with the cache to those without, of each turn that has both.
+
+    Raises:
+        ModelError: with the cache, other tokens were chosen.
+    """
+    ratios = []
+    for run, other in zip(runs, cached, strict=False):
+        without, with_cache = run["batches"][number], other["batches"][number]
+        if without["token_ids"] != with_cache["token_ids"]:
+            raise ModelError(
+                f"with the key-value cache the model chose {with_cache['token_ids']}, without it "
+                f"{without['token_ids']}: the two must be equal; report this as a bug"
+            )
+        rates = [statistics.median(one["tokens_per_second"]) for one in (with_cache, without)]
+        ratios.append(rates[0] / rates[1])
+    return ratios
 
 
 def _batch_summary(
@@ -252,6 +284,7 @@ def _batch_summary(
         ),
         "warm_up_seconds": batches[0]["warm_up_seconds"],
         "speed_ratio": statistics.median(ratios) if ratios else None,
+        "cache_speedup": None,
         "share_of_limit": None if weight_bytes is None else rate / size * weight_bytes / limit,
         "token_ids": batches[0]["token_ids"],
     }
@@ -271,130 +304,3 @@ def draw(result: Mapping[str, Any]) -> bytes:
     machine = result["machine"]
     title = f"{result['model']} · {machine['name']}, {machine['threads']} threads"
     return draw_panels(title, [panels] if panels else [])
-
-
-#: Seconds to the first token, seconds of the other tokens, tokens of the first prompt.
-Timing = tuple[float, float, list[int]]
-
-#: Function that continues prompts of one length.
-Continue = Callable[[list[list[int]]], Timing]
-
-
-def generation_once(request: dict[str, Any]) -> dict[str, Any]:
-    """Load a model and time its continuations.
-
-    Args:
-        request: "program", "folder", "dtype", "compile", "device", "batch_sizes",
-            "prompt_tokens", "new_tokens", "times", "threads", "vocab_size".
-
-    Returns:
-        "load_seconds", "peak_bytes" above the level after the imports, and "batches": for each
-        number of prompts its "warm_up_seconds", lists of "first_token_seconds" and
-        "tokens_per_second", and the "token_ids" of the first text.
-    """
-    torch.set_num_threads(request["threads"])
-    build = _firstlight
-    if request["program"] == "transformers":
-        build = _transformers
-        import transformers
-        from transformers import AutoModelForCausalLM  # noqa: F401
-
-        transformers.logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()
-    before = begin_peak()
-    start = time.perf_counter()
-    continue_texts = build(request)
-    found: dict[str, Any] = {"load_seconds": time.perf_counter() - start}
-    found["batches"] = [_batch(request, n, continue_texts) for n in request["batch_sizes"]]
-    return found | {"peak_bytes": peak_resident_bytes() - before}
-
-
-def _batch(request: dict[str, Any], size: int, continue_texts: Continue) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(size)
-    shape = (size, request["prompt_tokens"])
-    prompts = torch.randint(request["vocab_size"], shape, generator=generator).tolist()
-    start = time.perf_counter()
-    continue_texts(prompts)
-    warm_up = time.perf_counter() - start
-    timings = [continue_texts(prompts) for _ in range(request["times"])]
-    new = size * (request["new_tokens"] - 1)
-    return {
-        "batch_size": size,
-        "warm_up_seconds": warm_up,
-        "first_token_seconds": [first for first, _, _ in timings],
-        "tokens_per_second": [new / rest for _, rest, _ in timings],
-        "token_ids": timings[-1][2],
-    }
-
-
-def _firstlight(request: dict[str, Any]) -> Continue:
-    loaded = load(request["folder"], request["device"], dtype=request["dtype"])
-    longest = request["prompt_tokens"] + request["new_tokens"]
-    largest = max(request["batch_sizes"])
-    decoder = BatchDecoder(loaded.model, largest, longest, compile=request["compile"])
-    return continue_with_sampling(decoder, request)
-
-
-def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) -> Continue:
-    """A function that continues prompts as `firstlight generate` does, greedily; the decoder is
-    empty, with room for all prompts."""
-    longest = request["prompt_tokens"] + request["new_tokens"]
-    config = SamplingConfig(max_new_tokens=request["new_tokens"], temperature=0)
-
-    def continue_texts(prompts: list[list[int]]) -> Timing:
-        start = time.perf_counter()
-        texts = [Continuation(prompt, config, context=longest + 1) for prompt in prompts]
-        for text in texts:
-            text.push(decoder.add(text.prompt_ids))
-        first = time.perf_counter()
-        while texts[0].finish_reason is None:
-            logits_BV = decoder.step([text.token_ids[-1] for text in texts])
-            for text, logits_V in zip(texts, logits_BV, strict=True):
-                text.push(logits_V)
-        end = time.perf_counter()
-        for _ in texts:
-            decoder.remove(0)
-        return first - start, end - first, texts[0].token_ids
-
-    return continue_texts
-
-
-def _transformers(request: dict[str, Any]) -> Continue:
-    from transformers import AutoModelForCausalLM
-
-    device = torch.device(request["device"])
-    dtype = getattr(torch, request["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(Path(request["folder"]), dtype=dtype)
-    return continue_with_generate(model.to(device).eval(), device, request)
-
-
-def continue_with_generate(
-    model: Any, device: torch.device, request: Mapping[str, Any]
-) -> Continue:
-    """A function that continues prompts with transformers' `generate`, greedily."""
-
-    def seconds(prompts: list[list[int]], new: int) -> tuple[float, list[int]]:
-        ids = torch.tensor(prompts, device=device)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            found = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        synchronize(device)
-        return time.perf_counter() - start, found[0, ids.shape[1] :].tolist()
-
-    def continue_texts(prompts: list[list[int]]) -> Timing:
-        first, _ = seconds(prompts, 1)
-        whole, token_ids = seconds(prompts, request["new_tokens"])
-        return first, whole - first, token_ids
-
-    return continue_texts
-
-
-if __name__ == "__main__":
-    answer(generation_once, sys.argv[1])

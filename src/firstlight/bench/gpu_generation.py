@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.generation import (
+from firstlight.bench.generation import bytes_per_token
+from firstlight.bench.generation_once import (
     Continue,
     Timing,
-    bytes_per_token,
     continue_with_generate,
     continue_with_sampling,
 )

@@ -58,6 +58,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
         "optimizer": {"learning_rate": 6e-4},
         "efficiency": {"compile": not machine.dry, "vocab_multiple": 64},
         "evaluation": {
+            "on_start": False,
             "every_steps": 20 if machine.dry else 100,
             "max_rows": 2 if machine.dry else 256,
             "sample_prompts": ["def main():\n"],

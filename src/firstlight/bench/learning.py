@@ -119,6 +119,7 @@ class LearningCase:
             "every_steps": max(max_steps // _POINTS, 1),
             "max_rows": max(_POINT_TOKENS // seq_len, 1),
             "sample_prompts": [],
+            "on_start": False,
         }
         run = {"device": "auto", "seed": seed}
         changes = {"data.dir": str(self.corpus.folder), "schedule.max_steps": max_steps}

@@ -16,7 +16,7 @@ import re
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ from firstlight.weights.stored import save_weights
 #: Least and greatest number of parameters that `model_config` reaches.
 SMALLEST, LARGEST = 1_500_000, 30_000_000_000
 
-#: The model folders, with one file of weights and with several.
-SINGLE, SHARDED = "single", "sharded"
+#: The model folders: one file of weights, several, and one file for each tensor.
+SINGLE, SHARDED, PER_TENSOR = LAYOUTS = ("single", "sharded", "per-tensor")
 _SHARDS = 4
 
 #: The way that `firstlight.load` takes where nobody says which.
@@ -60,7 +60,7 @@ class LoadingRow:
         name: name in tables and for `--ways`.
         program: "firstlight" or "transformers".
         way: firstlight's loading mode; None is its default.
-        sharded: True loads several files with an index.
+        layout: model folder that is loaded, one of `LAYOUTS`; the second and third have an index.
         cast: True loads into the other number format of float32 and bfloat16 than the file's.
         huge_pages: True lets torch take huge pages; None is as the person has set it.
     """
@@ -68,14 +68,15 @@ class LoadingRow:
     name: str
     program: str
     way: str | None = None
-    sharded: bool = False
+    layout: str = SINGLE
     cast: bool = False
     huge_pages: bool | None = None
 
 
 ROWS = (
     *(LoadingRow(way, "firstlight", way=way) for way in LOADING_MODES),
-    LoadingRow("sharded", "firstlight", sharded=True),
+    *(LoadingRow(layout, "firstlight", layout=layout) for layout in (SHARDED, PER_TENSOR)),
+    LoadingRow("per-tensor-sequential", "firstlight", way="sequential", layout=PER_TENSOR),
     LoadingRow("cast", "firstlight", cast=True),
     LoadingRow("transformers", "transformers", huge_pages=False),
     LoadingRow("transformers-huge-pages", "transformers", huge_pages=True),
@@ -125,15 +126,18 @@ def bench_loading(
     if not rows:
         raise ConfigError("no way is left to measure: transformers is not installed")
     version = importlib.metadata.version("transformers") if has_transformers else None
+    hardware = find_hardware(bench.device)
+    if hardware.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"bench loading runs on cpu and cuda, not on {hardware.device.type}")
     machine = {
-        **machine_facts(find_hardware("cpu")),
+        **machine_facts(hardware),
         "huge_pages": os.environ.get(HUGE_PAGES, "0") == "1",
         "transformers": version,
     }
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder = bench.folder or Path(temporary)
         checkpoint = make_checkpoints(
-            bench.parameters, bench.dtype, folder, any(row.sharded for row in rows)
+            bench.parameters, bench.dtype, folder, {SINGLE, *(row.layout for row in rows)}
         )
         for path in sorted(folder.glob("*/*.safetensors")):
             _read_once(path)
@@ -155,7 +159,7 @@ def bench_loading(
             "loading",
             list(by_name),
             bench.repeats,
-            lambda name: measure(by_name[name], folder, bench.dtype),
+            lambda name: measure(by_name[name], folder, bench.dtype, machine["device"]),
             result,
             on_run,
         )
@@ -169,7 +173,7 @@ def _read_once(path: Path) -> None:
             pass
 
 
-def measure(row: LoadingRow, folder: Path, dtype: str) -> Found:
+def measure(row: LoadingRow, folder: Path, dtype: str, device: str = "cpu") -> Found:
     """Load one way in a new process; the result of `load_once`.
 
     Raises:
@@ -178,8 +182,9 @@ def measure(row: LoadingRow, folder: Path, dtype: str) -> Found:
     other = {"bfloat16": "float32", "float32": "bfloat16"}[dtype]
     request = {
         "program": row.program,
-        "folder": str((folder / (SHARDED if row.sharded else SINGLE)).resolve()),
+        "folder": str((folder / row.layout).resolve()),
         "way": row.way,
+        "device": device,
         "dtype": other if row.cast else None,
         "threads": torch.get_num_threads(),
     }
@@ -192,7 +197,9 @@ def measure(row: LoadingRow, folder: Path, dtype: str) -> Found:
 
 
 def compare(
-    rows: Sequence[LoadingRow], runs: Mapping[str, Sequence[Mapping[str, float]]], file_bytes: int
+    rows: Sequence[LoadingRow],
+    runs: Mapping[str, Sequence[Mapping[str, float | None]]],
+    file_bytes: int,
 ) -> list[dict[str, Any]]:
     """The medians of each way and its ratios.
 
@@ -203,7 +210,7 @@ def compare(
         transformers that casts or doesn't as this way does (None without one).
     """
     medians = {
-        name: {key: statistics.median(run[key] for run in these) for key in these[0]}
+        name: {key: _median([run[key] for run in these]) for key in these[0]}
         for name, these in runs.items()
     }
     result = []
@@ -229,8 +236,15 @@ def compare(
     return result
 
 
+def _median(values: Sequence[float | None]) -> Any:
+    """The median; None if there are no numbers, as of a GPU's memory on a CPU."""
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
+
+
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of `bench_loading`'s result: time to first logits and peak memory of each way."""
+    """A PNG of `bench_loading`'s result: time to first logits and peak memory of each way, the
+    GPU's too where there is one."""
     rows = result["rows"]
     names = [row["name"] + (" (default)" if row["default"] else "") for row in rows]
     colors = ["tab:blue" if row["program"] == "firstlight" else "tab:orange" for row in rows]
@@ -241,15 +255,14 @@ def draw(result: Mapping[str, Any]) -> bytes:
         colors=colors,
         inner=[row["load_seconds"] for row in rows],
     )
-    memory = Panel(
-        "peak memory / the model's bytes",
-        names,
-        [row["peak_to_model"] for row in rows],
-        colors=colors,
-        line=("1.1", 1.1),
-    )
-    parameters = result["checkpoint"]["parameters"] / 1e6
-    return draw_panels(f"loading {parameters:,.0f}M parameters on the CPU", [[time, memory]])
+    panels = [time]
+    for key, place in (("peak_bytes", "host"), ("device_peak_bytes", "GPU")):
+        if all(row[key] is not None for row in rows):
+            ratios = [row[key] / row["model_bytes"] for row in rows]
+            title = f"peak {place} memory / the model's bytes"
+            panels.append(Panel(title, names, ratios, colors=colors, line=("1.1", 1.1)))
+    size = f"{result['checkpoint']['parameters'] / 1e6:,.0f}M"
+    return draw_panels(f"loading {size} parameters on {result['machine']['name']}", [panels])
 
 
 def parse_count(text: str) -> int:
@@ -300,14 +313,16 @@ def _size(width: int) -> int:
     return layers * (attention + 3 * width * intermediate + 2 * width) + (1 + vocabulary) * width
 
 
-def make_checkpoints(parameters: int, dtype: str, folder: Path, sharded: bool) -> dict[str, Any]:
-    """Write the checkpoint as one file, and where asked in shards, unless they are there.
+def make_checkpoints(
+    parameters: int, dtype: str, folder: Path, layouts: Collection[str]
+) -> dict[str, Any]:
+    """Write the checkpoint in each layout, unless it is there.
 
     Args:
         parameters: approximate number of the model's parameters.
         dtype: "bfloat16" or "float32".
-        folder: parent of the model folders `single` and `sharded`.
-        sharded: True makes the second folder, too.
+        folder: parent of the model folders.
+        layouts: the model folders to make, of `LAYOUTS`.
 
     Returns:
         "parameters", "file_bytes", "dtype" and the model folder's "shape".
@@ -321,7 +336,7 @@ def make_checkpoints(parameters: int, dtype: str, folder: Path, sharded: bool) -
     with torch.device("meta"):
         model = build_model(config).to(DTYPES[dtype])
     size = sum(parameter.nbytes for parameter in model.parameters())
-    paths = [folder / name for name in (SINGLE, SHARDED)[: 1 + sharded]]
+    paths = [folder / name for name in LAYOUTS if name in layouts]
     missing = [path for path in paths if not _is_there(path, content)]
     if missing:
         _require_space(folder, len(missing) * size)
@@ -330,7 +345,8 @@ def make_checkpoints(parameters: int, dtype: str, folder: Path, sharded: bool) -
         model.finish_loading()
         model.init_weights(torch.Generator().manual_seed(0))
     for path in missing:
-        shard_bytes = size if path.name == SINGLE else size // _SHARDS
+        # A file takes no second tensor if the first one fills it.
+        shard_bytes = {SINGLE: size, SHARDED: size // _SHARDS, PER_TENSOR: 1}[path.name]
         with new_folder(path) as place:
             write_json(place / CONFIG_NAME, content)
             save_weights(weights_to_save(model), place, max_shard_bytes=shard_bytes)

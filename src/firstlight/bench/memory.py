@@ -15,18 +15,21 @@ REQUEST is a JSON object:
     folder   the model folder
     way      of firstlight's `load`; null is its default
     dtype    "float32" or "bfloat16"; null is that of the file
+    device   "cpu" or "cuda"
     threads  for torch
 
 What is measured, in this order:
 
 1. `import_seconds`: everything that loading needs is imported, and what the program itself puts
    off until later is not.
-2. The resident memory of the process is noted, and its peak set back to it.
+2. On a GPU its context is made. The resident memory of the process is noted, and its peak and that
+   of the GPU's allocator are set back.
 3. `load_seconds`: from the call to the model in evaluation mode. `load_peak_bytes` is the peak of
    resident memory by then, above the level of step 2.
 4. `first_logits_seconds`: from the start of step 3 to the logits that follow a prompt of 16
    tokens. `peak_bytes` is the peak by then, above the level of step 2; `total_peak_bytes` is that
-   of the whole process.
+   of the whole process. `device_peak_bytes` is the peak of torch's allocator on the GPU
+   (`torch.cuda.max_memory_allocated`) by then; null on a CPU, where all memory is the host's.
 
 `load_cpu_seconds` and `first_logits_cpu_seconds` are the processor's time, user and system, of
 all threads: it suffers less than the clock's when other work shares the machine.
@@ -193,7 +196,7 @@ _PROMPT_TOKENS = 16
 _Program = tuple[Callable[[], Any], Callable[[Any, Any], Any]]
 
 
-def load_once(request: dict[str, Any]) -> dict[str, float]:
+def load_once(request: dict[str, Any]) -> dict[str, float | None]:
     """Load a model as the module's head says, and return the measurements.
 
     Raises:
@@ -202,24 +205,33 @@ def load_once(request: dict[str, Any]) -> dict[str, float]:
     start = time.perf_counter()
     import torch
 
+    from firstlight.hardware.device import synchronize
+
     program = _firstlight(request) if request["program"] == "firstlight" else _transformers(request)
     load, logits_of = program
     torch.set_num_threads(request["threads"])
-    input_ids = torch.arange(_PROMPT_TOKENS)[None]
-    result = {"import_seconds": time.perf_counter() - start}
+    device = torch.device(request["device"])
+    result: dict[str, float | None] = {"import_seconds": time.perf_counter() - start}
 
+    input_ids = torch.arange(_PROMPT_TOKENS, device=device)[None]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     level = begin_peak()
     clock, cpu = time.perf_counter(), time.process_time()
     model = load()
+    synchronize(device)
     result["load_seconds"] = time.perf_counter() - clock
     result["load_cpu_seconds"] = time.process_time() - cpu
     result["load_peak_bytes"] = peak_resident_bytes() - level
     with torch.inference_mode():
         logits = logits_of(model, input_ids)
+    synchronize(device)
     result["first_logits_seconds"] = time.perf_counter() - clock
     result["first_logits_cpu_seconds"] = time.process_time() - cpu
-    result["total_peak_bytes"] = peak_resident_bytes()
-    result["peak_bytes"] = result["total_peak_bytes"] - level
+    peak = peak_resident_bytes()
+    result |= {"total_peak_bytes": peak, "peak_bytes": peak - level, "device_peak_bytes": None}
+    if device.type == "cuda":
+        result["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
     assert bool(torch.isfinite(logits).all())
     result["model_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
     return result
@@ -232,7 +244,7 @@ def _firstlight(request: dict[str, Any]) -> _Program:
     if request["way"] is not None:
         options["way"] = request["way"]
     return (
-        lambda: load(request["folder"], **options).model,
+        lambda: load(request["folder"], request["device"], **options).model,
         lambda model, input_ids: model(input_ids, logits_to_keep=1),
     )
 
@@ -244,9 +256,13 @@ def _transformers(request: dict[str, Any]) -> _Program:
     importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     transformers.utils.logging.disable_progress_bar()
     return (
-        lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            request["folder"], dtype=request["dtype"] or "auto", local_files_only=True
-        ).eval(),
+        lambda: (
+            transformers.AutoModelForCausalLM.from_pretrained(
+                request["folder"], dtype=request["dtype"] or "auto", local_files_only=True
+            )
+            .to(request["device"])
+            .eval()
+        ),
         lambda model, input_ids: model(input_ids, logits_to_keep=1, use_cache=False).logits,
     )
 

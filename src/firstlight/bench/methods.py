@@ -1,8 +1,9 @@
 """`firstlight bench methods`: speed and memory of each efficiency method on this machine.
 
-Two tables: each method alone beside the plain run, and the ladder, each method added to those
-before it. Plain is fp32, attention as two matrix products, AdamW parameter by parameter, nothing
-compiled, one micro-batch a step.
+Two tables: each method alone beside the plain run, and the ladder of Raschka's "PyTorch Performance
+Tips for Faster LLM Training" in its order, each method added to those before it, from a GPT-2 whose
+mask, LayerNorm and GELU are written out (`written_out`). Plain is fp32, attention as two matrix
+products, AdamW parameter by parameter, nothing compiled, one micro-batch a step.
 
 Every row is trained for a few steps by fresh processes (`training_once` says what they measure;
 with `quick` on a CPU they are forks of one that has only imported what all need); the rows take
@@ -32,6 +33,7 @@ from firstlight.bench.methods_rows import (
     ALONE,
     LADDER,
     PLAIN,
+    WRITTEN_OUT,
     MethodOutcome,
     MethodRow,
     alone_rows,
@@ -50,6 +52,7 @@ from firstlight.bench.training import StepsPlan, plan_steps
 from firstlight.bench.training_once import write_tokens
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
+from firstlight.models import GPT2Config
 from firstlight.recipe import parse_resolved_recipe
 
 _MODULE = "firstlight.bench.training_once"
@@ -68,7 +71,9 @@ Tables = Mapping[str, Sequence[MethodRow]]
 def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:
     """The chosen rows of both tables; see `choose_rows`."""
     size = (plan.micro_batch_size, plan.seq_len, plan.hardware)
-    return choose_rows({ALONE: alone_rows(*size), LADDER: ladder_rows(*size)}, bench.rows)
+    is_gpt2 = isinstance(plan.model, GPT2Config)
+    ladder = ladder_rows(plan.micro_batch_size, plan.hardware, is_gpt2=is_gpt2)
+    return choose_rows({ALONE: alone_rows(*size), LADDER: ladder}, bench.rows)
 
 
 def choose_rows(
@@ -198,8 +203,9 @@ class MethodsWork:
 
     def measure(self, changes: Mapping[str, Any], *, huge_pages: bool) -> Found:
         """Train a recipe with some keys changed once; see `process.ask`."""
+        keys = {key: value for key, value in changes.items() if key != WRITTEN_OUT}
         try:
-            recipe = parse_resolved_recipe(changed_recipe(self.plain, changes), "this method")
+            recipe = parse_resolved_recipe(changed_recipe(self.plain, keys), "this method")
         except ConfigError as error:
             return error_of("ConfigError", str(error))
         request = {
@@ -210,6 +216,7 @@ class MethodsWork:
             "warmup_steps": self.warmup_steps,
             "steps": self.steps,
             "threads": torch.get_num_threads(),
+            "written_out": list(changes.get(WRITTEN_OUT, ())),
         }
         seconds = None if self.deadline is None else self.deadline - time.monotonic()
         if seconds is not None and seconds <= 0:

@@ -30,6 +30,7 @@ class MethodRow:
         changes: keys of the recipe (`section.key`) that the method sets; a rung of the ladder has
             only its own.
         needs_gpu: the reason why CPUs skip the row; "" if they don't.
+        not_here: the reason why the row is skipped on any machine; "" if it isn't.
         in_quick: False leaves the row out of `--quick`: it takes minutes to start, or is much like
             another one.
         huge_pages: True lets torch take huge pages for large tensors; `firstlight train` does not.
@@ -38,6 +39,7 @@ class MethodRow:
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     needs_gpu: str = ""
+    not_here: str = ""
     in_quick: bool = True
     huge_pages: bool = False
 
@@ -54,6 +56,9 @@ class MethodOutcome(RowOutcome):
 
 
 PLAIN = MethodRow("plain")
+
+#: Key among a row's changes, no key of a recipe: the parts of the model that are written out.
+WRITTEN_OUT = "bench.written_out"
 
 
 def plain_recipe(
@@ -201,26 +206,38 @@ def _attention_rows(hardware: Hardware) -> list[MethodRow]:
     ]
 
 
-def ladder_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[MethodRow]:
-    """Each method added to those before it, the plain run first.
+def ladder_rows(
+    micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True
+) -> list[MethodRow]:
+    """The guide's rungs in its order, each added to those before it.
 
-    Mixed precision is bf16 where the hardware multiplies it, and fp16 on GPUs that don't.
+    Mixed precision is bf16 where the hardware multiplies it, and fp16 on GPUs that don't. The rungs
+    of a written out mask and written out layers are for GPT-2.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
+    both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
+    other = "" if is_gpt2 else "is of GPT-2's layers: this model has none of them written out"
     return [
-        PLAIN,
-        MethodRow("+accumulation", accumulation(micro_batch_size)),
-        MethodRow("+checkpointing", {"efficiency.activation_checkpointing": "full"}),
-        MethodRow(f"+{low}", {"efficiency.precision": low}),
-        MethodRow("+fused-optimizer", {"optimizer.implementation": "fused"}),
-        MethodRow("+sdpa", {"efficiency.attention": "sdpa"}),
-        MethodRow("+compile", {"efficiency.compile": True}),
+        MethodRow("baseline", {WRITTEN_OUT: both, "data.pin_memory": False}),
+        MethodRow("+mask-on-the-fly", {WRITTEN_OUT: layers}, not_here=other),
+        MethodRow("+tf32", {"efficiency.precision": "tf32"}, _IS_CPU + "CPUs have no TF32"),
+        MethodRow("+fused-adamw", {"optimizer.implementation": "fused"}),
         MethodRow(
-            "+chunked-loss",
-            {"efficiency.loss_chunk_tokens": _chunk_tokens(micro_batch_size, seq_len)},
+            "+pinned-memory",
+            {"data.pin_memory": True},
+            _IS_CPU + "a CPU's batches are copied nowhere",
         ),
-        MethodRow("+vocab-64", {"efficiency.vocab_multiple": 64}),
+        MethodRow(f"+{low}", {"efficiency.precision": low}),
+        MethodRow("+torch-classes", {WRITTEN_OUT: ()}, not_here=other),
+        MethodRow("+flash-attention", {"efficiency.attention": "sdpa"}),
+        MethodRow("+compile", {"efficiency.compile": True}),
+        MethodRow("+padded-vocabulary", {"efficiency.vocab_multiple": 64}),
         MethodRow("+larger-batch", larger_batch(micro_batch_size)),
+        MethodRow(
+            "+ddp",
+            not_here="needs several processes, and each row is one: `firstlight bench scaling "
+            "--engines ddp --nproc N` measures it",
+        ),
     ]
 
 
@@ -237,8 +254,13 @@ def changes_up_to(
 
 def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
     """The reason why a row is not even tried on this machine; "" if it is."""
+    if row.not_here:
+        return row.not_here
     if row.needs_gpu and hardware.device.type != "cuda":
         return row.needs_gpu
+    # NVIDIA's GPUs have had both formats since compute capability 8.0.
+    if row.name == "+tf32" and not hardware.bf16:
+        return "needs a GPU of compute capability 8.0: this one has no TF32"
     if row.huge_pages and hardware.device.type != "cpu":
         return "is about the memory of CPUs"
     if row.name.endswith("accumulation") and micro_batch_size == 1:
@@ -266,17 +288,21 @@ def summarize(
         "failed", "waiting"), the "reason" for that, and where it is measured:
         "micro_batch_size", "gradient_accumulation_steps"; "samples_per_second", the median over
         all timed steps, with "_min" and "_max"; "tokens_per_second"; "mfu"; "peak_bytes";
-        "speed_ratio" and "memory_ratio", to the first row (None without it); "final_loss", the
+        "speed_ratio" and "memory_ratio", to the first row (None without it); "ratio_to_previous",
+        the speed to the measured row before (None without the first); "final_loss", the
         last step's; "first_step_seconds" of the first turn; "runs".
     """
     result = [_summary(row, outcome, head) for row, outcome in rows]
     if not result or result[0]["status"] != "measured":
         return result
     first = result[0]
+    before = first["samples_per_second"]
     for row in result:
         if row["status"] == "measured":
             row["speed_ratio"] = row["samples_per_second"] / first["samples_per_second"]
             row["memory_ratio"] = row["peak_bytes"] / first["peak_bytes"]
+            row["ratio_to_previous"] = row["samples_per_second"] / before
+            before = row["samples_per_second"]
     return result
 
 
@@ -308,6 +334,7 @@ def _summary(
         "peak_bytes": outcome.median("peak_bytes"),
         "speed_ratio": None,
         "memory_ratio": None,
+        "ratio_to_previous": None,
         "final_loss": statistics.median(run["losses"][-1] for run in outcome.runs),
         "first_step_seconds": outcome.runs[0]["first_step_seconds"],
         "runs": outcome.runs,

@@ -20,10 +20,11 @@ class LoadingBench:
         parameters: approximate number of the model's parameters.
         dtype: number format of the file: bfloat16 or float32.
         repeats: turns of all ways.
-        ways: only these rows: auto, sequential, mmap, straight, sharded, cast, transformers,
-            transformers-huge-pages, transformers-cast.
+        ways: only these rows: auto, sequential, mmap, straight, sharded, per-tensor,
+            per-tensor-sequential, cast, transformers, transformers-huge-pages, transformers-cast.
         no_transformers: leave transformers' rows out.
         folder: folder where the checkpoint is made, kept and used again. [a temporary one]
+        device: device to load to: auto, cpu, cuda or cuda:1.
     """
 
     parameters: int = 500_000_000
@@ -32,6 +33,7 @@ class LoadingBench:
     ways: Sequence[str] = ()
     no_transformers: bool = False
     folder: Path | None = None
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,14 @@ class TrainingBench(StepsBench):
         variants: further rows of firstlight, each with some keys of its recipe.
         same_environment: run the other programs in the environment of `firstlight train` (spinning
             threads), too.
+        profile: time by class of operators, of two further steps of each run by torch.profiler.
         quick: a small model, one turn.
     """
 
     programs: Sequence[str] | None = None
     variants: Sequence[str] = ()
     same_environment: bool = False
+    profile: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,8 @@ class GenerationBench:
         prompt_tokens: tokens of each prompt. [128; 32 with --quick]
         new_tokens: new tokens of each text. [64; 16 with --quick]
         repeats: turns of all rows. [3; 1 with --quick]
-        rows: only these: transformers-fp32, transformers-bf16, fp32, bf16, int8, fp32-compiled,
-            bf16-compiled, int8-compiled.
+        rows: only these: transformers-fp32, transformers-bf16, fp32, fp32-no-cache, bf16, int8,
+            fp32-compiled, bf16-compiled, int8-compiled.
         device: device to run on: auto, cpu, cuda or cuda:1.
         quick: a small model, one turn, nothing compiled.
     """

@@ -30,6 +30,7 @@ from firstlight.bench.options import StepsBench, TrainingBench, require_known, r
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
+from firstlight.bench.step_parts import operator_shares, phase_shares
 from firstlight.bench.training_once import EPOCH_TOKENS, write_tokens
 from firstlight.console import say
 from firstlight.errors import ConfigError
@@ -48,6 +49,9 @@ PROGRAMS = (REFERENCE, "reference-fp32", "pure-bf16", "trainer")
 
 #: Steps that are not timed.
 WARMUP_STEPS = 2
+
+#: Further steps of each run that are divided into phases, and that --profile profiles.
+PHASE_STEPS, PROFILED_STEPS = 2, 2
 
 #: Sections of a recipe file that firstlight's rows take over; the rest is the benchmark's.
 _SECTIONS = ("model", "optimizer", "efficiency")
@@ -209,20 +213,21 @@ def bench_training(
         prefix="firstlight-bench-", ignore_cleanup_errors=True
     ) as temporary:
         folder = Path(temporary)
-        count = (WARMUP_STEPS + plan.steps) * plan.micro_batch_size * plan.seq_len + 1
+        steps = WARMUP_STEPS + plan.steps + PHASE_STEPS + PROFILED_STEPS * bench.profile
+        count = steps * plan.micro_batch_size * plan.seq_len + 1
         write_tokens(folder / "tokens", count, plan.model.vocab_size)
         return run_bench(
             "training",
             list(rows),
             plan.repeats,
-            lambda name: _measure(rows[name], plan, folder, bench.same_environment),
+            lambda name: _measure(rows[name], plan, folder, bench),
             lambda found: {**head, "rows": summarize(list(rows.values()), found, head)},
             on_run,
             raise_ceilings,
         )
 
 
-def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, same_environment: bool) -> Found:
+def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, bench: TrainingBench) -> Found:
     request = {
         "program": row.program,
         "recipe": row.recipe.model_dump(),
@@ -230,9 +235,11 @@ def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, same_environment: 
         "data": str(folder / "tokens"),
         "warmup_steps": WARMUP_STEPS,
         "steps": plan.steps,
+        "phase_steps": PHASE_STEPS,
+        "profiled_steps": PROFILED_STEPS * bench.profile,
         "threads": torch.get_num_threads(),
     }
-    ours = row.program == FIRSTLIGHT or same_environment
+    ours = row.program == FIRSTLIGHT or bench.same_environment
     environment = training_environment() if ours else plain_environment()
     # The first turn compiles, whatever was compiled before.
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "caches"), "HF_HUB_OFFLINE": "1"}
@@ -251,7 +258,7 @@ def summarize(
         "total_peak_bytes" and "peak_bytes"; to the row "reference" (None without it)
         "speed_ratio", with the "_min" and "_max" of the turns' own, and "memory_ratio", of the
         total peaks; "final_loss", the last step's; "first_step_seconds" of the first turn;
-        "chosen"; "runs".
+        "phases" and "operators", see `phase_shares` and `operator_shares`; "chosen"; "runs".
     """
     result = [_summary(row, outcomes[row.name], head) for row in rows]
     bases = (entry for entry in result if entry["name"] == REFERENCE)
@@ -298,6 +305,8 @@ def _summary(row: TrainingRow, outcome: RowOutcome, head: Mapping[str, Any]) -> 
         **dict.fromkeys(ratios),
         "final_loss": statistics.median(run["losses"][-1] for run in runs),
         "first_step_seconds": runs[0]["first_step_seconds"],
+        "phases": phase_shares(runs),
+        "operators": operator_shares(runs),
         "chosen": runs[0]["chosen"],
         "runs": list(runs),
     }

@@ -11,8 +11,11 @@ REQUEST is a JSON object:
     data              a file of `write_tokens`, or a prepared corpus
     warmup_steps      steps that are not timed
     steps             steps that are timed
+    phase_steps       further steps, divided into forward, backward and update; 0 unless given
+    profiled_steps    further steps after these, by class of operators; 0 unless given
     threads           threads of torch
     compile           false compiles no other program than firstlight, for dry runs
+    written_out       parts of firstlight's model that are written out: see `written_out`
 
 What is measured, in this order:
 
@@ -21,10 +24,12 @@ What is measured, in this order:
 2. Model, optimizer and loss function are made, as `firstlight train` makes them.
 3. `first_step_seconds`: the first step, with compilation. It and the other warm-up steps are the
    only ones that allocate and compile.
-4. `step_seconds`: of each timed step, from its batches on the device to the updated parameters;
+4. `step_seconds`: of each timed step, from its batches in memory to the updated parameters;
    for the Trainer from its `on_step_begin` to its `on_step_end`. `step_cpu_seconds` is the
    processor's time in it, of all threads: it suffers less from other work on the machine, but
    counts threads that wait by spinning.
+5. `phases` and `operators` of the further steps, see `step_parts`; memory and losses are without
+   them.
 
 Step s trains on the sequences from s x sequences a step on, so that programs and recipes with as
 many of them see the same tokens. `losses` are those before each update, of all steps. The learning
@@ -52,7 +57,7 @@ import re
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +66,7 @@ import numpy.typing as npt
 import safetensors.numpy
 import torch
 
-from firstlight.bench.memory import begin_peak, peaks
+from firstlight.bench.memory import begin_peak
 from firstlight.bench.process import answer
 from firstlight.bench.reference_programs import (
     LoopStep,
@@ -70,6 +75,8 @@ from firstlight.bench.reference_programs import (
     pure_bf16_loop,
     train_with_trainer,
 )
+from firstlight.bench.step_parts import PartsClock
+from firstlight.bench.written_out import write_out
 from firstlight.data.corpus import TokenDataset, row_span, separate_documents
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.data.prepare import prepare
@@ -110,11 +117,13 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
     assert recipe.data.seq_len is not None
     tokens = open_rows(Path(request["data"]), recipe.data.seq_len)
     level = begin_peak()
-    clock = StepClock(hardware.device)
+    timed, phase_steps = request["warmup_steps"] + request["steps"], request.get("phase_steps", 0)
+    clock = PartsClock(hardware.device, level, timed, phase_steps)
     chosen: dict[str, Any] = {}
-    steps = request["warmup_steps"] + request["steps"]
+    steps = timed + phase_steps + request.get("profiled_steps", 0)
     if isinstance(recipe, ResolvedRecipe):
-        losses, chosen = _firstlight(recipe, tokens, steps, hardware, clock)
+        parts = request.get("written_out", ())
+        losses, chosen = _firstlight(recipe, tokens, steps, hardware, clock, parts)
     else:
         rows = request["micro_batch_size"]
         batches = (tokens.batch(step * rows, rows, documents=False) for step in range(steps))
@@ -124,12 +133,15 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
         else:
             loop = _loop(program, recipe, hardware, compile_model=compiles)
             losses = _run_loop(loop, recipe, batches, hardware, clock)
-    peak, total = peaks(hardware.device, level)
+    assert clock.peaks is not None
+    peak, total = clock.peaks
     return {
         "first_step_seconds": clock.seconds[0],
-        "step_seconds": clock.seconds[request["warmup_steps"] :],
-        "step_cpu_seconds": clock.cpu_seconds[request["warmup_steps"] :],
-        "losses": losses,
+        "step_seconds": clock.seconds[request["warmup_steps"] : timed],
+        "step_cpu_seconds": clock.cpu_seconds[request["warmup_steps"] : timed],
+        "phases": clock.phases,
+        "operators": clock.operators,
+        "losses": losses[:timed],
         "peak_bytes": peak,
         "total_peak_bytes": total,
         "chosen": chosen,
@@ -175,6 +187,7 @@ def _firstlight(
     steps: int,
     hardware: Hardware,
     clock: StepClock,
+    written_out: Collection[str],
 ) -> tuple[list[float], dict[str, Any]]:
     """The losses, and the values of the keys that a recipe may leave open."""
     torch.manual_seed(decided.run.seed)
@@ -182,15 +195,18 @@ def _firstlight(
     model.init_weights(torch.Generator().manual_seed(decided.run.seed), decided.init)
     attach(model, decided, hardware)
     program = TrainingProgram(decided, model, hardware)
+    write_out(model, written_out, decided.model.max_position_embeddings)
+    pins = bool(decided.data.pin_memory) and hardware.device.type == "cuda"
     micro, count = decided.batch.rows, decided.batch.accumulation(tokens.seq_len)
     masked = decided.data.document_masking
     losses = []
     for step in range(steps):
         first = step * micro * count
-        batches = [
-            tokens.batch(first + micro * i, micro, masked).to(hardware.device) for i in range(count)
-        ]
+        batches = [tokens.batch(first + micro * i, micro, masked) for i in range(count)]
+        if pins:  # as the loader's threads do while a step computes
+            batches = [batch.pin_memory() for batch in batches]
         clock.start()
+        batches = [batch.to(hardware.device) for batch in batches]
         losses.append(program.step(batches, _lr_scale(step)).loss)
         clock.stop()
     chosen = {
@@ -219,9 +235,9 @@ def _run_loop(
 ) -> list[float]:
     losses = []
     for step, batch in enumerate(batches):
-        batch = batch.to(hardware.device)
         rate = recipe.optimizer.learning_rate * _lr_scale(step)
         clock.start()
+        batch = batch.to(hardware.device)
         losses.append(loop(batch.input_ids, batch.labels, rate))
         clock.stop()
     return losses

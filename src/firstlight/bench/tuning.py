@@ -111,8 +111,9 @@ def tune(
             around the recipe's own values.
         trials: trials of the study, those of earlier calls included.
         budget_minutes: duration of this call; a trial that would not end in it is not begun.
-        trial_steps, trial_minutes: length of a trial; without either, the budget's share. A
-            later call keeps the first one's.
+        trial_steps: length of a trial in steps; without it and `trial_minutes`, the budget's
+            share. A later call keeps the first one's.
+        trial_minutes: length of a trial in minutes, in place of `trial_steps`.
         init_from: model folder, run or hub id that each trial starts from.
         on_trial: called with the line of each trial that has ended.
 

@@ -9,6 +9,9 @@ from firstlight.cli.output import counted, human_bytes, show, show_table
 
 Result = dict[str, Any]
 
+#: Parts of a training step, as `firstlight.bench.step_parts` names them.
+_PHASES = ("forward", "backward", "update")
+
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
@@ -16,6 +19,10 @@ def _ratio(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
+
+
+def _megabytes(value: float | None, missing: str = "") -> str:
+    return missing if value is None else f"{value / 1e6:,.0f} MB"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -39,15 +46,17 @@ def show_loading(result: Result) -> None:
         f"threads; medians of {result['repeats']}"
     )
     header = (
-        *("way", "peak", "/ file", "/ model", "import", "load", "first logits"),
-        "/ transformers",
+        *("way", "peak host memory", "/ file", "/ model", "peak GPU memory"),
+        *("import", "load", "first logits", "/ transformers"),
     )
     rows = [
         (
             row["name"] + (" (default)" if row["default"] else ""),
-            f"{row['peak_bytes'] / 1e6:,.0f} MB",
+            _megabytes(row["peak_bytes"]),
             f"{row['peak_to_file']:.2f}",
             f"{row['peak_to_model']:.2f}",
+            # On a CPU the host's memory is all there is.
+            _megabytes(row["device_peak_bytes"], "no GPU used"),
             *(f"{row[f'{key}_seconds']:.2f} s" for key in ("import", "load", "first_logits")),
             "" if row["time_to_transformers"] is None else f"{row['time_to_transformers']:.2f}",
         )
@@ -86,8 +95,14 @@ def show_methods(result: Result) -> None:
     ):
         measured = [row for row in result[table] if row["status"] == "measured"]
         if measured:
+            # Each rung stands on those before it.
+            further = ("to the rung before",) if table == "ladder" else ()
+            cells = [
+                (*_method_cells(row), *(_ratio(row["ratio_to_previous"]) for _ in further))
+                for row in measured
+            ]
             show()
-            show_table([(title, *header), *map(_method_cells, measured)])
+            show_table([(title, *header, *further), *cells])
         _show_reasons(result[table])
 
 
@@ -126,6 +141,7 @@ def show_training(result: Result) -> None:
     header = (
         *("program", "tokens/s", "(min-max)", "of ceiling", "/ reference", "(min-max)"),
         *("CPU s/step", "peak memory", "/ reference", "final loss", "first step"),
+        *_PHASES,
     )
     measured = [row for row in result["rows"] if row["status"] == "measured"]
     _table(header, [*map(_training_cells, measured)])
@@ -135,6 +151,19 @@ def show_training(result: Result) -> None:
         elif row["chosen"]:
             chosen = (f"{key} {value}" for key, value in row["chosen"].items())
             show(f"{row['name']}: {', '.join(chosen)}")
+    for row in measured:
+        if row["operators"]:
+            cells = [
+                (
+                    kind["class"],
+                    _share(kind["share"]),
+                    f"{kind['seconds']:.3f}",
+                    f"{kind['calls']:g}",
+                )
+                for kind in row["operators"]
+            ]
+            show()
+            show_table([(f"{row['name']}: operators", "share", "s/step", "calls/step"), *cells])
 
 
 def _training_cells(row: Result) -> tuple[str, ...]:
@@ -153,6 +182,7 @@ def _training_cells(row: Result) -> tuple[str, ...]:
         _ratio(row["memory_ratio"]),
         f"{row['final_loss']:.4f}",
         f"{row['first_step_seconds']:.1f} s",
+        *(_share(row["phases"] and row["phases"][phase]) for phase in _PHASES),
     )
 
 
@@ -166,7 +196,7 @@ def show_generation(result: Result) -> None:
     )
     header = (
         *("row", "texts", "tokens/s", "(min-max)", "/ transformers bf16", "of the limit"),
-        *("first token", "first call", "peak memory"),
+        *("the cache's gain", "first token", "first call", "peak memory"),
     )
     rows = [
         (
@@ -176,6 +206,7 @@ def show_generation(result: Result) -> None:
             f"({batch['tokens_per_second_min']:,.1f}-{batch['tokens_per_second_max']:,.1f})",
             _ratio(batch["speed_ratio"]),
             _share(batch["share_of_limit"]),
+            _ratio(batch["cache_speedup"]),
             f"{batch['first_token_seconds']:.3f} s",
             f"{batch['warm_up_seconds']:.1f} s",
             human_bytes(row["peak_bytes"]),
@@ -246,6 +277,27 @@ def show_gemm(result: Result) -> None:
         found = result["rows"] if key in ("size", "model") else result[key]
         found = [row for row in found if row.get("part", key) == key]
         _show_by_dtype(title, found, dtypes, cell)
+    if result["loops"]:
+        _show_loops(result["loops"])
+
+
+def _show_loops(loops: Result) -> None:
+    """Show the rates of passes over arrays and of a product in blocks."""
+    caches = ", ".join(f"{name} {human_bytes(size)}" for name, size in loops["caches"].items())
+
+    def rate(row: Result, name: str) -> str:
+        return f"{row[name] / 1e9:.3g} ({row['lowest'] / 1e9:.3g}-{row['highest'] / 1e9:.3g})"
+
+    title = "one thread reads" + (f" (caches: {caches})" if caches else "")
+    passes = [(human_bytes(row["bytes"]), rate(row, "bytes_per_second")) for row in loops["passes"]]
+    show()
+    show_table([(title, "GB/s"), *passes])
+    blocks = [
+        (f"{row['cut']} of {row['block']}", rate(row, "flops_per_second"))
+        for row in loops["blocks"]
+    ]
+    show()
+    show_table([(f"one thread multiplies fp32, {loops['edge']} square", "GFLOP/s"), *blocks])
 
 
 def _show_by_dtype(
@@ -294,100 +346,3 @@ def _ratio_cell(row: Result) -> tuple[str, str]:
 
 def _tera(rate: float) -> str:
     return f"{rate / 1e12:.3g}"
-
-
-def memory_cells(one: Result) -> tuple[str, ...]:
-    """A row of the memory half of `bench planner`."""
-    if one["reason"]:
-        return one["name"], f"failed: {one['reason']}"
-    sizes = (f"{one[key] / 2**20:,.0f} MiB" for key in ("predicted_bytes", "peak_bytes"))
-    return one["name"], *sizes, f"{one['error']:+.2%}"
-
-
-def speed_cells(row: Result) -> tuple[str, ...]:
-    """A row of the speed half of `bench planner`."""
-    if row["problem"]:
-        return row["name"], f"failed: {row['problem']}"
-    seconds = (f"{row[key]:.3f}" for key in ("predicted", "measured"))
-    return row["name"], *seconds, f"{row['error']:+.1%}"
-
-
-def show_planner(result: Result) -> None:
-    """Show the result of `bench planner`."""
-    if result.get("memory"):
-        _show_memory(result)
-    if result.get("speed"):
-        _show_speed(result["speed"])
-
-
-def _show_memory(result: Result) -> None:
-    good = [one for one in result["memory"] if not one["reason"]]
-    worst = sorted(good, key=lambda one: abs(one["error"]), reverse=True)[:5]
-    header = ("worst in memory", "predicted", "measured", "error")
-    show_table([header, *map(memory_cells, worst)])
-    for one in result["memory"]:
-        if one["reason"]:
-            show(": ".join(memory_cells(one)))
-    found = result["memory_summary"]
-    if found["count"]:
-        show(
-            f"memory, {found['count']} configurations: 95 of 100 within {found['error_95']:.2%}, "
-            f"half within {found['median_error']:.2%}; at most {found['worst_shortage']:.2%} too "
-            f"little; a prediction takes {found['prediction_seconds_95']:.1f} s"
-        )
-
-
-def _show_speed(found: Result) -> None:
-    rows = [row for row in found["rows"] if not row["problem"]]
-    ordered = sorted(rows, key=lambda row: -abs(row["error"]))
-    show_table([("speed", "predicted s", "measured s", "error"), *map(speed_cells, ordered)])
-    for row in found["rows"]:
-        if row["problem"]:
-            show(": ".join(speed_cells(row)))
-    if rows:
-        p95_worked = found["p95"]["error_worked"]
-        show(
-            f"speed, {len(rows)} configurations: 95 of 100 within {found['p95']['error']:.1%}, "
-            f"half within {found['median']['error']:.1%} (of the steps' own work {p95_worked:.1%} "
-            f"and {found['median']['error_worked']:.1%}; by the first prediction alone "
-            f"{found['p95']['error_first']:.1%}); the machine kept steps waiting for "
-            f"{found['waited']:.0%} of the time"
-        )
-
-
-def show_learning(result: Result) -> None:
-    """Show the result of `bench learning`."""
-    from firstlight.bench.learning_page import HEADER, learning_groups, row_cells, verdicts
-
-    groups = learning_groups(result["runs"])
-    for group in groups:
-        show_table([(group.title, *HEADER[1:]), *map(row_cells, group.rows)])
-    for name, verdict in verdicts(groups).items():
-        show(f"{name}: {verdict}")
-    for title, problem in result["problems"].items():
-        show(f"{title}: failed: {problem}")
-
-
-def show_budget(result: Result) -> None:
-    """Show the result of `bench budget`."""
-    from firstlight.bench.budget import HEADER, budget_groups, group_cells
-
-    groups = budget_groups(result["runs"])
-    show_table([HEADER, *(group_cells(*group) for group in groups.items())])
-    for title, problem in result["problems"].items():
-        show(f"{title}: failed: {problem}")
-
-
-def show_gpu(result: Result) -> None:
-    """Show the result of `bench gpu`."""
-    machine = result["machine"]
-    show(
-        f"{machine['name']}, torch {machine['torch']}: {result['measured']} of {result['rows']} "
-        f"rows measured; {result['results']}"
-    )
-    for kind in ("failed", "skipped"):
-        for name, reason in result[kind].items():
-            show(f"{kind}: {name}: {reason}")
-    if result["left"]:
-        minutes = result["left_seconds"] / 60
-        show(f"left for the next call: {len(result['left'])} turns, about {minutes:.0f} minutes")

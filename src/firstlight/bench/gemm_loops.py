@@ -1,0 +1,165 @@
+"""The part of `firstlight bench gemm` on a CPU's caches: rates of passes over growing arrays
+and of matrix products in blocks of growing size, on one thread.
+
+A pass reads an array in fp32 and sums it up. An array that fits into a cache is read from it each
+time but the first, so the rate falls in steps where L1, L2 and L3 end. One call of torch makes as
+many passes as fill `_CALL_BYTES`, so that small arrays don't measure the cost of a call.
+
+The product C = A @ B of square fp32 matrices is cut in two ways, each cut a call of the library:
+
+    row blocks      C[rows] = A[rows] @ B: all of B is read once for each block of rows, and with
+                    blocks of one row nothing of it is used twice
+    square blocks   C[i, j] += A[i, k] @ B[k, j] in three loops: three blocks have to fit into a
+                    cache to be used again and again; small ones pay for a call each
+
+The last cut of both is the whole product, in the blocks that the library itself chooses.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.bench.gemm_products import GemmPlan
+
+#: The kernel's description of the first core's caches (Linux).
+CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
+
+#: Bytes that one call reads at least.
+_CALL_BYTES = 1 << 22
+
+#: Measurements of each row; a row says their median.
+_REPEATS = 5
+
+
+def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
+    """The bytes of each cache of data, such as {"L1": 32768}; empty where the system says none."""
+    found = {}
+    for index in sorted(folder.glob("index*")):
+        kind, level, size = (
+            (index / name).read_text(encoding="ascii").strip() for name in ("type", "level", "size")
+        )
+        if kind != "Instruction":
+            found[f"L{level}"] = int(size.removesuffix("K")) * 1024
+    return found
+
+
+def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
+    """A function that sums the array [numbers] up in as many passes as fill a call, and their
+    count; it returns the sum of each pass [passes]."""
+    passes = max(1, _CALL_BYTES // data.nbytes)
+    repeated, sums = data.expand(passes, -1), torch.empty(passes)
+    return lambda: torch.sum(repeated, 1, out=sums), passes
+
+
+def multiply_rows(a: Tensor, b: Tensor, out: Tensor, rows: int) -> None:
+    """out = a @ b, all [edge, edge], in blocks of rows."""
+    for i in range(0, len(a), rows):
+        torch.mm(a[i : i + rows], b, out=out[i : i + rows])
+
+
+def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
+    """out = a @ b, all [edge, edge], in square blocks."""
+    out.zero_()
+    for i in range(0, len(a), block):
+        for j in range(0, len(a), block):
+            part = out[i : i + block, j : j + block]
+            for k in range(0, len(a), block):
+                part.addmm_(a[i : i + block, k : k + block], b[k : k + block, j : j + block])
+
+
+_CUTS = {"row blocks": (multiply_rows, 1), "square blocks": (multiply_squares, 32)}
+
+
+def measure_loops(plan: GemmPlan) -> dict[str, Any]:
+    """Measure passes over arrays of each size and products in blocks, on one thread.
+
+    Args:
+        plan: its `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds`.
+
+    Returns:
+        "caches": see `cache_sizes`. "passes": "bytes" and "bytes_per_second" of each array.
+        "blocks": "cut" (row blocks, square blocks), "block" (its rows), and "flops_per_second".
+        "edge". Rates are medians, with "lowest" and "highest".
+    """
+    edge, measure_seconds = plan.blocked_edge, plan.measure_seconds
+    with _one_thread():
+        passes = []
+        for size in plan.pass_bytes:
+            call, count = sum_passes(torch.rand(size // 4))
+            rates = _rates(call, count * size, measure_seconds)
+            passes.append({"bytes": size, **_median("bytes_per_second", rates)})
+        a, b, out = torch.rand(edge, edge), torch.rand(edge, edge), torch.empty(edge, edge)
+        blocks = []
+        for cut, (multiply, block) in _CUTS.items():
+            while block <= edge:
+                rates = _rates(lambda: multiply(a, b, out, block), 2 * edge**3, measure_seconds)  # noqa: B023
+                row = {"cut": cut, "block": block, **_median("flops_per_second", rates)}
+                blocks.append(row)
+                block *= 2
+    return {"caches": cache_sizes(), "passes": passes, "blocks": blocks, "edge": edge}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rates(call: Callable[[], object], work: int, measure_seconds: float) -> list[float]:
+    """Work a second in each of some measurements, after one call that is not counted."""
+    call()
+    found = []
+    for _ in range(_REPEATS):
+        calls, start = 0, time.perf_counter()
+        while not calls or time.perf_counter() - start < measure_seconds:
+            call()
+            calls += 1
+        found.append(calls * work / (time.perf_counter() - start))
+    return found
+
+
+def _median(name: str, rates: Sequence[float]) -> dict[str, float]:
+    return {name: statistics.median(rates), "lowest": min(rates), "highest": max(rates)}
+
+
+def draw_loops(passes: Any, blocks: Any, loops: Mapping[str, Any]) -> None:
+    """Draw the rates of passes, with the ends of the caches, and of products in blocks."""
+    rows = loops["passes"]
+    _draw_rates(passes, rows, "bytes", "bytes_per_second", "C0", "passes, fp32")
+    for name, size in loops["caches"].items():
+        passes.axvline(size, color="black", linestyle="--", linewidth=0.8)
+        passes.annotate(name, (size, 0.02), xycoords=("data", "axes fraction"))
+    passes.set_xscale("log", base=2)
+    passes.set(xlabel="bytes of the array, read by one thread", ylabel="GB/s", ylim=(0, None))
+    for number, cut in enumerate(_CUTS):
+        these = [row for row in loops["blocks"] if row["cut"] == cut]
+        _draw_rates(blocks, these, "block", "flops_per_second", f"C{number}", cut)
+    blocks.set_xscale("log", base=2)
+    edge = loops["edge"]
+    blocks.set(
+        xlabel=f"rows of a block; at {edge} the whole product, one thread",
+        ylabel="GFLOP/s",
+        ylim=(0, None),
+    )
+    blocks.legend()
+
+
+def _draw_rates(
+    axes: Any, rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, label: str
+) -> None:
+    places = [row[x] for row in rows]
+    axes.plot(places, [row[y] / 1e9 for row in rows], "o-", color=color, label=label)
+    low, high = ([row[end] / 1e9 for row in rows] for end in ("lowest", "highest"))
+    axes.fill_between(places, low, high, color=color, alpha=0.2)

@@ -1,0 +1,310 @@
+"""The benchmarks of `firstlight bench ...` that take an hour and more, and their tables.
+
+All but `planner` go on where an earlier call stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from firstlight.bench.options import BudgetBench, GPUBench, LearningBench
+from firstlight.cli.bench_options import (
+    Keep,
+    Result,
+    bench_options,
+    folder_option,
+    page_option,
+    publish,
+    write_page,
+)
+from firstlight.cli.output import show, show_table, with_json
+from firstlight.console import say
+from firstlight.errors import ConfigError
+
+
+@click.command("planner")
+@click.option(
+    "--only", type=click.Choice(["memory", "speed"]), help="One half; else both, memory first."
+)
+@click.option("--quick", is_flag=True, help="Every eighth configuration of memory, fewer of speed.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Write planner.json and pictures here."
+)
+@with_json
+def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bool) -> Result:
+    """Set what the planner predicts beside what real training steps take, on this machine's CPU:
+    peak memory over some 80 configurations, and speed over 20.
+
+    Takes most of an hour. What is measured is said, and written to planner.json, at once.
+    """
+    from firstlight.bench import planner_memory, planner_speed
+
+    def measure(keep: Keep) -> None:
+        result: Result = {}
+
+        def said(so_far: Result, total: int, cells: Callable[[Result], tuple[str, ...]]) -> None:
+            keep(result)
+            if not so_far["complete"]:
+                rows = so_far["rows"]
+                say(f"{len(rows)}/{total}  {'  '.join(cells(rows[-1]))}")
+
+        def on_memory(found: Result) -> None:
+            result.update(memory=found["rows"], memory_summary=found["summary"])
+            said(found, len(cases), _memory_cells)
+
+        def on_speed(found: Result) -> None:
+            result.update(speed=found)
+            said(found, len(grid), _speed_cells)
+
+        cases = planner_memory.memory_grid(quick=quick)
+        grid = planner_speed.speed_grid()[:: 5 if quick else 1]
+        if only != "speed":
+            planner_memory.bench_memory(cases, on_memory)
+        if only != "memory":
+            planner_speed.bench_speed(grid, on_speed, calibrate_seconds=15.0 if quick else 60.0)
+
+    def pictures(result: Result) -> dict[str, bytes]:
+        drawn = {}
+        if any(not one["reason"] for one in result.get("memory", ())):
+            drawn["planner-memory.png"] = planner_memory.draw_memory(result["memory"])
+        if result.get("speed"):
+            drawn["planner-speed.png"] = planner_speed.draw_speed(result["speed"])
+        return drawn
+
+    return publish("planner", out, measure, _show_planner, pictures)
+
+
+@click.command("learning")
+@folder_option
+@click.option(
+    "--corpus",
+    "corpora",
+    metavar="stdlib|FILE|bytes:FILE",
+    multiple=True,
+    default=("stdlib",),
+    show_default=True,
+    help="The source of Python's standard library; a text; or a text whose tokens are bytes. "
+    "May be given several times.",
+)
+@bench_options(LearningBench, "sizes", "rows")
+@click.option(
+    "--set",
+    "variants",
+    metavar="ROW:SECTION.KEY=VALUE,...",
+    multiple=True,
+    help="One more row: a row with these keys of its recipe; may be given several times.",
+)
+@bench_options(LearningBench, "seeds", "tokens", "minutes")
+@page_option
+@with_json
+def learning_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
+    """What recipes learn from the same tokens or in the same time, in held-out bits per byte.
+
+    Each run is a training run of its own with one of some seeds; rows take turns over the seeds.
+    results.jsonl in --out has each finished run; the same command goes on where the last one
+    stopped. Seconds count training steps alone.
+    """
+    from firstlight.bench.learning import bench_learning
+    from firstlight.bench.learning_page import draw, page
+
+    bench = LearningBench(folder, **options)
+    result = publish(
+        "learning", folder, lambda keep: bench_learning(bench, keep), _show_learning, draw
+    )
+    write_page(page_file, result, draw, page)
+    return result
+
+
+@click.command("budget")
+@folder_option
+@click.option(
+    "--corpus",
+    "corpora",
+    metavar="stdlib|FILE|FOLDER",
+    multiple=True,
+    default=("stdlib",),
+    show_default=True,
+    help="The source of Python's standard library, or texts. May be given several times.",
+)
+@click.option(
+    "--budget",
+    "budgets",
+    metavar="TIME",
+    multiple=True,
+    default=("3m",),
+    show_default=True,
+    help="Wall-clock time of each run: 3m, 1h. May be given several times.",
+)
+@bench_options(BudgetBench, "trials")
+@page_option
+@with_json
+def budget_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
+    """The settings that `train TEXTS --budget` chooses, beside random settings.
+
+    Each run is the whole command in a process of its own, within the budget of wall-clock time.
+    results.jsonl in --out has each finished run; the same command goes on where the last one
+    stopped.
+    """
+    from firstlight.bench.budget import bench_budget, draw, page
+
+    bench = BudgetBench(folder, **options)
+    result = publish("budget", folder, lambda keep: bench_budget(bench, keep), _show_budget, draw)
+    write_page(page_file, result, draw, page)
+    return result
+
+
+@click.command("gpu")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Measure, and write results.json into this folder; go on with what it holds already.",
+)
+@bench_options(GPUBench, "minutes", "parts", "dry", "retry")
+@click.option(
+    "--report",
+    "report_of",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Measure nothing: write the pages of the results in this folder.",
+)
+@click.option(
+    "--pages",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where pages go. [the checkout's docs; of --dry the folder pages in --out]",
+)
+@with_json
+def gpu_command(
+    out: Path | None,
+    report_of: Path | None,
+    pages: Path | None,
+    dry: bool,
+    as_json: bool,
+    **options: Any,
+) -> Result:
+    """Every figure of firstlight on this machine's GPU, in calls of some minutes.
+
+    The most important rows come first, each in a fresh process. results.json in --out is written
+    after each; the same command goes on where the last one stopped. --report writes docs/gpu.md and
+    docs/benchmarks/gpu-*.md.
+    """
+    from firstlight.bench.gpu import bench_gpu, report
+
+    def written(folder: Path, place: Path | None) -> list[str]:
+        names = [str(path) for path in report(folder, place)]
+        show(f"written: {', '.join(names)}")
+        return names
+
+    if (out is None) == (report_of is None):
+        raise ConfigError(
+            "bench gpu takes --out DIR to measure, or --report DIR to write the pages"
+        )
+    if report_of is not None:
+        return {"written": written(report_of, pages)}
+    assert out is not None
+    result = bench_gpu(GPUBench(out, dry=dry, **options))
+    _show_gpu(result)
+    if dry:
+        result["written"] = written(out, pages or out / "pages")
+    return result
+
+
+def _memory_cells(one: Result) -> tuple[str, ...]:
+    """A row of the memory half of `bench planner`."""
+    if one["reason"]:
+        return one["name"], f"failed: {one['reason']}"
+    sizes = (f"{one[key] / 2**20:,.0f} MiB" for key in ("predicted_bytes", "peak_bytes"))
+    return one["name"], *sizes, f"{one['error']:+.2%}"
+
+
+def _speed_cells(row: Result) -> tuple[str, ...]:
+    """A row of the speed half of `bench planner`."""
+    if row["problem"]:
+        return row["name"], f"failed: {row['problem']}"
+    seconds = (f"{row[key]:.3f}" for key in ("predicted", "measured"))
+    return row["name"], *seconds, f"{row['error']:+.1%}"
+
+
+def _show_planner(result: Result) -> None:
+    """Show the result of `bench planner`."""
+    if result.get("memory"):
+        _show_memory(result)
+    if result.get("speed"):
+        _show_speed(result["speed"])
+
+
+def _show_memory(result: Result) -> None:
+    good = [one for one in result["memory"] if not one["reason"]]
+    worst = sorted(good, key=lambda one: abs(one["error"]), reverse=True)[:5]
+    header = ("worst in memory", "predicted", "measured", "error")
+    show_table([header, *map(_memory_cells, worst)])
+    for one in result["memory"]:
+        if one["reason"]:
+            show(": ".join(_memory_cells(one)))
+    found = result["memory_summary"]
+    if found["count"]:
+        show(
+            f"memory, {found['count']} configurations: 95 of 100 within {found['error_95']:.2%}, "
+            f"half within {found['median_error']:.2%}; at most {found['worst_shortage']:.2%} too "
+            f"little; a prediction takes {found['prediction_seconds_95']:.1f} s"
+        )
+
+
+def _show_speed(found: Result) -> None:
+    rows = [row for row in found["rows"] if not row["problem"]]
+    ordered = sorted(rows, key=lambda row: -abs(row["error"]))
+    show_table([("speed", "predicted s", "measured s", "error"), *map(_speed_cells, ordered)])
+    for row in found["rows"]:
+        if row["problem"]:
+            show(": ".join(_speed_cells(row)))
+    if rows:
+        p95_worked = found["p95"]["error_worked"]
+        show(
+            f"speed, {len(rows)} configurations: 95 of 100 within {found['p95']['error']:.1%}, "
+            f"half within {found['median']['error']:.1%} (of the steps' own work {p95_worked:.1%} "
+            f"and {found['median']['error_worked']:.1%}; by the first prediction alone "
+            f"{found['p95']['error_first']:.1%}); the machine kept steps waiting for "
+            f"{found['waited']:.0%} of the time"
+        )
+
+
+def _show_learning(result: Result) -> None:
+    """Show the result of `bench learning`."""
+    from firstlight.bench.learning_page import HEADER, learning_groups, row_cells, verdicts
+
+    groups = learning_groups(result["runs"])
+    for group in groups:
+        show_table([(group.title, *HEADER[1:]), *map(row_cells, group.rows)])
+    for name, verdict in verdicts(groups).items():
+        show(f"{name}: {verdict}")
+    for title, problem in result["problems"].items():
+        show(f"{title}: failed: {problem}")
+
+
+def _show_budget(result: Result) -> None:
+    """Show the result of `bench budget`."""
+    from firstlight.bench.budget import HEADER, budget_groups, group_cells
+
+    groups = budget_groups(result["runs"])
+    show_table([HEADER, *(group_cells(*group) for group in groups.items())])
+    for title, problem in result["problems"].items():
+        show(f"{title}: failed: {problem}")
+
+
+def _show_gpu(result: Result) -> None:
+    """Show the result of `bench gpu`."""
+    machine = result["machine"]
+    show(
+        f"{machine['name']}, torch {machine['torch']}: {result['measured']} of {result['rows']} "
+        f"rows measured; {result['results']}"
+    )
+    for kind in ("failed", "skipped"):
+        for name, reason in result[kind].items():
+            show(f"{kind}: {name}: {reason}")
+    if result["left"]:
+        minutes = result["left_seconds"] / 60
+        show(f"left for the next call: {len(result['left'])} turns, about {minutes:.0f} minutes")
