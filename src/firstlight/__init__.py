@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from firstlight.recipe import Recipe as Recipe
     from firstlight.recipe import load_recipe as load_recipe
     from firstlight.report.report import draw_report as draw_report
+    from firstlight.sharing.push import Pushed as Pushed
+    from firstlight.sharing.push import push as push
+    from firstlight.sharing.push import push_data as push_data
     from firstlight.tokenizer import TextStream as TextStream
     from firstlight.tokenizer import Tokenizer as Tokenizer
     from firstlight.tokenizer import train_tokenizer as train_tokenizer
@@ -78,6 +81,7 @@ _PUBLIC = {
     "planner.memory.module": ["plan_module"],
     "recipe": ["Recipe", "load_recipe"],
     "report.report": ["draw_report"],
+    "sharing.push": ["Pushed", "push", "push_data"],
     "tokenizer": ["TextStream", "Tokenizer", "train_tokenizer"],
     "training.cooldown": ["cooldown_recipe"],
     "training.loop": ["TrainResult", "train"],

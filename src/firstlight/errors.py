@@ -10,6 +10,7 @@ prints it as one line and exits with `exit_code`; nothing half-written is left b
     ├── DataError              token shards that are damaged, empty or don't fit the model
     ├── ModelError             a model folder whose weights or config.json can't be used
     ├── CheckpointError        a run folder or checkpoint that can't be resumed from
+    ├── HubError               the Hugging Face hub: an upload that it refuses or that breaks off
     ├── StorageError           the disk: full, read-only, not permitted
     ├── TrainingError          a run that can't go on (for instance: a loss that is not a number)
     └── MissingDependencyError an optional package that is not installed
@@ -67,6 +68,10 @@ class ModelError(FirstlightError):
 
 class CheckpointError(FirstlightError):
     """A run folder or checkpoint that can't be used or would be overwritten."""
+
+
+class HubError(FirstlightError):
+    """An upload that the Hugging Face hub refused, or that broke off."""
 
 
 class StorageError(FirstlightError):

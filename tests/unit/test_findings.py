@@ -213,7 +213,12 @@ def scripted(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[st
 
     monkeypatch.setattr(Run, "begin_step", counted)
     monkeypatch.setattr("firstlight.training.validation.evaluate_dataset", evaluated)
-    recipe["evaluation"] = {"every_steps": 3, "max_rows": 1, "sample_prompts": []}
+    recipe["evaluation"] = {
+        "every_steps": 3,
+        "max_rows": 1,
+        "sample_prompts": [],
+        "on_start": False,
+    }
     recipe["checkpoint"] = {"every_steps": 5, "keep_last": 1}
     return recipe
 

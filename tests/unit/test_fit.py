@@ -22,6 +22,8 @@ from firstlight.training.loop import train
 from firstlight.training.program import TrainingProgram
 from firstlight.training.step import StepResult
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _CPU = find_hardware("cpu")
 
 

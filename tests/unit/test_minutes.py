@@ -100,7 +100,12 @@ def recipe(recipe: dict[str, Any]) -> dict[str, Any]:
         "embd_pdrop": 0.2,
     }
     recipe["schedule"] = {"kind": "wsd", "max_minutes": MINUTES}
-    recipe["evaluation"] = {"every_steps": 20, "max_rows": 12, "sample_tokens": 1}
+    recipe["evaluation"] = {
+        "every_steps": 20,
+        "max_rows": 12,
+        "sample_tokens": 1,
+        "on_start": False,
+    }
     recipe["checkpoint"] = {"every_steps": 10, "keep_last": 99, "asynchronous": False}
     recipe["efficiency"] = {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0}
     return recipe
@@ -288,10 +293,9 @@ def test_a_decision_falls_when_the_decay_has_to_begin() -> None:
 @pytest.mark.parametrize(
     "keys, says",
     [
-        ({"max_steps": 9}, "max_steps and max_minutes both say how long the run is"),
-        ({"epochs": 1.0}, "epochs and max_minutes both say how long the run is"),
+        ({"max_steps": 9, "epochs": 1.0}, "max_steps and epochs both say how long the run is"),
         ({"decay_steps": 9}, "decay_steps is a step of a run of known length"),
-        ({"resume": True}, "set max_steps instead of max_minutes"),
+        ({"resume": True}, "set max_steps, and max_minutes to null"),
         ({"warmup_ratio": 0.7, "decay_fraction": 0.5}, "are 1.2 of the run together"),
         ({"max_minutes": 0.0}, "schedule.max_minutes: .*greater than 0"),
     ],
@@ -333,6 +337,39 @@ def test_a_run_ends_in_time_at_any_speed(
     if kind in ("cosine", "linear"):
         assert record["decided_at"] == 10
         assert rates[-1] == pytest.approx(0.1 * max(rates))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step_seconds", [2.6, 0.001])
+def test_a_run_ends_at_the_first_of_two_limits(
+    recipe: dict[str, Any], machine: Machine, kind: str, step_seconds: float
+) -> None:
+    machine.step = step_seconds
+    recipe["schedule"] |= {"kind": kind, "max_steps": 60}
+    result = train(recipe)
+    record = read_length(folder_of(recipe))
+    assert record["max_steps"] == result.step
+    assert record["most_steps"] == 60
+    assert result.step == 60 or 0.95 * 180 < record["seconds_used"] <= 1.001 * 180
+    rates = [line["learning_rate"] for line in metrics(recipe)]
+    if kind == "wsd":
+        assert result.step - record["decided_at"] == pytest.approx(0.2 * result.step, abs=1.5)
+    if kind in ("wsd", "cosine", "linear"):
+        assert rates[-1] == pytest.approx(0.0 if kind == "wsd" else 0.1 * max(rates))
+    if step_seconds < 1:
+        assert result.step == 60
+        # A run that goes on may take more steps, if its recipe says so.
+        recipe["schedule"]["max_steps"] = 70
+        assert train(recipe, resume=True).step == 70
+
+
+def test_passes_limit_a_run_in_minutes(recipe: dict[str, Any], machine: Machine) -> None:
+    machine.step = 0.01
+    recipe["schedule"]["epochs"] = 1.5
+    step = train(recipe).step
+    recipe["schedule"] = {"kind": "wsd", "epochs": 1.5}
+    recipe["run"]["dir"] += "-steps"
+    assert train(recipe).step == step
 
 
 def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(

@@ -19,6 +19,7 @@ from firstlight.pipeline.facts import (
     Shape,
     TextFacts,
     estimated_text,
+    expected_bits,
     worth_of_bytes,
 )
 from firstlight.pipeline.recipe_text import commented_yaml
@@ -94,12 +95,9 @@ def test_every_choice_is_a_valid_recipe(
     assert batch.accumulation(recipe.data.seq_len) * batch.rows * recipe.data.seq_len == (
         batch.global_batch_tokens
     )
-    if recipe.schedule.max_minutes is None:
-        # The text ends the run.
-        assert recipe.schedule.max_steps == choices.steps
-        assert choices.epochs > settings.GOOD_EPOCHS
-    else:
-        assert recipe.schedule.max_minutes == pytest.approx(seconds / 60, abs=1e-3)
+    assert recipe.schedule.max_minutes == pytest.approx(seconds / 60, abs=1e-3)
+    # Where the text could end the run before the time does.
+    assert recipe.schedule.epochs == (settings.MOST_EPOCHS if choices.epochs > 1 else None)
     assert len({choice.key for choice in choices.choices}) == len(choices.choices)
 
 
@@ -224,3 +222,43 @@ def test_every_kind_of_schedule_can_be_given(kind: str) -> None:
 def test_an_automatic_micro_batch_can_be_given() -> None:
     chosen = choose(TEXT, MACHINE, Length(60.0), {"batch.micro_batch_size": "auto"})
     assert chosen["batch.micro_batch_size"] == "auto"
+
+
+def test_a_text_of_wider_characters_needs_fewer_bits_for_a_byte() -> None:
+    # The same text with each character in two bytes.
+    wide = dataclasses.replace(
+        TEXT,
+        bytes_per_token=2 * TEXT.bytes_per_token,
+        gzip_bits_per_byte=TEXT.gzip_bits_per_byte / 2,
+        bytes_per_character=2.0,
+    )
+    narrow_bits = expected_bits(1e6, 5e6, TEXT)
+    assert expected_bits(1e6, 1e7, wide) == pytest.approx(narrow_bits / 2)
+
+
+@pytest.mark.parametrize(
+    "text, bytes_per_token, train_tokens, bytes_per_character, parameters, tokens, measured",
+    [
+        # gzip's bits for a byte, and what runs of these sizes have come to.
+        (1.87, 3.486, 3.17e6, 1.0, 851_968, 149_504, 2.034),
+        (1.87, 3.486, 3.17e6, 1.0, 851_968, 3_141_632, 1.279),
+        (1.87, 3.486, 3.17e6, 1.0, 106_496, 499_712, 1.730),
+        (3.11, 2.884, 348_061, 1.0, 851_968, 149_504, 2.294),
+        (3.11, 2.884, 348_061, 1.0, 851_968, 997_376, 2.045),
+        (2.66, 3.195, 316_000, 1.0, 851_968, 499_712, 1.973),
+        (1.95, 4.343, 132_297, 1.75, 638_976, 530_208, 1.435),
+    ],
+)
+def test_measured_runs_lie_within_what_is_expected_of_them(
+    text: float,
+    bytes_per_token: float,
+    train_tokens: float,
+    bytes_per_character: float,
+    parameters: int,
+    tokens: int,
+    measured: float,
+) -> None:
+    facts = TextFacts(2048, train_tokens, bytes_per_token, text, 1e4, bytes_per_character)
+    low, high = settings.EXPECTED_RANGE
+    expected = expected_bits(parameters, tokens * bytes_per_token, facts)
+    assert low * expected <= measured <= high * expected

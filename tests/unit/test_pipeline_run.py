@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import random
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,8 @@ from firstlight.pipeline.result import TextRun, result_lines
 from firstlight.pipeline.run import train_texts
 from firstlight.pipeline.run_folder import Call
 from firstlight.planner.plan.machine import find_machine
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 WORDS = (
     "the cat sat on a mat and saw one red bird that sang in the old tree by a small lake".split()
@@ -71,10 +75,19 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     assert values["model"]["hidden_size"] == 64
     assert "  # given\n  hidden_size: 64" in recipe
     assert "bits for a byte" in "\n".join(result_lines(run))
+    commands = {words[1]: words[1:] for words in (shlex.split(c) for c, _ in run.next_commands)}
+    assert list(commands) == ["generate", "chat", "serve", "convert", "train"]
+    assert main([*commands["generate"], "--max-new-tokens", "4"]) == 0
+    assert main(commands["convert"]) == 0
 
     again = trained(texts)
     assert again.training is None
     assert again.bits_per_byte == run.bits_per_byte
+
+    length = {"max_minutes": 1.0, "predicted_steps": 3, "most_steps": 3, "seconds_used": 1.0}
+    text = json.dumps({**length, "max_steps": 3, "decided_at": 1})
+    (run.run_folder / "length.json").write_text(text)
+    assert "firstlight train" not in "\n".join(result_lines(trained(texts)))
 
     with open(run.run_folder / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 4, "bits_per_byte": 99.0}\n')

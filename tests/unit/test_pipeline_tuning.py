@@ -39,6 +39,8 @@ from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 MACHINE = MachineFacts("two cores", "cpu", [(9e6, 20_000.0)], 8 << 30)
 MODEL = StartingModel(260_000, 64, 512)
 FULL = Method()
@@ -110,6 +112,17 @@ def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> N
 
     again = tuned(chats, model)
     assert (again.training, again.bits_per_byte) == (None, run.bits_per_byte)
+
+
+def test_samples_are_answers_to_questions_of_the_given_held_out_conversations(
+    tmp_path: Path, model: Path
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    turns = [{"role": "user", "content": "Who asks?"}, {"role": "assistant", "content": "I do."}]
+    held = write_lines(tmp_path / "held.jsonl", [{"messages": turns}])
+    options = {"evaluation.sample_tokens": 4, "data.val_files": [str(held)]}
+    run = tuned(chats, model, overrides=options, steps=1)
+    assert [prompt for prompt, _ in run.samples] == ["Who asks?"]
 
 
 def test_a_stopped_fine_tuning_is_gone_on_with(tmp_path: Path, model: Path) -> None:
@@ -235,6 +248,7 @@ def test_few_conversations_are_read_more_often() -> None:
     assert chosen(Length(3600.0), count=20)["schedule.epochs"] == 10.0
     short = chosen(Length(5.0))
     assert short["schedule.max_minutes"] == pytest.approx(5 / 60, abs=1e-3)
+    assert chosen(Length(3600.0))["schedule.max_minutes"] == pytest.approx(60.0)
     assert short.epochs < 1.1
     assert chosen(Length(steps=7))["schedule.max_steps"] == 7
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from firstlight.report.compare import final_numbers
 from firstlight.report.html import run_page
 from firstlight.report.page import chosen_samples
 from firstlight.report.records import read_run
-from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
+from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report, picture_of
 from firstlight.training.loop import train
 
 _START = {
@@ -131,6 +132,7 @@ def test_final_numbers_are_those_of_the_run(tmp_path: Path) -> None:
         "tokens_per_second": 1010.5,
         "learned_tokens_per_second": None,
         "samples_per_second": None,
+        "step_seconds": 36.0,
         "mfu": 0.25,
         "memory_bytes": 2**28 + 20,
         "hours": pytest.approx(0.2),
@@ -340,3 +342,37 @@ def test_a_start_from_the_beginning_forgets_the_starts_before_it(recipe: dict[st
     train(recipe, resume=True)  # there is nothing left to do
     assert [start["step"] for start in read_run(run).starts] == [0, 8]
     assert [event["event"] for event in read_run(run).what_happened] == ["resumed"]
+
+
+def test_the_losses_stand_over_steps_tokens_and_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", [record(step) for step in range(1, 21)])
+    page = run_page(read_run(folder))
+    chart = page[page.index("<svg") : page.index("</svg>")]
+    names = re.findall(r'class="name"[^>]*>([^<]*)<', chart)
+    assert names == ["step", "tokens seen", "epochs"]
+    figures: list[Any] = []
+
+    def kept(figure: Any) -> bytes:
+        figures.append(figure)
+        return b""
+
+    monkeypatch.setattr("firstlight.report.report.png", kept)
+    picture_of(read_run(folder))
+    (figure,) = figures
+    below, above = (
+        next(axes for axes in figure.axes if axes.get_xlabel() == name)
+        for name in ("tokens seen", "epochs")
+    )
+    assert below.get_xlim() == above.get_xlim() == figure.axes[0].get_xlim()
+    # 128 tokens and a tenth of an epoch a step.
+    numbers = [
+        (text.get_text(), place)
+        for text, place in zip(below.get_xticklabels(), below.get_xticks(), strict=True)
+    ]
+    assert ("2k", pytest.approx(2000 / 128)) in numbers
+    assert ("1", pytest.approx(10)) in [
+        (text.get_text(), place)
+        for text, place in zip(above.get_xticklabels(), above.get_xticks(), strict=True)
+    ]

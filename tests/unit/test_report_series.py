@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from firstlight.console import compact, rounded
 from firstlight.errors import CheckpointError
-from firstlight.report.charts import (
+from firstlight.report.axes import (
     Scale,
     linear_range,
     linear_ticks,
     log_range,
     log_ticks,
+    second_axis,
 )
 from firstlight.report.records import Series, read_metrics, smoothed, thin
 
@@ -200,3 +201,18 @@ def test_ticks_are_round() -> None:
 def test_numbers_are_written_for_people(value: float, text: str, short: str) -> None:
     assert compact(value) == text
     assert rounded(value) == short
+
+
+def test_a_second_axis_has_round_numbers_where_they_were_reached() -> None:
+    """Of a batch that grows from 100 to 200 tokens at step 50."""
+    steps = np.arange(101.0)
+    tokens = Series(steps, np.where(steps < 50, 100 * steps, 200 * steps - 5000))
+    axis = second_axis("tokens seen", tokens)
+    assert axis is not None
+    assert axis.ticks(0.0, 100.0, 3) == [(0.0, "0"), (50.0, "5k"), (75.0, "10k"), (100.0, "15k")]
+    # Steps that saw nothing have one place; what falls is no axis.
+    still = second_axis("tokens seen", Series(np.arange(4.0), np.array([0.0, 10.0, 10.0, 20.0])))
+    assert still is not None
+    assert still.ticks(0.0, 3.0, 2) == [(0.0, "0"), (1.0, "10"), (3.0, "20")]
+    assert second_axis("epochs", Series(np.arange(3.0), np.array([0.0, 2.0, 1.0]))) is None
+    assert second_axis("epochs", Series(np.arange(3.0), np.zeros(3))) is None

@@ -323,7 +323,7 @@ def test_two_answers_to_one_question_are_refused(values: dict[str, float], says:
 @pytest.mark.parametrize(
     "values",
     [
-        {"max_steps": 0},
+        {"max_steps": -1},
         {"warmup_steps": -1},
         {"min_lr_ratio": 1.5},
         {"min_lr_ratio": -0.1},

@@ -308,7 +308,8 @@ def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -
         ({**ROW, "ctx_a": "x"}, "ctx_b is missing"),
         ({"ctx_a": "x", "ctx_b": "y", "endings": ["a", "b"], "label": 0}, "activity_label is miss"),
         ({**ROW, "endings": "ab"}, "endings must be a list"),
-        ({**ROW, "endings": ["a"]}, "endings must be a list of texts, at least two"),
+        ({**ROW, "endings": ["a"]}, "endings must be a list of 2 to 100 texts"),
+        ({**ROW, "endings": ["a"] * 101}, "endings must be a list of 2 to 100 texts"),
         ({**ROW, "endings": ["a", 2]}, "endings must be texts"),
         ({**ROW, "endings": ["a", "[x]"]}, "the context or an ending is empty"),
         ({**ROW, "label": 2}, "label must be a number from 0 to 1, not 2"),
@@ -316,7 +317,8 @@ def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -
         ({**ROW, "label": ""}, "label must be a number from 0 to 1, not ''"),
         ({**ROW, "label": "-1"}, "label must be a number"),
         ('{"ctx": "\\ud800", "endings": ["a", "b"], "label": 0}', "ctx must be a text"),
-        ("[" * 100_000, "is no HellaSwag item"),
+        ("[" * 60_000, "is no HellaSwag item"),
+        ({**ROW, "ctx": "a" * 70_000}, "bytes, more than 65,536"),
     ],
 )
 def test_a_bad_line_is_named(line: object, said: str, tmp_path: Path) -> None:

@@ -578,7 +578,14 @@ def test_init_from_needs_no_model_in_the_recipe(recipe: dict[str, Any], tmp_path
     )
 
 
-def test_a_run_started_from_weights_resumes_exactly(recipe: dict[str, Any], tmp_path: Path) -> None:
+# GPT-NeoX' files call the head otherwise than its model.
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_a_run_started_from_weights_resumes_exactly(
+    family: str, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    heads = recipe["model"]["num_attention_heads"]
+    shape = {"model_type": family, "num_key_value_heads": heads, "tie_word_embeddings": False}
+    recipe["model"] = {**recipe["model"], **shape}
     train(recipe)
     whole = changed(recipe, run={"dir": str(tmp_path / "whole"), "seed": 5})
     del whole["model"]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from firstlight.cli.options import best_option, device_option
 from firstlight.cli.output import show_rows, with_json
-from firstlight.errors import ConfigError
+from firstlight.console import say
+from firstlight.errors import CheckpointError, ConfigError, StorageError
 
 if TYPE_CHECKING:
     from firstlight.evaluation.perplexity import Evaluation
@@ -115,7 +117,21 @@ def eval_command(
         )
         _show_loss(found)
         result |= dataclasses.asdict(found)
+    _record(loaded.folder, result, data)
     return result
+
+
+def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
+    """Keep a result with its run, for the run's card; a folder that can't be written is left."""
+    from firstlight.data.sources import neutral_name
+    from firstlight.sharing.facts import record_evaluation
+
+    kept = {name: value for name, value in result.items() if name not in ("checkpoint", "folder")}
+    place = {} if data is None else {"data": neutral_name(data)}
+    try:
+        record_evaluation(folder, {**place, **kept})
+    except (StorageError, CheckpointError) as error:
+        say(f"note: the result is not kept for the card: {error}")
 
 
 def _require_used(

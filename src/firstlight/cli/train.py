@@ -316,6 +316,7 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
         "train/loss": result.train_loss,
         "evaluation": None if result.evaluation is None else _figures(result.evaluation),
         "weight_decay": last_start(result.run_folder).get("weight_decay"),
+        "summary": dataclasses.asdict(result.summary),
         "stopped_by": result.stopped_by,
         "diverged": result.diverged,
         "findings": [finding.as_json() for finding in result.findings],

@@ -46,10 +46,11 @@ class Evaluation:
         split: "val" or "train".
         seq_len: tokens a row.
         document_masking: True where tokens saw only their own document.
-        loss_stderr, perplexity_stderr, bits_per_byte_stderr: standard errors of a random sample of
-            rows as an estimate of the whole split, see `scores.standard_error`; that of the
-            perplexity by the delta method. None where all rows were evaluated, or rows that were
-            not drawn.
+        loss_stderr: standard error of the loss of a random sample of rows as an estimate of the
+            whole split's, see `scores.standard_error`. None where all rows were evaluated, or rows
+            that were not drawn; the other standard errors likewise.
+        perplexity_stderr: standard error of the perplexity, by the delta method.
+        bits_per_byte_stderr: standard error of the bits per byte.
     """
 
     loss: float
@@ -95,7 +96,8 @@ class RowOptions(TypedDict, total=False):
     on_rows: Callable[[int, int], None] | None
 
 
-@torch.inference_mode()
+# Not inference_mode: what FSDP2 allocates in a run's first forward pass is trained with afterwards.
+@torch.no_grad()
 def losses_of_rows(
     loss_sum: LossFunction,
     dataset: TokenDataset,
@@ -195,7 +197,7 @@ def _shared_losses(
     if extra:
         masking = options.get("document_masking", False)
         batch = rows_to_batch(dataset, extra, options["seq_len"], 0, document_masking=masking)
-        with torch.inference_mode():
+        with torch.no_grad():
             loss_sum(*batch.uncounted().to(options["device"]).inputs)
     return losses if processes == 1 else _all_losses(losses)
 

@@ -3,6 +3,7 @@ al. 2019) itself: its items, and a model's choice among the endings of each."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,7 +134,8 @@ def evaluate_tasks(
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`, or what that returned.
         tasks: see `ready_tasks`; one text is one task.
-        items, task_folder: see `ready_tasks`.
+        items: number of items of each task, the first ones; see `ready_tasks`.
+        task_folder: folder with further tasks; see `ready_tasks`.
         batch_size: texts at a time; changes the speed only.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays where it is.
         on_texts: called after each batch with the texts scored and to be scored, for each task
@@ -162,6 +164,8 @@ def evaluate_tasks(
 HUB_ID = "Rowan/hellaswag"
 #: The largest known, the training split, has 48 MB.
 _MAX_BYTES = 1 << 30
+#: Bytes of an item's line, and its endings: HellaSwag's have up to 3 KB, and four.
+_MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 
 
 def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
@@ -178,12 +182,14 @@ def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
         InputError: the file can't be read, or a line (named) is something else.
     """
     items: list[Item] = []
-    for number, line in enumerate(read_file(path, _MAX_BYTES).splitlines(), start=1):
+    for number, line in enumerate(io.BytesIO(read_file(path, _MAX_BYTES)), start=1):
         if limit is not None and len(items) == limit:
             break
         if not line.strip():
             continue
         try:
+            if len(line) > _MAX_LINE_BYTES:
+                raise ValueError(f"it has {len(line):,} bytes, more than {_MAX_LINE_BYTES:,}")
             items.append(item_of(json.loads(line.decode("utf-8"))))
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}:{number} is no HellaSwag item: {error}") from error
@@ -236,8 +242,8 @@ def item_of(row: Any) -> Item:
     if "activity_label" in row or "ctx_a" in row:
         context = _text(row, "activity_label") + ": " + context
     endings = row.get("endings")
-    if not isinstance(endings, list) or len(endings) < 2:
-        raise ValueError("endings must be a list of texts, at least two")
+    if not isinstance(endings, list) or not 2 <= len(endings) <= _MAX_ENDINGS:
+        raise ValueError(f"endings must be a list of 2 to {_MAX_ENDINGS} texts")
     if not all(isinstance(ending, str) and _is_unicode(ending) for ending in endings):
         raise ValueError("endings must be texts")
     choices = tuple(cleaned(ending) for ending in endings)
@@ -250,7 +256,11 @@ def cleaned(text: str) -> str:
     """A text without the brackets that WikiHow's articles left in the data, as
     lm-evaluation-harness's `preprocess` does it."""
     text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+    # Without the last part of a line, in which no bracket ends: the search there would go to the
+    # line's end from each bracket that begins.
+    parts = (line.rpartition("]") for line in text.split("\n"))
+    lines = (re.sub(r"\[.*?\]", "", head + end) + tail for head, end, tail in parts)
+    return "\n".join(lines).replace("  ", " ")
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

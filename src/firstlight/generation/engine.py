@@ -259,9 +259,17 @@ def generate(
     Args:
         checkpoint: a folder or hub id as for `load`, or what `load` returned.
         prompt: text to continue; empty starts from the model's beginning-of-text token.
-        max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, stop,
-            logprobs, frequency_penalty, presence_penalty, logit_bias, slide, beams, choices: see
-            `SamplingConfig`.
+        max_new_tokens: greatest number of new tokens.
+        temperature: see `SamplingConfig`, as for all that follow.
+        top_k, top_p, min_p: limits of the choice of a token.
+        seed: seed of the random choice.
+        repetition_penalty, frequency_penalty, presence_penalty: penalties of tokens seen before.
+        stop: texts that end the text.
+        logprobs: number of likeliest tokens whose log probabilities are given.
+        logit_bias: additions to the logits by token id.
+        slide: go on beyond the model's context.
+        beams: number of beams of a beam search; 1 is none.
+        choices: number of likeliest tokens that are given with their probabilities.
         compile: see `GenerationStream`.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, Self
 
@@ -22,7 +22,7 @@ DecayShape = Literal["linear", "1-sqrt"]
 
 #: Keys of which at most one is given, and the question that they answer.
 ALTERNATIVES = (
-    (("max_steps", "epochs", "max_minutes"), "how long the run is"),
+    (("max_steps", "epochs"), "how long the run is"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "how long the warm-up is"),
     (("decay_fraction", "cooldown_steps"), "how long the decay is"),
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
@@ -57,14 +57,15 @@ class ScheduleConfig(Section):
     "wsd" (warm-up, stable, decay) stays at the peak and comes down in a last part of the run;
     "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step), whatever the run's
     length."""
-    max_steps: int | None = Field(None, gt=0)
-    """optimizer steps of the run; null is one epoch of the training split."""
+    max_steps: int | None = Field(None, ge=0)
+    """optimizer steps of the run; null is one epoch of the training split, 0 evaluates and saves
+    the model as it is."""
     epochs: float | None = Field(None, gt=0)
     """passes over the training split, fractions included, instead of max_steps."""
     max_minutes: float | None = Field(None, gt=0)
-    """minutes that the training loop takes, evaluations and saves included, instead of max_steps:
-    the number of steps follows from measured steps (wsd: when the decay has to begin; cosine and
-    linear: after the warm-up) and is then part of the run."""
+    """minutes that the training loop takes, evaluations and saves included: the number of steps
+    follows from measured steps (wsd: when the decay has to begin; cosine and linear: after the
+    warm-up) and is then part of the run. With max_steps or epochs, the run has at most so many."""
     warmup_steps: int | None = Field(None, ge=0)
     """steps over which the learning rate rises; null is a twentieth of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
@@ -128,6 +129,10 @@ class ScheduleConfig(Section):
         return self
 
     def _require_open_length(self) -> None:
+        if self.max_steps == 0:
+            raise ValueError(
+                "max_steps 0 makes no step, and max_minutes is for steps: set max_minutes to null"
+            )
         if self.decay_steps is not None:
             raise ValueError(
                 "decay_steps is a step of a run of known length, and max_minutes leaves the number "
@@ -135,8 +140,8 @@ class ScheduleConfig(Section):
             )
         if self.resume:
             raise ValueError(
-                "resume goes on in a schedule whose length is known in steps: set max_steps "
-                "instead of max_minutes"
+                "resume goes on in a schedule whose length is known in steps: set max_steps, and "
+                "max_minutes to null"
             )
         shares = (self.warmup_ratio or 0.0) + (self.decay_fraction or 0.0)
         if shares > 1:
@@ -279,6 +284,20 @@ class DecidedLength(PredictedLength):
     decided_at: int
 
 
+def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule) -> int | None:
+    """The number of steps of a run by `max_steps` or `epochs`; None where neither is given.
+
+    Args:
+        config: the recipe's section.
+        rows_per_epoch: rows of the training split.
+        batch: rows of each optimizer step.
+    """
+    if config.epochs is None:
+        return config.max_steps
+    # As it is written: a float's 1.1 epochs of 100 rows would be a row more than 110.
+    return batch.steps_for(Fraction(str(config.epochs)) * rows_per_epoch)
+
+
 def resolve_schedule(
     config: ScheduleConfig,
     learning_rate: float,
@@ -301,12 +320,18 @@ def resolve_schedule(
         ConfigError: the learning rate would have come down before it has risen, or warm-up and
             decay don't fit into the run.
     """
+    if config.max_steps == 0:
+        # The lengths of warm-up and decay may be those of the run that comes after.
+        return Schedule(0, 0, 0, config.minimum_scale(learning_rate), config.kind)
+    given_steps = most_steps(config, rows_per_epoch, batch)
     if config.max_minutes is not None:
         assert length is not None
+        if given_steps is not None and given_steps < length.predicted_steps:
+            length = replace(length, predicted_steps=given_steps)
         return _schedule_in_minutes(config, learning_rate, batch, seq_len, length)
-    # As it is written: a float's 1.1 epochs of 100 rows would be a row more than 110.
-    epochs = Fraction(str(config.epochs or 1))
-    max_steps = config.max_steps or batch.steps_for(epochs * rows_per_epoch)
+    if given_steps is None:
+        given_steps = batch.steps_for(Fraction(rows_per_epoch))
+    max_steps = given_steps
     decay_steps = config.decay_steps or max_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, max_steps, decay_steps)
     if config.decay_steps is not None and warmup_steps >= decay_steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from firstlight.console import rounded
@@ -50,15 +50,13 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A model, how long it trains, and what is expected of it; `is_capped` where the text, not the
-    time, ends the run."""
+    """A model, how long it trains, and what is expected of it."""
 
     shape: Shape
     rate: float
     batch: int
     steps: int
     bits: float
-    is_capped: bool
 
     @property
     def tokens(self) -> int:
@@ -192,11 +190,9 @@ def _candidate(
 ) -> _Candidate:
     """A model with the run that there is time for."""
     rate = machine.tokens_per_second(shape.flops_per_token)
-    is_capped = False
     if length.seconds is not None:
         tokens = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
-        most = settings.MOST_EPOCHS * text.train_tokens
-        tokens, is_capped = min(tokens, most), tokens > most
+        tokens = min(tokens, settings.MOST_EPOCHS * text.train_tokens)
     else:
         tokens = length.tokens or 0.0
     steps = length.steps
@@ -212,7 +208,7 @@ def _candidate(
     if steps is None:
         steps = max(round(tokens / batch), 1)
     bits = expected_bits(shape.layer_parameters, steps * batch * text.bytes_per_token, text)
-    return _Candidate(shape, rate, batch, steps, bits, is_capped)
+    return _Candidate(shape, rate, batch, steps, bits)
 
 
 def _batch_tokens(tokens: float, seq_len: int) -> int:
@@ -330,13 +326,15 @@ def _length_choices(
     schedule = {k: v for k, v in _layout(fixed).items() if k.startswith("schedule.")}
     reasons = {"schedule.kind": "full rate, then a line down to zero over the last part"}
     epochs = best.tokens / max(text.train_tokens, 1.0)
-    if length.seconds is not None and not best.is_capped:
+    if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
         reason = "of the training; measured steps decide their number, once"
         yield Choice("schedule.max_minutes", minutes, reason)
+        if epochs > 1:
+            reason = "passes over the text at most: more would not help"
+            yield Choice("schedule.epochs", settings.MOST_EPOCHS, reason)
     else:
         passes = f"{best.tokens:,} tokens, {epochs:.2g} passes over the text"
-        passes += ": more would not help" if best.is_capped else ""
         yield Choice("schedule.max_steps", best.steps, passes)
     yield Choice("schedule.warmup_steps", max(best.steps // 50, min(10, best.steps // 10)), "")
     for key, value in schedule.items():
@@ -354,9 +352,7 @@ def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
         return ""
     # The same run on text that is all new.
     read = best.tokens * text.bytes_per_token
-    plenty = TextFacts(
-        text.vocab_size, best.tokens, text.bytes_per_token, text.gzip_bits_per_byte, 0
-    )
+    plenty = replace(text, train_tokens=best.tokens)
     new = expected_bits(best.shape.layer_parameters, read, plenty)
     return (
         f"the text is read {epochs:.0f} times; {rounded(read)} bytes of such text in place of "

@@ -12,7 +12,7 @@ import numpy as np
 from firstlight.data.conversations import BadRecordError, to_conversation
 from firstlight.data.corpus import Corpus
 from firstlight.data.examples import ExampleDataset
-from firstlight.data.records import read_records
+from firstlight.data.records import find_records, read_records
 from firstlight.data.sources import DataSource
 from firstlight.errors import FirstlightError
 from firstlight.pipeline.inputs import file_names
@@ -61,7 +61,6 @@ class Conversations:
         *,
         progress: bool,
     ) -> None:
-        self._sources = sources
         name, self.template = _chat_template(request, tokenizer)
         self.section: dict[str, Any] = {
             "kind": "chat",
@@ -72,6 +71,7 @@ class Conversations:
         }
         own = [one for one in request.overrides if one[0].startswith("data.")]
         config = parse_recipe({"data": self.section}, "the chosen recipe", own).data
+        self._sources = find_records(config.val_files) if config.val_files else sources
         train, self.val = open_splits(config, tell, tokenizer=lambda: folder, progress=progress)
         assert isinstance(train, ExampleDataset)
         self.train, lengths = train, train.lengths

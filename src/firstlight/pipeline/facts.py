@@ -70,6 +70,7 @@ class TextFacts:
         bytes_per_token: UTF-8 bytes of text for a token.
         gzip_bits_per_byte: bits per byte of the text by gzip -9.
         val_tokens: tokens of the validation split.
+        bytes_per_character: UTF-8 bytes of text for a character.
     """
 
     vocab_size: int
@@ -77,6 +78,7 @@ class TextFacts:
     bytes_per_token: float
     gzip_bits_per_byte: float
     val_tokens: float
+    bytes_per_character: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,14 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
         text: the text.
     """
     unique = max(text.train_tokens * text.bytes_per_token, 1.0)
-    worth = max(worth_of_bytes(read, unique), 1.0)
-    law: float = settings.FLOOR + settings.A / parameters**settings.ALPHA
-    law += settings.B / worth**settings.BETA
+    size = text.bytes_per_character
+    characters = max(worth_of_bytes(read, unique) / size, 1.0)
+    gzip = text.gzip_bits_per_byte * size / settings.GZIP_OF_LIBRARY
+    bits: float = settings.FLOOR * math.pow(gzip, settings.FLOOR_POWER)
+    bits += settings.A / parameters**settings.ALPHA
+    bits += settings.B * math.pow(gzip, settings.B_POWER) / characters**settings.BETA
     # A byte costs no more than guessing it.
-    ratio = text.gzip_bits_per_byte / settings.GZIP_OF_LIBRARY
-    return min(law * math.pow(ratio, settings.GZIP_POWER), 8.0)
+    return min(bits / size, 8.0)
 
 
 def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
@@ -156,7 +160,7 @@ def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
     sizes = settings.BYTES_PER_TOKEN
     known = min(sizes, key=lambda size: abs(math.log(size / vocab_size)))
     # Characters of other scripts have more bytes, and as many letters to a token.
-    per_token = sizes[known] * (facts.text_bytes / max(facts.characters, 1)) ** 0.8
+    per_token = sizes[known] * facts.bytes_per_character**0.8
     held = held_out_share(facts.text_bytes) * facts.text_bytes
     return TextFacts(
         vocab_size,
@@ -164,4 +168,5 @@ def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
         per_token,
         facts.gzip_bits_per_byte,
         held / per_token,
+        facts.bytes_per_character,
     )

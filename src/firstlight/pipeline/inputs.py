@@ -15,7 +15,7 @@ def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[Da
     """The files of conversations and preference pairs among the inputs.
 
     Args:
-        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG]".
+        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
         datasets: look into datasets of the hub, too.
     """
     found: dict[str, DataSource] = {}
@@ -57,7 +57,7 @@ def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str
     """The inputs as they are, where all their records are conversations; else the files of these.
 
     Args:
-        inputs: files, folders, globs, "hf:NAME[:CONFIG]".
+        inputs: files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
         sources: those of them that hold conversations.
     """
     names = {source.name for source in sources}

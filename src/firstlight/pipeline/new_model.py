@@ -16,6 +16,7 @@ from firstlight.pipeline.preparation import (
     train_tokenizer_on,
 )
 from firstlight.pipeline.run_folder import Call
+from firstlight.pipeline.scan import CorpusFacts
 
 if TYPE_CHECKING:
     from firstlight.pipeline.machine import FittedRecipe
@@ -60,7 +61,7 @@ class NewModel:
             lambda: train_tokenizer_on(scan, request.text_key, size, call.tell),
         )
         data = prepared_texts(texts, call)
-        text = counted_text(data, scan.facts.gzip_bits_per_byte)
+        text = counted_text(data, scan.facts)
         plan = replace(plan, request=request).choose_again(call.length(request), text)
         fitted = self._fitted(plan, data, call)
         plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
@@ -93,12 +94,12 @@ class NewModel:
         )
 
 
-def counted_text(data: Path, gzip_bits_per_byte: float) -> TextFacts:
+def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:
     """Facts of prepared text.
 
     Args:
         data: the folder of the shards.
-        gzip_bits_per_byte: bits per byte of the text by gzip -9.
+        facts: the corpus, as it was scanned.
     """
     from firstlight.data.shards import read_manifest
 
@@ -108,5 +109,10 @@ def counted_text(data: Path, gzip_bits_per_byte: float) -> TextFacts:
     size = train["text_bytes"] + val["text_bytes"]
     tokens = train["tokens"] + val["tokens"]
     return TextFacts(
-        manifest["vocab_size"], train["tokens"], size / tokens, gzip_bits_per_byte, val["tokens"]
+        manifest["vocab_size"],
+        train["tokens"],
+        size / tokens,
+        facts.gzip_bits_per_byte,
+        val["tokens"],
+        facts.bytes_per_character,
     )

@@ -43,7 +43,7 @@ class Request:
     """What a person asks for.
 
     Attributes:
-        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG]".
+        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
         seconds: wall-clock time of the whole command, or
         tokens: tokens to train on, or
         steps: optimizer steps.

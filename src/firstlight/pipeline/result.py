@@ -14,6 +14,7 @@ from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.plan import Request, time_text
 from firstlight.pipeline.run_folder import Call
 from firstlight.report.findings import best_checkpoint
+from firstlight.report.length import read_length
 from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class TextRun:
         choices: every setting; None where the run of an earlier call was gone on with.
         bits_per_byte: bits per byte of held-out text, last evaluation (see `best`); None before the
             first one.
-        gzip_bits_per_byte, xz_bits_per_byte: bits per byte of the held-out text by gzip -9, by xz.
+        gzip_bits_per_byte: bits per byte of the held-out text by gzip -9.
+        xz_bits_per_byte: bits per byte of the held-out text by xz.
         samples: (prompt, continuation) pairs of the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: (command, purpose) pairs.
@@ -61,7 +63,7 @@ def result_of(call: Call, result: TrainResult | None, request: Request) -> TextR
     """The result for the caller, from the run folder's files."""
     folder, state = call.folder, call.state
     metrics = read_json_lines(folder / METRICS_NAME)
-    evaluated = [line for line in metrics if line.get("bits_per_byte") is not None]
+    evaluated = [line for line in metrics if line["step"] and line.get("bits_per_byte") is not None]
     found = [line["bits_per_byte"] for line in evaluated]
     kept = best_checkpoint(folder)
     # Evaluations of several steps can be equally good, and a recipe may keep none of them.
@@ -103,11 +105,12 @@ def _next_commands(call: Call, request: Request, *, best: bool) -> Iterator[tupl
         yield f"firstlight chat {run}", "write and let it go on, turn by turn"
     yield f"firstlight serve {run}", "an OpenAI-compatible server"
     yield (
-        f"firstlight convert {run} --to gguf --out {folder}/gguf",
+        f"firstlight convert {run} --to gguf --out {folder}-gguf",
         "a file for llama.cpp and Ollama",
     )
-    if call.choices is not None and "schedule.epochs" in call.choices.keys:
-        return  # More passes would not help.
+    length = read_length(call.folder)
+    if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
+        return  # The text was read as often as it helps.
     longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
     more = "".join(
         f" --{key} {shlex.quote(value)}" for key, value in request.overrides if key != "run.dir"

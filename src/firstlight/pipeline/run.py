@@ -90,11 +90,12 @@ def train_texts(
     with other options begins a run beside it with the same tokenizer and shards.
 
     Args:
-        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG]"; see `find_sources`. With
-            `init_from`, conversations as `prepare_chat` takes them, too.
+        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
+            With `init_from`, conversations as `prepare_chat` takes them, too.
         budget: wall-clock time of the whole call, such as "30m", or seconds; of budget, tokens and
             steps at most one is given. Without any, it is ten minutes.
-        tokens, steps: tokens to train on, such as "10M"; optimizer steps.
+        tokens: number of tokens to train on, such as "10M".
+        steps: number of optimizer steps.
         size: "tiny", "small", "medium", "large", "xl" or parameters such as "10M"; None chooses.
         init_from: model folder, run or hub id to start from; None trains a new model.
         run_dir: run folder; None is runs/NAME, with the name of the first input.
@@ -150,7 +151,11 @@ def _result(work: Work, plan: Plan | None, request: Request, call: Call) -> Trai
         return None
     if call.state.get("begun") and (call.folder / RECIPE_NAME).is_file():
         return _go_on(request, call)
-    call.remember(request=remembered(request), content_key=work.content_key)
+    call.remember(
+        request=remembered(request),
+        inputs=list(map(str, request.inputs)),
+        content_key=work.content_key,
+    )
     return work.begin(plan or work.plan(request), request, call)
 
 

@@ -82,6 +82,11 @@ class CorpusFacts:
     content_key: str
     is_sampled: bool = False
 
+    @property
+    def bytes_per_character(self) -> float:
+        """UTF-8 bytes for a character of the text."""
+        return self.text_bytes / max(self.characters, 1)
+
 
 @dataclass(frozen=True)
 class Scan:

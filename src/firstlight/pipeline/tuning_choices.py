@@ -158,11 +158,9 @@ def choose_tuning(
     rate = machine.rates[0][1]
     most = data.most_epochs * epoch_tokens
     batch = fixed.get("batch.global_batch_tokens")
-    tokens, is_capped = length.tokens or most, False
+    tokens = length.tokens or most
     if length.seconds is not None:
-        in_time = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
-        is_capped = most <= settings.SURE_SHARE * in_time
-        tokens = most if is_capped else in_time
+        tokens = min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
     if batch is None:
         unit = row.value * given_rows(fixed)
         batch = _batch_tokens(tokens, row.value, unit)
@@ -180,7 +178,7 @@ def choose_tuning(
         micro_batch(batch, row.value, machine, fixed),
         Choice("batch.global_batch_tokens", batch, _batch_reason(data, batch, epoch_tokens)),
         *_optimizer_choices(model, method),
-        *_length_choices(run, length, epochs, data, is_capped=is_capped),
+        *_length_choices(run, length, epochs, data),
         *other_choices(run, machine, val_tokens),
         Choice("checkpoint.keep_best", 1, "the one with the least held-out loss is kept, too"),
     ]
@@ -224,16 +222,15 @@ def _optimizer_choices(model: StartingModel, method: Method) -> Iterator[Choice]
 
 
 def _length_choices(
-    run: RunFacts, length: Length, epochs: float, data: TuningData, *, is_capped: bool
+    run: RunFacts, length: Length, epochs: float, data: TuningData
 ) -> Iterator[Choice]:
     passes = f"{epochs:.2g} passes over {data.name}"
-    if is_capped:
-        reason = f"passes over {data.name}: more would teach them by heart"
-        yield Choice("schedule.epochs", data.most_epochs, reason)
-    elif length.seconds is not None:
+    if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
         reason = "of the training; measured steps decide their number, once"
         yield Choice("schedule.max_minutes", minutes, reason)
+        reason = f"passes over {data.name} at most: more would teach them by heart"
+        yield Choice("schedule.epochs", data.most_epochs, reason)
     else:
         yield Choice("schedule.max_steps", run.steps, f"{rounded(run.tokens)} tokens, {passes}")
     yield Choice("schedule.warmup_steps", max(run.steps // 20, min(10, run.steps // 10)), "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from firstlight.efficiency.attention import CAPPING_BACKENDS, caps_scores
+from firstlight.efficiency.attention import why_unable
 from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.errors import ConfigError
@@ -124,11 +124,9 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
             "efficiency.precision fp8 converts linear layers, and those of "
             f"{model.model_type} are stored transposed: use bf16, or model.model_type llama"
         )
-    if caps_scores(model) and config.attention not in ("auto", *CAPPING_BACKENDS):
-        yield (
-            f"efficiency.attention {config.attention} can't cap the scores of {model.model_type} "
-            "models: set efficiency.attention to auto, or model.attn_logit_softcapping to null"
-        )
+    unable = why_unable(model, config.attention)
+    if unable:
+        yield f"efficiency.attention {config.attention} {unable}"
     if config.attention in ("flex", "flash") and model.attention_spec(0).dropout:
         yield (
             f"efficiency.attention {config.attention} has no dropout: set model.attn_pdrop to 0, "
@@ -139,6 +137,11 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
 def _conflicts_with(engine: str, recipe: ResolvedRecipe) -> Iterator[str]:
     if engine == "none":
         return
+    if engine in ("fsdp", "deepspeed") and recipe.model.family.has_buffers:
+        yield (
+            f"distributed.engine {engine} saves parameters alone, and {recipe.model.model_type} "
+            "models have a bias of their routers that is none: use distributed.engine ddp"
+        )
     if recipe.efficiency.optimizer_in_backward:
         yield (
             "efficiency.optimizer_in_backward updates before the processes' gradients are added "

@@ -194,6 +194,8 @@ _OTHER_NAMES = {
     "num_train_epochs": "epochs",
     "num_epochs": "epochs",
     "warmup_iters": "warmup_steps",
+    "eval_on_start": "on_start",
+    "initial_validation": "on_start",
     "lr_decay_iters": "decay_steps",
     "lr_scheduler_type": "schedule.kind",
     "lr_decay_style": "schedule.kind",

@@ -293,19 +293,18 @@ def _ideal_seconds(
 ) -> float:
     """Seconds of the run's matrix products at the peak rate; infinite where that is unknown."""
     flops = facts.flops(dtype_of(precision))
-    batch, steps = recipe.batch, recipe.schedule.max_steps
+    batch, steps, minutes = recipe.batch, recipe.schedule.max_steps, recipe.schedule.max_minutes
     if steps is not None:
         rows = 1 if batch.micro_batch_size == "auto" else batch.rows
         a_step = rows * (batch.gradient_accumulation_steps or 1) * seq_len
         tokens: float = steps * (batch.global_batch_tokens or a_step)
-    elif facts.epoch_tokens is not None:
+    elif facts.epoch_tokens is not None and (minutes is None or recipe.schedule.epochs is not None):
         tokens = facts.epoch_tokens * (recipe.schedule.epochs or 1)
     else:
         tokens = math.inf
-    if recipe.schedule.max_minutes is not None:
-        return USUAL_MFU * 60 * recipe.schedule.max_minutes
+    most = math.inf if minutes is None else USUAL_MFU * 60 * minutes
     token_flops = train_flops_per_token(meta_model(model), seq_len)
-    return math.inf if flops is None else token_flops * tokens / flops
+    return most if flops is None else min(token_flops * tokens / flops, most)
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:

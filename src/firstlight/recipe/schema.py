@@ -168,6 +168,9 @@ class EvaluationConfig(Section):
 
     every_steps: int = Field(200, ge=0)
     """steps between evaluations (validation loss and sample texts); 0 is at the end only."""
+    on_start: bool = True
+    """evaluate the losses of the model before the first step, too, as step 0 of metrics.jsonl; with
+    every_steps 0 they are not."""
     max_rows: int = Field(256, ge=0)
     """rows of the validation split that are evaluated, spread evenly; 0 is all."""
     train_rows: int = Field(0, ge=0)

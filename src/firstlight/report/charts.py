@@ -12,105 +12,15 @@ import numpy as np
 from markupsafe import Markup
 
 from firstlight.console import compact, visible
-from firstlight.report.records import Floats, Series, thin
-
-#: Ranges smaller than this share of their numbers are rounding.
-_NOTHING = 1e-9
-_TINY = 1e-300
-#: Powers of ten that floats have with room to spare.
-_MOST = 305.0
-
-
-@dataclass(frozen=True)
-class Scale:
-    """From a quantity to a place: linear or logarithmic.
-
-    Attributes:
-        low, high: the quantity at both ends; above 0 where `log`.
-        start, end: the places of these, in pixels.
-    """
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def place(self, value: float) -> float:
-        """Where a quantity stands, in pixels."""
-        low, high, value = (
-            (math.log10(self.low), math.log10(self.high), math.log10(value))
-            if self.log
-            else (self.low, self.high, value)
-        )
-        return self.start + (value - low) / (high - low) * (self.end - self.start)
-
-
-def linear_range(
-    low: float, high: float, *, zero: bool, margin: float = 0.05
-) -> tuple[float, float]:
-    """A range that shows all from `low` to `high`, with some room, and is never empty.
-
-    Args:
-        zero: the range begins (or ends) at 0.
-        margin: the room, as a share of what is shown.
-    """
-    if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    greatest = max(abs(low), abs(high))
-    if greatest < _TINY:
-        return (0.0, 1.0)
-    if high - low < _NOTHING * greatest:
-        low, high = low - 0.1 * greatest, high + 0.1 * greatest
-    room = margin * (high - low)
-    return (
-        low if zero and low == 0 else low - room,
-        high if zero and high == 0 else high + room,
-    )
-
-
-def log_range(low: float, high: float, margin: float = 0.05) -> tuple[float, float]:
-    """The same for a logarithmic axis; both are above 0."""
-    first, last = math.log10(max(low, _TINY)), math.log10(max(high, _TINY))
-    room = margin * (last - first) if last - first > 1e-6 else 0.2
-    return 10 ** max(first - room, -_MOST), 10 ** min(last + room, _MOST)
-
-
-def linear_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of
-    ten."""
-    rough = (high - low) / max(count, 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    first, last = math.ceil(low / step - _NOTHING), math.floor(high / step + _NOTHING)
-    # By division where the step is below 1: 3 / 10 is the float nearest to 0.3, 3 * 0.1 is not.
-    inverse = round(1 / step)
-    if inverse > 1 and math.isclose(step * inverse, 1):
-        return [number / inverse for number in range(first, last + 1)]
-    return [number * step for number in range(first, last + 1)]
-
-
-#: Up to so many powers of ten, what stands between them.
-_FACTORS: Sequence[tuple[float, Sequence[float]]] = (
-    (1, (1, 1.5, 2, 3, 5, 7)),
-    (2, (1, 2, 5)),
-    (3, (1, 3)),
-    (math.inf, (1,)),
+from firstlight.report.axes import (
+    Scale,
+    SecondAxis,
+    linear_range,
+    linear_ticks,
+    log_range,
+    log_ticks,
 )
-
-
-def log_ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers from `low` to `high` (both above 0) on a logarithmic axis: powers of ten where
-    there are many of them, 1, 2 and 5 times these else, and multiples within one."""
-    decades = math.log10(high) - math.log10(low)
-    if decades < 0.7:
-        return [tick for tick in linear_ticks(low, high, count) if tick > 0]
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = next(chosen for most, chosen in _FACTORS if decades <= most)
-    every = max(1, math.ceil(decades / max(count, 1)))
-    ticks = [f * 10.0**e for e in exponents if e % every == 0 for f in factors]
-    return [tick for tick in ticks if low <= tick <= high]
-
+from firstlight.report.records import Floats, Series, thin
 
 #: Colours that a page's style has; more lines begin again, dashed.
 COLOURS = 8
@@ -173,6 +83,7 @@ class Chart:
         width, height: sizes in pixels, before a page stretches it.
         zero: a linear y axis begins at 0.
         marks: vertical lines.
+        below, above: further x axes below the first one and above the plot.
     """
 
     title: str
@@ -183,6 +94,18 @@ class Chart:
     height: int = 240
     zero: bool = False
     marks: Sequence[Mark] = ()
+    below: SecondAxis | None = None
+    above: SecondAxis | None = None
+
+    @property
+    def top(self) -> int:
+        """Pixels above the plot."""
+        return _TOP + _SECOND * (self.above is not None)
+
+    @property
+    def bottom(self) -> int:
+        """Pixels below the plot."""
+        return _BOTTOM + _SECOND * (self.below is not None)
 
     @property
     def has_log(self) -> bool:
@@ -200,6 +123,8 @@ class Chart:
 
 #: Pixels around the plot: for ticks and names.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
+#: Further pixels for a second x axis.
+_SECOND = 34
 
 
 def thinned(chart: Chart, buckets: int) -> Chart:
@@ -247,7 +172,8 @@ def svg(chart: Chart, *, log: bool = False) -> Markup:
     parts += _drawn_marks(chart, x)
     for line in sorted(lines, key=lambda line: not line.faint):
         parts += _drawn(line, x, y)
-    ends = f"{x.low!r} {x.high!r} {y.low!r} {y.high!r} {int(log)} {_LEFT} {_RIGHT} {_TOP} {_BOTTOM}"
+    margins = f"{_LEFT} {_RIGHT} {chart.top} {chart.bottom}"
+    ends = f"{x.low!r} {x.high!r} {y.low!r} {y.high!r} {int(log)} {margins}"
     return _frame(chart, Markup("").join(parts), ends)
 
 
@@ -285,13 +211,13 @@ def _scales(chart: Chart, lines: Sequence[Line], log: bool) -> tuple[Scale, Scal
         low, high = linear_range(min(lows), max(highs), zero=chart.zero)
     return (
         Scale(first, last, _LEFT, chart.width - _RIGHT),
-        Scale(low, high, chart.height - _BOTTOM, _TOP, log),
+        Scale(low, high, chart.height - chart.bottom, chart.top, log),
     )
 
 
 def _grid(chart: Chart, x: Scale, y: Scale) -> Markup:
     """Grid lines with the numbers beside them, and the name of the x axis."""
-    left, right, top, bottom = _LEFT, chart.width - _RIGHT, _TOP, chart.height - _BOTTOM
+    left, right, top, bottom = _LEFT, chart.width - _RIGHT, chart.top, chart.height - chart.bottom
     ticks = (log_ticks if y.log else linear_ticks)(y.low, y.high, (bottom - top) // 32)
     parts = []
     for tick in ticks:
@@ -302,16 +228,22 @@ def _grid(chart: Chart, x: Scale, y: Scale) -> Markup:
                 "</text>"
             ).format(left, right, place, left - 8, compact(tick))
         )
-    for tick in _x_ticks(x, max((right - left) // 84, 4)):
-        place = f"{x.place(tick):.1f}"
-        parts.append(
-            Markup(
-                '<path class="tick" d="M{0} {1}v5"/><text class="x" x="{0}" y="{2}">{3}</text>'
-            ).format(place, bottom, bottom + 18, compact(tick))
-        )
-    parts.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(left, bottom, right))
+    count = max((right - left) // 84, 4)
+    # (ticks, name, end of the tick's line, y of the line, of the numbers and of the name)
+    rows = [([(t, compact(t)) for t in _x_ticks(x, count)], chart.x_name, 5, bottom, 18, 34)]
+    if chart.below is not None:
+        rows.append((chart.below.ticks(x.low, x.high, count), chart.below.name, 0, bottom, 52, 68))
+    if chart.above is not None:
+        rows.append((chart.above.ticks(x.low, x.high, count), chart.above.name, -5, top, -9, -25))
     name = Markup('<text class="name" x="{}" y="{}">{}</text>')
-    parts.append(name.format((left + right) // 2, chart.height - 4, chart.x_name))
+    for numbers, title, line, edge, number_y, name_y in rows:
+        for tick, number in numbers:
+            drawn = Markup(
+                '<path class="tick" d="M{0} {1}v{2}"/><text class="x" x="{0}" y="{3}">{4}</text>'
+            ).format(f"{x.place(tick):.1f}", edge, line, edge + number_y, number)
+            parts.append(drawn)
+        parts.append(name.format((left + right) // 2, edge + name_y, title))
+    parts.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(left, bottom, right))
     return Markup("").join(parts)
 
 
@@ -365,5 +297,9 @@ def _drawn_marks(chart: Chart, x: Scale) -> Iterator[Markup]:
         marks = [mark for i, mark in enumerate(marks) if i in chosen]
     for mark in marks:
         yield Markup('<path class="mark {}" d="M{} {}V{}"><title>{}</title></path>').format(
-            mark.kind, f"{x.place(mark.x):.1f}", _TOP, chart.height - _BOTTOM, visible(mark.text)
+            mark.kind,
+            f"{x.place(mark.x):.1f}",
+            chart.top,
+            chart.height - chart.bottom,
+            visible(mark.text),
         )

@@ -255,6 +255,7 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("tokens_per_second", "tokens/s, median", "{:,.0f}".format, True),
     ("learned_tokens_per_second", "learned tokens/s, median", "{:,.0f}".format, True),
     ("samples_per_second", "samples/s, median", rounded, True),
+    ("step_seconds", "seconds a step, median", "{:.3g}".format, False),
     ("mfu", "MFU, median", "{:.1%}".format, True),
     ("memory_bytes", "peak memory", _memory, False),
     ("hours", "training time", lambda hours: " ".join(duration(hours)), None),
@@ -319,7 +320,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
     Keys: `run_folder`; `step`, `max_steps`; `tokens_seen`, `epoch`; `train/loss`, `val/loss`,
     `perplexity`, `bits_per_byte`: the last; `best_val/loss` and its `best_val/loss_step`,
     `best_bits_per_byte`; `gzip_bits_per_byte`; `tokens_per_second`,
-    `learned_tokens_per_second`, `samples_per_second` and `mfu`: medians;
+    `learned_tokens_per_second`, `samples_per_second`, `step_seconds` and `mfu`: medians;
     `memory_bytes`: the peak; `hours`: of steps and of saves that held them up; `parameters`;
     `skipped_steps`, `rollbacks`, `resumed`: counts; `train_eval/loss`, `NAME/acc...`: the last,
     where there are any.
@@ -340,6 +341,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         "best_bits_per_byte": float(bits.min()) if len(bits) else None,
         "gzip_bits_per_byte": _positive(run.start.get("gzip_bits_per_byte")),
         **{key: _median(metrics.values(key)) for key in _RATES},
+        "step_seconds": _median(metrics.values("seconds")),
         "mfu": _median(metrics.values("mfu")),
         "memory_bytes": _peak(metrics.values("memory_bytes")),
         "hours": float(hours[-1]) if len(hours) else None,

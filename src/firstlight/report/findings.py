@@ -74,6 +74,9 @@ def findings_of(run: RunRecord) -> list[Finding]:
 def _overfitting(run: RunRecord) -> Finding | None:
     """The validation loss has risen since its lowest, and the training loss has not."""
     validation = run.metrics.series("val/loss")
+    # A model that is worse after training than before it has not overfitted.
+    trained = validation.x > 0
+    validation = Series(validation.x[trained], validation.y[trained])
     if len(validation) < 2:
         return None
     best = int(validation.y.argmin())

@@ -12,6 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from firstlight.console import loss_text, own_version, plain, rounded
+from firstlight.report.axes import second_axis
 from firstlight.report.charts import COLOURS, Chart, Line, Mark
 from firstlight.report.compare import accuracies, final_numbers
 from firstlight.report.findings import Finding, findings_of
@@ -226,8 +227,10 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
         loss_unit(run),
         [line for line in loss_lines(metrics) if len(line.series)],
         width=1060,
-        height=340,
+        height=400,
         marks=marks,
+        below=second_axis("tokens seen", metrics.series("tokens_seen")),
+        above=second_axis("epochs", metrics.series("epoch")),
     )
     figures.append(_figure("loss", loss, switch=True, wide=True, log=loss.needs_log))
     size, unit = memory_unit(max(metrics.values("memory_bytes"), default=0))

@@ -19,15 +19,16 @@ _KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
     ("max_minutes", (int, float), 0),
     ("predicted_steps", (int,), 1),
     ("seconds_used", (int, float), 0),
+    ("most_steps", (int,), 1),
     ("max_steps", (int,), 1),
     ("decided_at", (int,), 0),
 )
 
 
 def read_length(run_folder: Path) -> dict[str, Any]:
-    """What a run in minutes has written down of its length: "max_minutes", "predicted_steps" (at
-    its start), "seconds_used", and once its number of steps is decided "max_steps" and
-    "decided_at", the steps that were done by then. {} for other runs.
+    """The recorded length of a run in minutes: "max_minutes", "predicted_steps" (at its start),
+    "most_steps" (if the recipe limits them), "seconds_used", and once its number of steps is
+    decided "max_steps" and "decided_at", the steps that were done by then. {} for other runs.
 
     Raises:
         CheckpointError: the file is damaged.

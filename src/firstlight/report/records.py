@@ -284,7 +284,7 @@ class RunRecord:
         schedule = self.recipe.get("schedule")
         found = schedule.get("max_steps") if isinstance(schedule, dict) else None
         found = self.length.get("max_steps", self.start.get("max_steps", found))
-        return found if type(found) is int and found > 0 else None
+        return found if type(found) is int and found >= 0 else None
 
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:

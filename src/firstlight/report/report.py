@@ -16,6 +16,7 @@ import numpy as np
 
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
+from firstlight.report.axes import second_axis
 from firstlight.report.charts import Chart, Line
 from firstlight.report.compare import (
     AXES,
@@ -50,6 +51,8 @@ _CHART_INCHES, _TITLE_INCHES, _LINE_INCHES, NOTE_INCHES = 2.8, 0.4, 0.14, 0.19
 _WARNING = "#b3261e"
 #: Of a line across the picture; lines of a sample, at most and of a column.
 _CHARACTERS, _MAX_LINES, _FEWEST_LINES = 160, 18, 6
+#: Numbers of a second x axis.
+_SECOND_TICKS = 7
 #: Characters of a text that are looked at.
 _MAX_TEXT = 10_000
 #: By which a picture of ours is told from others.
@@ -113,6 +116,7 @@ def picture_of(run: RunRecord) -> bytes:
     for one in findings:
         if one.kind == "overfitting":
             _draw_line(grid["loss"], one.since_step, "lowest validation loss", "tab:orange")
+    _draw_second_axes(grid["loss"], run.metrics)
     _draw_rate(grid["rate"], run.metrics)
     _draw_speed(grid["speed"], run.metrics)
     if has_ramp:
@@ -122,6 +126,18 @@ def picture_of(run: RunRecord) -> bytes:
     if rows:
         _draw_samples(grid["text"], samples, run.samples[-1]["step"])
     draw_title(figure, f"firstlight · {shown(run.name)}", notes)
+    return png(figure)
+
+
+def loss_picture(run: RunRecord) -> bytes:
+    """The losses of a run as a PNG for other people: without the run's samples and findings, which
+    may name folders of this machine."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    _draw_loss(axes, run)
+    _draw_events(axes, run.events)
     return png(figure)
 
 
@@ -168,6 +184,25 @@ def _draw_loss(axes: Any, run: RunRecord) -> None:
         axes.set_yscale("log")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
+
+
+def _draw_second_axes(axes: Any, metrics: Metrics) -> None:
+    """Tokens seen below the steps of the losses, and epochs above."""
+    low, high = axes.get_xlim()
+    for name, key, edge, distance in (
+        ("tokens seen", "tokens_seen", "bottom", 36),
+        ("epochs", "epoch", "top", 0),
+    ):
+        if (second := second_axis(name, metrics.series(key))) is None:
+            continue
+        beside = axes.twiny()
+        beside.set_xlim(low, high)
+        ticks = second.ticks(low, high, _SECOND_TICKS)
+        beside.set_xticks([place for place, _ in ticks], [number for _, number in ticks])
+        beside.xaxis.set_ticks_position(edge)
+        beside.xaxis.set_label_position(edge)
+        beside.spines[edge].set_position(("outward", distance))
+        beside.set_xlabel(name)
 
 
 def _draw_events(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:

@@ -38,6 +38,10 @@ _FEWEST_SHARE = 0.02
 #: slow steps.
 _ENOUGH_SHARE = 0.2
 
+#: Of the most steps of a run, the share that is measure enough where they are too quick for the
+#: above: they will hardly take as long as the minutes.
+_QUICK_SHARE = 0.2
+
 #: Steps that are remembered.
 _MOST_STEPS = 10_000
 
@@ -186,6 +190,7 @@ class TimeBudget:
         config: the recipe's `schedule` section.
         length: the number of steps, predicted or decided.
         seconds_used: seconds of the training loop in earlier processes of the run.
+        most_steps: most steps of the run, however much time there is; None is no limit.
         is_new: True if this process is the first one.
 
     Attributes:
@@ -198,10 +203,12 @@ class TimeBudget:
         length: PredictedLength,
         seconds_used: float,
         times: LoopTimes,
+        most_steps: int | None = None,
         *,
         is_new: bool,
     ) -> None:
         assert config.max_minutes is not None
+        self._most_steps = most_steps
         self._config, self.seconds = config, 60 * config.max_minutes
         self.length, self.is_new, self.times = length, is_new, times
         self._used_before = seconds_used
@@ -224,10 +231,12 @@ class TimeBudget:
     def record(self) -> dict[str, Any]:
         """The length as JSON values."""
         length = self.length
-        record = {
+        record: dict[str, Any] = {
             "max_minutes": self._config.max_minutes,
             "predicted_steps": length.predicted_steps,
         }
+        if self._most_steps is not None:
+            record["most_steps"] = self._most_steps
         if isinstance(length, DecidedLength):
             record |= {"max_steps": length.max_steps, "decided_at": length.decided_at}
         return record
@@ -247,17 +256,25 @@ class TimeBudget:
             batch: sequences of each step.
             periodic: gives the evaluations and saves of the run from the seconds of a sequence.
         """
-        used = self.seconds_used
+        used, most = self.seconds_used, self._most_steps
         left = self.seconds - used
-        if left > 0 and (used < self._next_check or not self._is_settled(left)):
+        # Whatever the time, the decay before the last step has to begin.
+        ends = most is not None and (
+            step >= _QUICK_SHARE * most
+            and self._config.decides_length(step, warmup_steps, most - step)
+        )
+        is_early = used < self._next_check or not self._is_settled(left)
+        if left > 0 and is_early and not ends:
             return None
         self._next_check = used + self.seconds / _CHECKS
         steps = self.times.steps or self.times.slow_steps
+        most_left = _LONGEST if most is None else max(most - step, 0)
         if not steps:
-            return step + 1
+            return step + (most_left if ends and left > 0 else min(1, most_left))
         seconds = mean_sequence_seconds(steps, left)
         steps_left = steps_in_time(left, step, seconds, batch, periodic(seconds))
-        is_due = self._config.decides_length(step, warmup_steps, steps_left)
+        steps_left = min(steps_left, most_left)
+        is_due = ends or self._config.decides_length(step, warmup_steps, steps_left)
         return step + steps_left if left <= 0 or is_due else None
 
     def _is_settled(self, left: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from firstlight.optim.eight_bit import compiles_update
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.resolve import with_deepspeed_file
+from firstlight.report.compare import final_numbers
 from firstlight.report.findings import Finding, best_checkpoint, findings_of
 from firstlight.report.records import read_run
 from firstlight.report.report import REPORT_NAME, draw_report
@@ -47,13 +48,41 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class RunSummary:
+    """The time of a run.
+
+    Attributes:
+        seconds: seconds of the training loop of this call, evaluations and saves included.
+        step_seconds: median seconds of the run's steps, resumed parts included; None without any
+            step, as the other medians.
+        samples_per_second: median over the same steps; a sample is a sequence of `seq_len` tokens.
+        tokens_per_second: median over the same steps.
+    """
+
+    seconds: float
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+
+    def __str__(self) -> str:
+        text = f"the training loop took {self.seconds:,.1f} s"
+        if None in (self.step_seconds, self.samples_per_second, self.tokens_per_second):
+            return text
+        return (
+            f"{text}; medians: {self.step_seconds:.3g} s a step, "
+            f"{self.samples_per_second:,.3g} samples/s, {self.tokens_per_second:,.0f} tokens/s"
+        )
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """The result of a run.
 
     Attributes:
         run_folder: folder of metrics.jsonl, report.html, report.png, recipe.yaml, checkpoints/.
         checkpoint: the last one: a Hugging Face model folder.
-        step, tokens_seen: counts since the first step, resumed parts included.
+        step: number of steps since the first one, resumed parts included.
+        tokens_seen: number of tokens of these steps.
         train_loss: loss of the last step; None when there was no step left to do, or it was
             skipped for having none.
         evaluation: the last one of this call; None without a validation split.
@@ -63,6 +92,7 @@ class TrainResult:
             ended above that of guessing, or never fell.
         best_checkpoint: the kept one with the lowest validation loss; None where no checkpoint has
             one.
+        summary: time of the run.
     """
 
     run_folder: Path
@@ -74,6 +104,7 @@ class TrainResult:
     stopped_by: str | None = None
     findings: Sequence[Finding] = ()
     best_checkpoint: Path | None = None
+    summary: RunSummary = field(default=RunSummary(0.0), compare=False)
 
     @property
     def diverged(self) -> bool:
@@ -108,8 +139,9 @@ def train(
             "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
         branch_from: checkpoint of another run to go on from with all of its state, in a folder
             that has no checkpoint yet (else `resume` takes that one). See `cooldown_recipe`.
-        on_step: called with each step's metrics, in the main process. It may draw from the global
-            generators of Python, numpy and torch: their states are seeded, saved and resumed.
+        on_step: called with each step's metrics, in the main process, from step 1 on. It may draw
+            from the global generators of Python, numpy and torch: their states are seeded, saved
+            and resumed.
         progress: show the run and its messages to a person: on stderr, in a notebook as one output
             of the cell, with the report's picture at the end. None does so in a notebook only.
         forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
@@ -179,7 +211,7 @@ def training_loop(
         if run.stopped_by is not None:
             break
         try:
-            if run.state.pending is None:  # else the run was stopped before its evaluation
+            if run.state.pending is None:  # else the evaluation of a step comes first
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
@@ -223,10 +255,11 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 
 
 def _begin(run: Run, forecaster: Forecaster | None, comparison: ForecastComparison) -> None:
-    """Record the start of a run that has steps left, and predict what they take."""
+    """Record the start of a run that has anything left to do, and predict what its steps take."""
+    run.await_first_evaluation()
     if not run.goes_on:
         return
-    if forecaster is not None:
+    if forecaster is not None and run.has_steps_left:
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
     forecast = comparison.forecast
     rates = None if forecast is None else forecast.tokens_per_second
@@ -266,6 +299,8 @@ def _watched(
     """The function that shows each step's metrics to all who watch the run."""
 
     def watch(record: Mapping[str, Any]) -> None:
+        if not record["step"]:
+            return  # the evaluation before the first step has no figures of a step
         run.bar.step(record)
         comparison.add(record)
         if on_step is not None and run.engine.is_main:
@@ -288,7 +323,10 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
     # Before the report is drawn, which loads libraries of its own.
     if run.engine.is_main and (text := comparison.write(run.folder)) is not None:
         run.tell(text)
+    elapsed = run.times.elapsed
     ended = on_main(run.engine, lambda: _reported(run.folder))
+    summary = RunSummary(elapsed, *ended["medians"])
+    run.tell(f"summary: {summary}")
     return TrainResult(
         run.folder,
         checkpoint_folder(run.folder, run.saved_step),
@@ -299,6 +337,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
         run.stopped_by or stopping.reason if run.goes_on else None,
         tuple(Finding(**one) for one in ended["findings"]),
         None if ended["best_checkpoint"] is None else Path(ended["best_checkpoint"]),
+        summary,
     )
 
 
@@ -313,10 +352,13 @@ def _reported_if_diverged(run: Run) -> Iterator[None]:
 
 
 def _reported(run_folder: Path) -> dict[str, Any]:
-    """Draw the report; return the run's findings and best checkpoint as JSON values."""
+    """Draw the report; return findings, best checkpoint and median times as JSON values."""
     draw_report(run_folder)
-    best = best_checkpoint(run_folder)
+    best, found = best_checkpoint(run_folder), read_run(run_folder)
+    numbers = final_numbers(found)
+    medians = ("step_seconds", "samples_per_second", "tokens_per_second")
     return {
-        "findings": [dataclasses.asdict(one) for one in findings_of(read_run(run_folder))],
+        "findings": [dataclasses.asdict(one) for one in findings_of(found)],
+        "medians": [numbers[key] for key in medians],
         "best_checkpoint": None if best is None else str(best.folder),
     }

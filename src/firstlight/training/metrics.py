@@ -135,7 +135,7 @@ class RunLogs:
 
     Args:
         folder: the run folder.
-        last_step: the last step whose lines stay; 0 drops all.
+        last_step: the last step whose lines stay; -1 drops all.
         events: the lines of events.jsonl; a file that is there is replaced. Without any, there
             is no such file.
         tensorboard: write all of it into the folder's tensorboard/, too; else what is there stays.
@@ -197,7 +197,7 @@ class RunLogs:
 
     def _open(self, last_step: int) -> None:
         for name in (METRICS_NAME, SAMPLES_NAME):
-            if last_step:
+            if last_step >= 0:
                 path, samples = self._folder / name, name == SAMPLES_NAME
                 steps, problem = keep_until(path, last_step, samples=samples)
                 self._say_damage(name, steps, problem, last_step)

@@ -11,7 +11,7 @@ from firstlight.checkpoint.checkpoint import checkpoint_bytes, load_trainer_stat
 from firstlight.data.corpus import Corpus
 from firstlight.hardware.device import peak_flops
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.schedule import DecidedLength, PredictedLength
+from firstlight.optim.schedule import DecidedLength, PredictedLength, most_steps
 from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.resolve import USUAL_MFU
 from firstlight.training.length import (
@@ -38,6 +38,7 @@ def budget_of(
     program: TrainingProgram,
     folder: Path,
     newest: Path | None,
+    rows_per_epoch: int,
     *,
     resumed: bool,
 ) -> TimeBudget | None:
@@ -48,6 +49,7 @@ def budget_of(
         program: program of the run.
         folder: the run folder.
         newest: checkpoint that is gone on from; None without one.
+        rows_per_epoch: rows of the training split.
         resumed: False for a new run, which has no past.
 
     Raises:
@@ -57,16 +59,17 @@ def budget_of(
     if minutes is None:
         return None
     engine = program.engine
+    batch = recipe.batch.schedule(recipe.data.seq_len, engine.size)
+    most = most_steps(recipe.schedule, rows_per_epoch, batch)
 
     def find() -> dict[str, Any]:
         record: dict[str, Any] = {"seconds_used": 0.0}
         if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
             record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
-        if record.get("max_minutes") == minutes:
+        if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
         # A new run, or one that goes on with another length: the time that it has used counts.
         rate = _usual_tokens_per_second(recipe, program)
-        batch = recipe.batch.schedule(recipe.data.seq_len, engine.size)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
         return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}
 
@@ -76,6 +79,7 @@ def budget_of(
         length_of(record),
         record["seconds_used"],
         LoopTimes(),
+        most,
         is_new=record.get("is_new", False),
     )
 

@@ -185,9 +185,9 @@ class Run:
 
     @property
     def logged_step(self) -> int:
-        """The last step whose lines are in the logs."""
+        """The last step whose lines are in the logs; -1 without any."""
         # Without a checkpoint of its own, what is there is an earlier attempt's.
-        return 0 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
+        return -1 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
     def take_up(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint: weights, moments, random numbers, counters.
@@ -313,6 +313,15 @@ class Run:
     def _micro_batches_of(self, step: int) -> int:
         """Micro-batches that the loader gives this process for a step, counted from 0."""
         return self.batch.at(step) // (self.recipe.batch.rows * self.engine.size)
+
+    def await_first_evaluation(self) -> None:
+        """Have the loop evaluate the model as step 0, before a new run's first step: its losses are
+        what training is compared with."""
+        config, is_new = self.recipe.evaluation, self.state.step == 0 and self.saved_step < 0
+        evaluates = config.on_start and config.every_steps > 0
+        has_losses = self.validation is not None or config.train_rows > 0
+        if is_new and ((evaluates and has_losses) or self.is_last(0)):
+            self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 
     def begin_step(self) -> float:
         """Count a step; return its learning rate as a fraction of the peak."""

@@ -65,16 +65,17 @@ class RunCheckpoints:
     def are_due(self) -> bool:
         """Whether a checkpoint is due, or asked for with a file `save-now` in the run folder.
 
-        One is due every so many steps, and where the validation loss is the lowest so far and the
-        best checkpoint is to be kept. None is due while steps are being skipped: it would take the
-        place of one from before the trouble.
+        One is due every so many steps, but not before the first, and where the validation loss is
+        the lowest so far and the best checkpoint is to be kept. None is due while steps are being
+        skipped: it would take the place of one from before the trouble.
         """
         run, asked = self.run, self._is_asked
         config, state = run.recipe.checkpoint, run.state
         is_best = state.val_loss is not None and state.val_loss == state.best_val_loss
         is_kept = is_best and bool(config.keep_best and config.every_steps)
         is_calm = not run.guard.skipped_in_a_row
-        return (is_calm and (run.is_due(config.every_steps) or is_kept)) or asked
+        is_regular = state.step > 0 and run.is_due(config.every_steps)
+        return (is_calm and (is_regular or is_kept)) or asked
 
     @property
     def _is_asked(self) -> bool:

@@ -150,7 +150,8 @@ def _assembled(
     origin = None if init_from is None else str(init_from)
     # An earlier attempt without a checkpoint has used time, too.
     resumed = newest is not None or bool(earlier)
-    budget = budget_of(resolved, program, folder, newest, resumed=resumed)
+    rows = dataset.num_rows(resolved.data.seq_len)
+    budget = budget_of(resolved, program, folder, newest, rows, resumed=resumed)
     run = Run(
         *(resolved, program, folder, tokenizer, dataset, validation, origin, base, tasks, tell),
         budget=budget,
@@ -309,7 +310,7 @@ def _require_disk(run: Run) -> None:
     kept = config.keep_last
     if run.validation is not None and config.keep_best and every:
         kept += config.keep_best
-        saves += left // (run.recipe.evaluation.every_steps or run.max_steps)
+        saves += left // (run.recipe.evaluation.every_steps or max(run.max_steps, 1))
         # Where those stand between regular ones, the regular ones that are averaged stay, too.
         kept += config.average_last
     if config.keep_every:
@@ -372,6 +373,9 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 def describe_start(run: Run) -> Iterator[str]:
     """How long a run is, and the rates and weight decay of each group of parameters."""
     schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
+    if not run.has_steps_left and not run.state.step:
+        yield "schedule: no steps (schedule.max_steps 0): the model is evaluated and saved as it is"
+        return
     epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
     peak, count = optimizer.learning_rate, f"{schedule.max_steps:,} steps"
     if schedule.is_open:

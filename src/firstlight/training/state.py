@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import AdapterBase
 from firstlight.weights.huggingface import model_files
-from firstlight.weights.loading import file_tensors
+from firstlight.weights.loading import file_name, file_tensors
 
 _RNG_PREFIX = "rng."
 
@@ -48,7 +48,7 @@ class TrainState:
         micro_batch_rows: rows of a forward pass; fewer than the recipe's once they were too many
             for the memory. 0: the recipe's.
         val_loss: validation loss at this very step; None if it was not measured.
-        best_val_loss: lowest validation loss so far; None before the first.
+        best_val_loss: lowest validation loss after a step so far; None before the first.
         pending: this step's metrics, as long as something is missing in them.
         events: the lines of events.jsonl, in order: divergences, rollbacks, lack of memory.
     """
@@ -236,8 +236,9 @@ def _is_record(pending: Any, step: int) -> bool:
         isinstance(pending, dict)
         and pending.get("step") == step
         and all(type(value) in (int, float, bool, type(None)) for value in pending.values())
-        and all(type(pending.get(key)) in (int, float) for key in _RECORDED)
-        and "train/loss" in pending
+        # Before the first step there is nothing but what its evaluation finds.
+        and (step == 0 or all(type(pending.get(key)) in (int, float) for key in _RECORDED))
+        and (step == 0 or "train/loss" in pending)
     )
 
 
@@ -256,9 +257,10 @@ def set_weights(program: TrainingProgram, weights: Mapping[str, Tensor]) -> None
 
 
 @torch.no_grad()
-def _fill_weights(weights: Mapping[str, Tensor], model: Model, elsewhere: Container[str]) -> None:
+def _fill_weights(weights: Mapping[str, Tensor], model: Model, elsewhere: Iterable[str]) -> None:
     places = file_tensors(model)
-    own = {n: t for n, t in weights.items() if n not in elsewhere}
+    others = {file_name(model, name) for name in elsewhere}
+    own = {n: t for n, t in weights.items() if n not in others}
     for name in sorted(places.keys() ^ own.keys()):
         raise CheckpointError(
             f"the checkpoint's weights don't fit the model: '{name}' is in only one"

@@ -29,7 +29,8 @@ from firstlight.weights.huggingface import LoadedModel
 
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:
-    """Evaluate what is due after this step: validation loss, sample texts, scores in tasks.
+    """Evaluate what is due after this step: validation loss, sample texts, scores in tasks. Before
+    the first step of a run that has any, only the losses are.
 
     Args:
         run: the run, whose `state.pending` metrics and samples are added to.
@@ -40,7 +41,9 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     """
     config = run.recipe.evaluation
     losses_due = run.is_due(config.every_steps)
+    is_start = run.state.step == 0 and not run.is_last(0)
     tasks_due = bool(run.tasks) and run.is_due(config.tasks_every_steps or config.every_steps)
+    tasks_due = tasks_due and not is_start
     if not losses_due and not tasks_due:
         return
     check()
@@ -50,7 +53,8 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     run.samples = []
     if losses_due:
         with run.times.part("evaluation"):
-            _write_samples(run, check)
+            if not is_start:
+                _write_samples(run, check)
             _validate(run, check)
     if tasks_due:
         with run.times.part("tasks"):
@@ -106,7 +110,8 @@ def _take_validation(
     preferred = run.program.preference_metrics("val")
     rows, best = f"({found.rows} of {found.total_rows} rows)", state.best_val_loss
     run.evaluation, state.val_loss = found, found.loss
-    state.best_val_loss = found.loss if best is None else min(best, found.loss)
+    if state.step:  # the best checkpoint is one that was trained
+        state.best_val_loss = found.loss if best is None else min(best, found.loss)
     if best is not None and found.loss > best:
         rows = f"{rows}; lowest so far {best:.4f}"
     if preferred:
