@@ -1,0 +1,339 @@
+"""Pages of the documentation site that are made from the code: a hook of mkdocs (`mkdocs.yml`).
+
+Keys of a recipe come from its schema, commands from click, Python names from the package's list.
+README.md and CHANGELOG.md become pages of the site, with their links into docs/ turned.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+    from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Version that brought a key. All came with the first one; a later key gets an entry of its own.
+SINCE = {"": "0.1.0"}
+
+#: Titles of the public names' packages, in the order of the page.
+_TITLES = {
+    "pipeline": "From texts to a model",
+    "tokenizer": "Tokenizers",
+    "data": "Data",
+    "recipe": "Recipes",
+    "training": "Training",
+    "evaluation": "Evaluation",
+    "generation": "Generation and chat",
+    "weights": "Models",
+    "conversion": "Conversion",
+    "planner": "Planning",
+    "bench": "Searching keys",
+    "report": "Reports",
+    "errors": "Errors",
+}
+
+#: What a training loop of one's own is made of (examples/parts.py), by title.
+PARTS = {
+    "Models": [
+        "models.empty_model",
+        "models.language_model.LanguageModel",
+        "models.family.FamilySpec",
+    ],
+    "Data": ["data.corpus.TokenDataset", "data.loader.TokenLoader"],
+    "Optimizers": [
+        "optim.table.make_optimizers",
+        "optim.table.OptimizerSpec",
+        "optim.groups.parameter_kinds",
+    ],
+    "Schedules": [
+        "optim.schedule.resolve_schedule",
+        "optim.schedule.Schedule",
+        "optim.batch_schedule.BatchSchedule",
+    ],
+    "Memory": ["efficiency.memory.checkpoint_layers"],
+    "A step": ["training.step.train_step"],
+}
+
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def github_markdown(text: str) -> str:
+    """A page in GitHub's Markdown as Python-Markdown, mkdocs' reader, needs it.
+
+    A list or table gets the empty line before it, and bars in code of tables lose their backslash.
+    """
+    lines: list[str] = []
+    in_fence = False
+    for line in text.splitlines():
+        before = lines[-1] if lines else ""
+        in_fence ^= line.lstrip().startswith("```")
+        kind = "" if in_fence else _block(line)
+        follows_text = before.strip() and not before.startswith((" ", "```"))
+        if kind and follows_text and _block(before) != kind:
+            lines.append("")
+        if kind == "table":
+            line = re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), line)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _block(line: str) -> str:
+    """ "list", "table" or "" by how a line begins."""
+    if re.match(r"(?:[-*] |\d+\. )", line):
+        return "list"
+    return "table" if line.startswith("|") else ""
+
+
+def type_text(annotation: Any) -> str:
+    """A key's type in words: `int or null`, the values of a Literal."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (None, types.NoneType):
+        return "null"
+    if origin is typing.Annotated:
+        return type_text(inner[0])
+    if origin is typing.Literal:
+        return " or ".join(f"`{json.dumps(one)}`" for one in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(type_text(one) for one in inner))
+    if origin is not None:
+        return (
+            f"{origin.__name__} of {' and '.join(dict.fromkeys(type_text(one) for one in inner))}"
+        )
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _bounds(field: FieldInfo) -> str:
+    """The bounds of a number: ", above 0", or nothing."""
+    found = [
+        f"{word} {getattr(one, name)}"
+        for one in field.metadata
+        for name, word in _BOUNDS.items()
+        if getattr(one, name, None) is not None
+    ]
+    return f", {' and '.join(found)}" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    """A field's default as JSON in code, or "required"."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
+    return f"`{json.dumps(value, default=str)}`"
+
+
+def _text(field: FieldInfo) -> str:
+    """A field's documentation as one sentence."""
+    text = " ".join((field.description or "").split())
+    return text[:1].upper() + text[1:]
+
+
+def keys() -> dict[str, dict[str, list[tuple[type, FieldInfo]]]]:
+    """Every key of a recipe by section and name, with each class that has it."""
+    from firstlight.recipe import recipe_fields
+
+    found: dict[str, dict[str, list[tuple[type, FieldInfo]]]] = {}
+    for section, kind, key in recipe_fields():
+        owners = found.setdefault(section, {}).setdefault(key, [])
+        owners.append((kind, kind.model_fields[key]))
+    return found
+
+
+def _entry(name: str, owners: list[tuple[type, FieldInfo]], families: int) -> Iterator[str]:
+    """The lines of a key; keys of a model say which families have them."""
+    types_ = " or ".join(dict.fromkeys(type_text(f.annotation) + _bounds(f) for _, f in owners))
+    yield f"### `{name}` {{#{name}}}\n"
+    defaults: dict[str, list[str]] = {}
+    for kind, field in owners:
+        defaults.setdefault(_default(field), []).append(kind.__name__.removesuffix("Config"))
+    if len(defaults) == 1:
+        default = next(iter(defaults))
+    else:
+        default = "; ".join(f"{value} ({', '.join(who)})" for value, who in defaults.items())
+    since = SINCE.get(name, SINCE[""])
+    yield f"- **Type**: {types_}\n- **Default**: {default}\n- **Since**: {since}"
+    if families and len(owners) < families:
+        yield f"- **Families**: {', '.join(k.__name__.removesuffix('Config') for k, _ in owners)}"
+    for text in dict.fromkeys(_text(field) for _, field in owners):
+        yield f"\n{text}\n"
+
+
+def recipe_page() -> str:
+    """The page of all sections but `model`."""
+    from firstlight.recipe import Recipe
+
+    lines = [
+        "# Keys of a recipe\n",
+        "A recipe is a YAML file of sections. Each key is also an option of `firstlight train`, "
+        "`plan` and `tune`: `--section.key VALUE`. `firstlight train --help-all` prints this list. "
+        "An unknown key is an error that names the nearest real one. The keys of `model` stand on "
+        "[a page of their own](model.md).\n",
+    ]
+    for section, entries in keys().items():
+        if section == "model":
+            continue
+        lines.append(f"## {section} {{#{section}}}\n")
+        owner = next(iter(entries.values()))[0][0]
+        lines.append(" ".join((owner.__doc__ or "").split()) + "\n")
+        for key, owners in entries.items():
+            lines += _entry(f"{section}.{key}", owners, 0)
+    assert Recipe.model_fields.keys() >= keys().keys()
+    return "\n".join(lines)
+
+
+def model_page() -> str:
+    """The page of the `model` section: the keys of all families."""
+    entries = keys()["model"]
+    families = max(len(owners) for owners in entries.values())
+    lines = [
+        "# Keys of a model\n",
+        "The `model` section of a recipe. `model.model_type` names the family "
+        "([model families](../model-families.md)). A key without a list of families belongs to "
+        "all.\n",
+        "## model {#model}\n",
+    ]
+    for key, owners in entries.items():
+        lines += _entry(f"model.{key}", owners, families)
+    return "\n".join(lines)
+
+
+def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+    """(full name, command) of a command and of all below it."""
+    yield name, command
+    if isinstance(command, click.Group):
+        for verb, below in command.commands.items():
+            yield from commands(below, f"{name} {verb}")
+
+
+def commands_page() -> str:
+    """The page of all commands with all options."""
+    from firstlight.cli.main import firstlight
+
+    lines = [
+        "# Commands\n",
+        "CHECKPOINT is a run folder (its newest complete checkpoint), one checkpoint folder, a "
+        "Hugging Face model folder, or a hub id. `train`, `plan` and `tune` also take every "
+        "[key of a recipe](recipe.md) as `--section.key VALUE`.\n",
+    ]
+    for name, command in commands(firstlight, "firstlight"):
+        lines += _command(name, command)
+    return "\n".join(lines)
+
+
+def _command(name: str, command: click.Command) -> Iterator[str]:
+    """The lines of one command."""
+    context = click.Context(command, info_name=name)
+    usage = " ".join(command.collect_usage_pieces(context))
+    yield f"## {name} {{#{name.replace(' ', '-')}}}\n"
+    yield f"    {name} {usage}\n"
+    for block in (command.help or "").replace("\f", "").split("\n\n"):
+        if block.startswith("\b\n"):
+            yield "\n".join(f"    {line}" for line in block.splitlines()[1:]) + "\n"
+        else:
+            yield " ".join(block.split()).replace("<", "&lt;") + "\n"
+    options = [one for one in command.get_params(context) if isinstance(one, click.Option)]
+    yield "| option | default | meaning |\n|---|---|---|"
+    for option in options:
+        default = option.get_default(context) if option.show_default else None
+        shown = "" if default is None or default is False else f"`{default}`"
+        if option.is_flag and option.secondary_opts and default is not None:
+            shown = "on" if default else "off"
+        text = " ".join((option.help or "").split())
+        yield f"| {_option(option, context)} | {shown} | {_cell(text)} |"
+    yield ""
+
+
+def _option(option: click.Option, context: click.Context) -> str:
+    """An option's names with its metavar, in code."""
+    names = ", ".join(option.opts)
+    if option.secondary_opts:
+        names += f" / {', '.join(option.secondary_opts)}"
+    if not option.is_flag and not option.count:
+        names += f" {option.make_metavar(context)}"
+    return f"<code>{_cell(names)}</code>"
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table."""
+    return text.replace("<", "&lt;").replace("|", "&#124;").replace("*", "&#42;")
+
+
+def python_page() -> str:
+    """The page of the names that `import firstlight` has."""
+    import firstlight
+
+    by_title: dict[str, list[str]] = {title: [] for title in _TITLES.values()}
+    for name in firstlight.__all__:
+        package = firstlight._MODULES[name].split(".")[1]
+        by_title.setdefault(_TITLES.get(package, package), []).append(name)
+    lines = [
+        "# Python: public names\n",
+        "`import firstlight` has these names and loads each when it is first used.\n",
+    ]
+    for title, names in by_title.items():
+        if names:
+            lines += [f"## {title}\n", *(f"::: firstlight.{name}\n" for name in names)]
+    return "\n".join(lines)
+
+
+def parts_page() -> str:
+    """The page of the parts of a training loop of one's own."""
+    lines = [
+        "# Python: parts of a run\n",
+        "What a loop of your own is made of; `examples/parts.py` puts them together, and "
+        "`examples/accelerate_loop.py` trains with them. Tensors have the shapes in brackets.\n",
+    ]
+    for title, names in PARTS.items():
+        lines += [f"## {title}\n", *(f"::: firstlight.{name}\n" for name in names)]
+    return "\n".join(lines)
+
+
+def _root_page(name: str) -> str:
+    """A Markdown file of the repository's root with its links as seen from docs/."""
+    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+def pages() -> dict[str, str]:
+    """Text of each made page by its path."""
+    return {
+        "overview.md": _root_page("README.md"),
+        "changelog.md": _root_page("CHANGELOG.md"),
+        "reference/recipe.md": recipe_page(),
+        "reference/model.md": model_page(),
+        "reference/commands.md": commands_page(),
+        "reference/python.md": python_page(),
+        "reference/parts.md": parts_page(),
+    }
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Name headings' anchors as GitHub does."""
+    from pymdownx.slugs import slugify
+
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the made pages."""
+    from mkdocs.structure.files import File
+
+    for path, text in pages().items():
+        files.append(File.generated(config, path, content=text))
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Read each page as GitHub does."""
+    return github_markdown(markdown)
