@@ -24,6 +24,8 @@ from firstlight.recipe import known_keys
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.run import Run as TrainingRun
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 def firstlight(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[bytes]:
     """`python -m firstlight ARGUMENTS...` in a process of its own."""
@@ -253,6 +255,7 @@ def test_train_goes_on_with_resume_and_starts_from_weights(
     assert one_object(run("train", recipe, *other, "--json").out)["step"] == 8
 
 
+@pytest.mark.usefixtures("real_processes")  # a fork has no forecast
 def test_a_run_is_planned_tried_and_set_beside_its_forecast(trained: Path, tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path / "run.yaml",

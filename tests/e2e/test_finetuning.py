@@ -24,6 +24,8 @@ from firstlight.generation.engine import load
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _MODEL = {
     "model_type": "llama",
     "hidden_size": 48,

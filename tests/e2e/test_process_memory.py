@@ -89,7 +89,7 @@ def test_the_memory_of_the_process_is_predicted_within_15_percent(
         "model": model,
         "batch": {"micro_batch_size": rows},
         "schedule": {"max_steps": 3, "warmup_steps": 1},
-        "evaluation": {"every_steps": 2, "max_rows": rows, "sample_tokens": 8},
+        "evaluation": {"every_steps": 2, "max_rows": rows, "sample_tokens": 8, "on_start": False},
         "efficiency": {"precision": precision, "attention": "sdpa", "compile": False},
         "checkpoint": {"every_steps": 0},
     }

@@ -13,6 +13,8 @@ import transformers
 
 import firstlight
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 def text_to_model(
     folder: Path, text: str, tokenizer: Path, model: dict[str, Any]
@@ -29,7 +31,7 @@ def text_to_model(
         "schedule": {"max_steps": 6, "warmup_steps": 1},
         "optimizer": {"learning_rate": 3e-2},
         "efficiency": {"precision": "fp32"},
-        "evaluation": {"every_steps": 3, "max_rows": 4, "sample_tokens": 4},
+        "evaluation": {"every_steps": 3, "max_rows": 4, "sample_tokens": 4, "on_start": False},
         "checkpoint": {"every_steps": 0},
     }
     records: list[Mapping[str, Any]] = []

@@ -169,6 +169,17 @@ def test_a_container_file_copies_what_is_there_and_installs_extras_that_exist(pa
     assert "--constraint" in next(rest for name, rest in instructions if "'.[" in rest)
 
 
+def test_the_extra_of_developers_has_the_packages_of_all_others() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        extra: {re.split(r"[\[<>=; ]", requirement)[0] for requirement in requirements}
+        for extra, requirements in project["optional-dependencies"].items()
+    }
+    packages = set().union(*extras.values())
+    # One is built from source for minutes, and no test has a store of the other.
+    assert packages - extras["dev"] == {"llama-cpp-python", "gcsfs"}
+
+
 def test_the_gpu_image_keeps_its_torch() -> None:
     (install,) = [
         rest

@@ -4,6 +4,7 @@ starts, and when it comes back."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,12 +12,13 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from example_files import EXAMPLES, ROOT, parsed_train, require_launch
+
+from waiting import PATIENCE_SECONDS, wait_until
 
 _SBATCH = EXAMPLES / "slurm" / "train.sbatch"
 
@@ -169,13 +171,14 @@ while True:
     slurm = _Slurm(tmp_path, 2, 1, firstlight=waits)
     process = slurm.start()
     try:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("calls-ready-*"))) < 2:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+
+        def ready() -> list[Path]:
+            assert process.poll() is None, process.communicate()
+            return list(tmp_path.glob("calls-ready-*"))
+
+        wait_until("two tasks that wait", ready, lambda files: len(files) == 2)
         process.send_signal(signal.SIGUSR1)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
     finally:
         _end(process)
     assert process.returncode == 75, said
@@ -269,7 +272,7 @@ def test_two_tasks_train_the_recipe_of_the_examples(tmp_path: Path, data: Path) 
     code, said = slurm.run(*arguments)
     assert code == 0, said
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 4
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert (tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors").is_file()
 
 
@@ -283,13 +286,14 @@ def test_each_way_saves_when_the_time_is_nearly_over_and_goes_on_from_there(
     metrics = tmp_path / "run" / "metrics.jsonl"
     process = slurm.start(*arguments, way=way)
     try:
-        deadline = time.monotonic() + 240
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
+
+        def logged() -> list[str]:
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+            return metrics.read_text().splitlines() if metrics.is_file() else []
+
+        wait_until("the metrics of three steps", logged, lambda lines: len(lines) >= 3)
         process.send_signal(signal.SIGUSR1)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
     finally:
         _end(process)
     # torchrun knows no other exit code.
