@@ -15,11 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from firstlight.bench import gemm, gemm_loops, gemm_products
 from firstlight.bench.gemm import GemmRun, compare, draw, hardware_dtypes, step_times, summarize
 from firstlight.bench.gemm_loops import (
     cache_sizes,
+    draw_loops,
     measure_loops,
     multiply_rows,
     multiply_squares,
@@ -378,6 +380,8 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
     assert any(line.startswith("257, work 1.004") for line in lines)
     assert [row["bytes"] for row in result["loops"]["passes"]] == [1 << 12, 1 << 23]
     assert any(line.startswith("one thread reads") for line in lines)
+    assert any(line.startswith("4 KiB ") for line in lines)
+    assert any(line.startswith("8 MiB ") for line in lines)
     assert any(line.startswith("row blocks of 1 ") for line in lines)
     assert not any("interrupted" in line for line in lines)
 
@@ -433,6 +437,34 @@ def test_a_result_of_several_formats_and_waves_is_drawn() -> None:
     result["machine"] = {"name": "GPU", "threads": 1}
     assert draw(result).startswith(b"\x89PNG")
     assert len(result["wave"]) == 4 * 5
+
+
+def test_passes_caches_and_blocks_are_drawn_into_their_own_axes() -> None:
+    passes, blocks = Figure().subplots(1, 2)
+    rates = {"lowest": 1e9, "highest": 4e9}
+    loops = {
+        "caches": {"L1": 32768},
+        "passes": [
+            {"bytes": 4096 << n, "bytes_per_second": (3 - n) * 1e9, **rates} for n in (0, 1)
+        ],
+        "blocks": [
+            {"cut": "row blocks", "block": 1, "flops_per_second": 1e9, **rates},
+            {"cut": "row blocks", "block": 64, "flops_per_second": 4e9, **rates},
+            {"cut": "square blocks", "block": 64, "flops_per_second": 3.5e9, **rates},
+        ],
+        "edge": 64,
+    }
+    draw_loops(loops, passes, blocks)
+
+    def points(axes: Any) -> dict[str, list[tuple[float, float]]]:
+        return {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.lines}
+
+    rate, cache = points(passes).values()
+    assert rate == [(4096, 3), (8192, 2)]
+    assert {x for x, _ in cache} == {32768}
+    assert points(blocks) == {"row blocks": [(1, 1), (64, 4)], "square blocks": [(64, 3.5)]}
+    assert [text.get_text() for text in passes.texts] == ["L1"]
+    assert "at 64 the whole product" in blocks.get_xlabel()
 
 
 def test_the_help_names_every_format_and_model(capsys: pytest.CaptureFixture[str]) -> None:

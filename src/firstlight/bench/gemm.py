@@ -354,7 +354,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
     figure = new_figure(14, 16 if loops else 11)
     (size, model), (padding, tile), *below = figure.subplots(3 if loops else 2, 2)
     if loops:
-        draw_loops(*below[0], loops)  # type: ignore[call-arg]
+        draw_loops(loops, *below[0])
     height = 0.8 / len(result["ceilings"])
     for number, dtype in enumerate(result["ceilings"]):
         rows = [row for row in result["rows"] if row["dtype"] == dtype]

@@ -134,8 +134,9 @@ def _median(name: str, rates: Sequence[float]) -> dict[str, float]:
     return {name: statistics.median(rates), "lowest": min(rates), "highest": max(rates)}
 
 
-def draw_loops(passes: Any, blocks: Any, loops: Mapping[str, Any]) -> None:
-    """Draw the rates of passes, with the ends of the caches, and of products in blocks."""
+def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any) -> None:
+    """Draw `measure_loops`'s result: into the axes `passes` the rates of passes, with the ends of
+    the caches, into the axes `blocks` those of products in blocks."""
     rows = loops["passes"]
     _draw_rates(passes, rows, "bytes", "bytes_per_second", "C0", "passes, fp32")
     for name, size in loops["caches"].items():

@@ -283,13 +283,17 @@ def show_gemm(result: Result) -> None:
 
 def _show_loops(loops: Result) -> None:
     """Show the rates of passes over arrays and of a product in blocks."""
-    caches = ", ".join(f"{name} {human_bytes(size)}" for name, size in loops["caches"].items())
+
+    def binary(size: int) -> str:  # as data sheets of processors name caches
+        return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
+
+    caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
 
     def rate(row: Result, name: str) -> str:
         return f"{row[name] / 1e9:.3g} ({row['lowest'] / 1e9:.3g}-{row['highest'] / 1e9:.3g})"
 
     title = "one thread reads" + (f" (caches: {caches})" if caches else "")
-    passes = [(human_bytes(row["bytes"]), rate(row, "bytes_per_second")) for row in loops["passes"]]
+    passes = [(binary(row["bytes"]), rate(row, "bytes_per_second")) for row in loops["passes"]]
     show()
     show_table([(title, "GB/s"), *passes])
     blocks = [
