@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import random
+import re
+import select
 import shutil
 import signal
 import socket
@@ -29,6 +31,7 @@ from tiny import PATIENCE, tiny_model, tiny_tokenizer
 from firstlight.cli.generate import require_packages, serve_command
 from firstlight.errors import ConfigError, MissingDependencyError, StorageError
 from firstlight.files.atomic import write_file
+from firstlight.serving.request import MAX_CHOICES, MAX_PROMPTS
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
@@ -311,18 +314,24 @@ def test_a_slow_client_does_not_keep_the_server_from_ending(folder: Path) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_second_interrupt_ends_answers_with_an_error_of_the_api(
-    folder: Path, stream: bool
+    folder: Path, tmp_path: Path, stream: bool
 ) -> None:
     """Neither a plain-text 500 nor a traceback; the first one would wait for ten minutes."""
-    # Answers that follow one another take long on any machine.
+    # Four million steps, one after the other, which no machine does before the second signal.
+    long = Path(shutil.copytree(folder, tmp_path / "model"))
+    config = json.loads((long / "config.json").read_text(encoding="utf-8"))
+    write_file(long / "config.json", json.dumps({**config, "max_position_embeddings": 8192}))
+    content = content_for(
+        "/v1/completions", stream=stream, max_tokens=8000, prompt=["x"] * MAX_PROMPTS, n=MAX_CHOICES
+    )
     options = ("--shutdown-timeout=600", "--max-batch-size=1", "--max-queue=1000")
-    with running(folder, *options) as server, server.connect() as connection:
-        content = content_for("/v1/completions", stream=stream, max_tokens=95, prompt=["x"] * 900)
+    with running(long, *options) as server, server.connect() as connection:
         connection.sendall(raw_request("/v1/completions", content))
         if stream:
-            assert connection.recv(12).startswith(b"HTTP/1.1 200")
+            begun = connection.recv(2**16)
+            assert begun.startswith(b"HTTP/1.1 200"), f"waited for a stream, and got {begun!r}"
         else:
-            wait_until_running(server)
+            wait_until_running(server, connection)
         server.process.send_signal(signal.SIGINT)
         wait_until_refused(server)
         code, said = server.end(signal.SIGINT)
@@ -337,19 +346,29 @@ def test_a_second_interrupt_ends_answers_with_an_error_of_the_api(
     assert "ERROR" not in said
 
 
-def wait_until_running(server: Running) -> None:
-    """Wait until texts are generated."""
+def wait_until_running(server: Running, connection: socket.socket) -> None:
+    """Wait until texts are generated for the request that was sent through the connection."""
+    deadline = time.monotonic() + PATIENCE
     while True:
         with urllib.request.urlopen(f"{server.ready['url']}/metrics", timeout=PATIENCE) as answer:
-            if b"firstlight_running_sequences 0.0" not in answer.read():
-                return
+            (seen,) = re.findall(r"^firstlight_running_sequences .*", answer.read().decode(), re.M)
+        if not seen.endswith(" 0.0"):
+            return
+        is_answered, _, _ = select.select([connection], [], [], 0.01)
+        if is_answered:
+            status, *_, body = read_answer(connection)
+            raise AssertionError(f"waited for a running text, and got {status}: {body!r}")
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {PATIENCE:g} s for a running text, and saw last: {seen}")
 
 
 def wait_until_refused(server: Running) -> None:
     """Wait until the server accepts no more connections."""
+    deadline = time.monotonic() + PATIENCE
     with suppress(ConnectionRefusedError):
-        while True:
+        while time.monotonic() < deadline:
             server.connect().close()
+        raise AssertionError(f"waited {PATIENCE:g} s for a refusal, and connections are accepted")
 
 
 def test_health_says_that_the_file_of_the_weights_was_cut_short(

@@ -259,7 +259,7 @@ Request = TypeVar("Request", bound=GenerationRequest)
 #: Error messages of fields that have several types.
 _MESSAGES = {
     "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists, "
-    "none of them empty and not more than there may be",
+    f"none of them empty, at most {MAX_PROMPTS} texts or lists and {_MAX_PROMPT_IDS:,} ids in each",
     "stop": "must be a text or a list of up to 4 texts, of 1 to 256 characters",
     "content": "must be a text, or a list of parts such as {'type': 'text', 'text': ...}",
     "logit_bias": "must be an object of up to 1,024 numbers from -100 to 100 by token id, such as "
