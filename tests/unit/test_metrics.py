@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
-from firstlight.report.records import read_json_lines, read_metrics
+from firstlight.report.records import read_json_lines
+from firstlight.report.series import read_metrics
 from firstlight.training.metrics import JsonLines, keep_until, missing_steps
 
 
@@ -165,7 +166,7 @@ def test_a_log_that_cannot_be_read_is_set_aside_under_a_free_name(
     write(path, {"step": 1}, {"step": 2})
     before = path.read_bytes()
     (tmp_path / "m.jsonl.damaged").write_text("of an earlier time")
-    monkeypatch.setattr("firstlight.report.records._MAX_BYTES", 5)
+    monkeypatch.setattr("firstlight.report.records.MAX_LOG_BYTES", 5)
     kept, problem = keep_until(path, 4)
     assert (kept, path.read_bytes()) == ([], b"")
     assert problem is not None

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firstlight.errors import CheckpointError
-from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, Series, smoothed
+from firstlight.report.records import METRICS_NAME, SAMPLES_NAME
 from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
+from firstlight.report.series import Series, smoothed
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

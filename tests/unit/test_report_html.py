@@ -18,8 +18,9 @@ from firstlight.errors import CheckpointError
 from firstlight.report.compare import final_numbers
 from firstlight.report.html import run_page
 from firstlight.report.page import chosen_samples
+from firstlight.report.pictures import picture_of
 from firstlight.report.records import read_run
-from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report, picture_of
+from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
 from firstlight.training.loop import train
 
 _START = {
@@ -358,7 +359,7 @@ def test_the_losses_stand_over_steps_tokens_and_epochs(
         figures.append(figure)
         return b""
 
-    monkeypatch.setattr("firstlight.report.report.png", kept)
+    monkeypatch.setattr("firstlight.report.pictures.png", kept)
     picture_of(read_run(folder))
     (figure,) = figures
     below, above = (

@@ -22,7 +22,7 @@ from firstlight.report.axes import (
     log_ticks,
     second_axis,
 )
-from firstlight.report.records import Series, read_metrics, smoothed, thin
+from firstlight.report.series import Series, read_metrics, smoothed, thin
 
 _FINITE = st.floats(-1e300, 1e300)
 

@@ -43,6 +43,7 @@ from firstlight.bench.tuning_study import (
     read_study,
     read_trials,
     require_optuna,
+    trial_in_words,
 )
 from firstlight.checkpoint.run_folder import held
 from firstlight.console import say
@@ -308,7 +309,7 @@ def _run_trials(
             return
         lines.append(line)
         write_file(folder / TRIALS_NAME, "".join(json.dumps(one) + "\n" for one in lines))
-        say(_in_words(line, study))
+        say(trial_in_words(line, study))
         on_trial(line)
         if line["state"] == "failed" and len(lines) == 1:
             raise TrainingError(f"the recipe as it is does not train: {line['message']}")
@@ -361,14 +362,6 @@ def _run_trial(
         "wall_seconds": round(time.monotonic() - begun, 2),
         "message": failure["message"] if failure else "",
     }
-
-
-def _in_words(line: Mapping[str, Any], study: Study) -> str:
-    head = f"trial {line['trial']}: {describe(line['values'])}"
-    if line["state"] == "failed":
-        return f"{head}: failed: {line['message']}"
-    early = f", ended after {line['step']} steps" if line["state"] == "pruned" else ""
-    return f"{head}: {study.objective} {line['objective']:.4f}{early}"
 
 
 # The result

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench.tuning_space import SearchKey, Value, own_values
+from firstlight.bench.tuning_space import SearchKey, Value, describe, own_values
 from firstlight.errors import CheckpointError, InputError, MissingDependencyError
 from firstlight.files.atomic import read_json
 from firstlight.recipe import Recipe, parse_recipe
@@ -209,3 +209,12 @@ def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, fl
             _replayed(study, lines), evaluator=optuna.importance.PedAnovaImportanceEvaluator()
         )
     return {key: round(share, 3) for key, share in found.items()}
+
+
+def trial_in_words(line: Mapping[str, Any], study: Study) -> str:
+    """The line of a trial for a person."""
+    head = f"trial {line['trial']}: {describe(line['values'])}"
+    if line["state"] == "failed":
+        return f"{head}: failed: {line['message']}"
+    early = f", ended after {line['step']} steps" if line["state"] == "pruned" else ""
+    return f"{head}: {study.objective} {line['objective']:.4f}{early}"

@@ -329,9 +329,7 @@ def resolve_schedule(
         if given_steps is not None and given_steps < length.predicted_steps:
             length = replace(length, predicted_steps=given_steps)
         return _schedule_in_minutes(config, learning_rate, batch, seq_len, length)
-    if given_steps is None:
-        given_steps = batch.steps_for(Fraction(rows_per_epoch))
-    max_steps = given_steps
+    max_steps = batch.steps_for(Fraction(rows_per_epoch)) if given_steps is None else given_steps
     decay_steps = config.decay_steps or max_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, max_steps, decay_steps)
     if config.decay_steps is not None and warmup_steps >= decay_steps:
@@ -346,14 +344,10 @@ def resolve_schedule(
             f"more than {decay_steps} steps: shorten one (schedule.decay_fraction, "
             "cooldown_steps, warmup_steps)"
         )
+    minimum = config.minimum_scale(learning_rate)
+    shape = config.decay_shape or "linear"
     return Schedule(
-        max_steps,
-        warmup_steps,
-        decay_steps,
-        config.minimum_scale(learning_rate),
-        config.kind,
-        cooldown_steps,
-        config.decay_shape or "linear",
+        max_steps, warmup_steps, decay_steps, minimum, config.kind, cooldown_steps, shape
     )
 
 
@@ -374,15 +368,10 @@ def _schedule_in_minutes(
         max_steps, is_open = length.max_steps, False
         if config.kind in ("wsd", "cosine", "linear"):
             cooldown_steps = max(max_steps - max(length.decided_at, warmup_steps), 0)
+    minimum = config.minimum_scale(learning_rate)
+    shape = config.decay_shape or "linear"
     return Schedule(
-        max_steps,
-        warmup_steps,
-        max_steps,
-        config.minimum_scale(learning_rate),
-        config.kind,
-        cooldown_steps,
-        config.decay_shape or "linear",
-        is_open,
+        max_steps, warmup_steps, max_steps, minimum, config.kind, cooldown_steps, shape, is_open
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from firstlight.console import compact
-from firstlight.report.records import Series
+from firstlight.report.series import Series
 
 #: Ranges smaller than this share of their numbers are rounding.
 _NOTHING = 1e-9

@@ -20,7 +20,7 @@ from firstlight.report.axes import (
     log_range,
     log_ticks,
 )
-from firstlight.report.records import Floats, Series, thin
+from firstlight.report.series import Floats, Series, thin
 
 #: Colours that a page's style has; more lines begin again, dashed.
 COLOURS = 8

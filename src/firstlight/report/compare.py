@@ -18,7 +18,8 @@ from firstlight.errors import ConfigError
 from firstlight.report.charts import Chart, Line
 from firstlight.report.findings import Finding, findings_of
 from firstlight.report.page import chosen_samples, duration, legend, memory_unit, page, plots
-from firstlight.report.records import Axis, Metrics, RunRecord, Series, smoothed
+from firstlight.report.records import RunRecord
+from firstlight.report.series import Axis, Metrics, Series, smoothed
 
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
 _BUCKETS = 350

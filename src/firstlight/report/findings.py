@@ -17,7 +17,8 @@ import numpy as np
 from firstlight.checkpoint.manifest import Saved, best_saved
 from firstlight.console import loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
-from firstlight.report.records import Floats, RunRecord, Series
+from firstlight.report.records import RunRecord
+from firstlight.report.series import Floats, Series
 
 #: The validation loss has risen where it is above its lowest by more than this share of it, and by
 #: more than so many nats. The rows of every evaluation are the same, so that noise is smaller.

@@ -26,7 +26,8 @@ from firstlight.report.page import (
     plots,
     shortened,
 )
-from firstlight.report.records import MOSTLY_LEARNED, Metrics, RunRecord, Series, smoothed
+from firstlight.report.records import MOSTLY_LEARNED, RunRecord
+from firstlight.report.series import Metrics, Series, smoothed
 
 #: Of thinned curves; a wide chart has so many pixels.
 _BUCKETS = 700

@@ -1,25 +1,18 @@
-"""A run folder, read for its report at any moment of the run: columns of metrics.jsonl as arrays,
-thinned to what a picture can show, and the other files."""
+"""A run folder, read for its report at any moment of the run."""
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
-from pydantic_core import from_json
+from typing import Any
 
 from firstlight.errors import CheckpointError, InputError, nearest
 from firstlight.files.atomic import read_file
 from firstlight.recipe.load import MAX_RECIPE_BYTES, parse_yaml
 from firstlight.report.length import decisions, read_length
+from firstlight.report.series import MAX_LOG_BYTES, MAX_STEP, Metrics, read_metrics
 
 #: With a smaller share of learned tokens, their rate is shown beside that of all. Of text all are
 #: learned, but for the padding of an epoch's last row.
@@ -30,210 +23,6 @@ SAMPLES_NAME = "samples.jsonl"
 EVENTS_NAME = "events.jsonl"
 STARTS_NAME = "starts.jsonl"
 RECIPE_NAME = "recipe.yaml"
-
-Floats = npt.NDArray[np.float64]
-Axis = Literal["step", "tokens", "hours"]
-
-#: Ten million steps.
-_MAX_BYTES = 1 << 32
-#: Lines that are turned into arrays at once: their objects take some MB.
-_LINES = 4096
-#: Greater ones are no figures, and what is computed from them may be no floats.
-_GREATEST = 1e100
-#: Floats count up to here.
-_MAX_STEP = 2**53
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points of a curve, in the order of the run.
-
-    Attributes:
-        x, y: (N,), finite.
-    """
-
-    x: Floats
-    y: Floats
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """The numbers of metrics.jsonl, by column.
-
-    Attributes:
-        steps: step of each line, rising, `[N]`.
-        columns: two arrays for each key: the line numbers (from 0) with a number, and the numbers.
-            What is no finite number (null, true, a text) is left out.
-    """
-
-    steps: Floats
-    columns: Mapping[str, tuple[npt.NDArray[np.intp], Floats]]
-
-    def values(self, key: str) -> Floats:
-        """All numbers of a key; none where it is missing."""
-        return self.columns[key][1] if key in self.columns else np.empty(0)
-
-    def last(self, key: str) -> float | None:
-        """The last number of a key."""
-        found = self.values(key)
-        return float(found[-1]) if len(found) else None
-
-    def series(self, key: str, axis: Axis = "step") -> Series:
-        """A key's curve over steps, tokens seen, or hours of training."""
-        if key not in self.columns:
-            return Series(np.empty(0), np.empty(0))
-        lines, values = self.columns[key]
-        x = self._axis(axis)[lines]
-        known = np.isfinite(x)
-        return Series(x[known], values[known])
-
-    def _axis(self, axis: Axis) -> Floats:
-        if axis == "tokens":
-            return self._filled("tokens_seen", math.nan)
-        return self.steps if axis == "step" else self.hours
-
-    @property
-    def hours(self) -> Floats:
-        """(N,), of training up to each line: its steps and what saving held them up."""
-        seconds = self._filled("seconds", 0.0) + self._filled("save_stall_seconds", 0.0)
-        return np.cumsum(seconds) / 3600
-
-    def _filled(self, key: str, missing: float) -> Floats:
-        result = np.full(len(self.steps), missing)
-        if key in self.columns:
-            lines, values = self.columns[key]
-            result[lines] = values
-        return result
-
-
-def read_metrics(path: Path) -> Metrics:
-    """The columns of metrics.jsonl; a last line that a kill cut short is left out, and a missing
-    file is an empty one.
-
-    Raises:
-        CheckpointError: a line in the middle is damaged, or steps don't rise.
-    """
-    if not path.exists():
-        return Metrics(np.empty(0), {})
-    try:
-        content = read_file(path, _MAX_BYTES)
-    except InputError as error:
-        raise CheckpointError(str(error)) from error
-    steps: list[Floats] = []
-    pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]] = {}
-    file, count = io.BytesIO(content), 0
-    while lines := list(itertools.islice(file, _LINES)):
-        records = _records(path, count, lines, is_end=file.tell() == len(content))
-        steps.append(np.array([record["step"] for record in records], dtype=np.float64))
-        _gather(records, count, pieces)
-        count += len(records)
-    columns = {
-        key: (np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found]))
-        for key, found in pieces.items()
-    }
-    metrics = Metrics(np.concatenate([np.empty(0), *steps]), columns)
-    falling = np.flatnonzero(np.diff(metrics.steps) <= 0)
-    if len(falling):
-        line = int(falling[0])
-        before, after = metrics.steps[line : line + 2]
-        raise CheckpointError(
-            f"{path}:{line + 2} is damaged: step {after:.0f} comes after step {before:.0f}"
-        )
-    return metrics
-
-
-def _records(
-    path: Path, before: int, lines: Sequence[bytes], *, is_end: bool
-) -> list[dict[str, Any]]:
-    """The objects of some lines, `before` of which stand before them.
-
-    Args:
-        is_end: the last of them is the file's; it may be cut short.
-    """
-    try:
-        records = [from_json(line) for line in lines]
-        if set(map(type, records)) == {dict} and all(map(_has_step, records)):
-            return records
-    except ValueError:
-        pass
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            # The slower of the two reads all that it writes, such as halves of characters.
-            record = json.loads(line)
-            if not isinstance(record, dict) or not _has_step(record):
-                raise ValueError("it is no object with a step")
-        except (ValueError, RecursionError) as error:
-            if is_end and number == len(lines):
-                break
-            raise CheckpointError(f"{path}:{before + number} is damaged: {error}") from error
-        records.append(record)
-    return records
-
-
-def _has_step(record: Mapping[str, Any]) -> bool:
-    step = record.get("step")
-    return type(step) is int and -_MAX_STEP < step < _MAX_STEP
-
-
-def _gather(
-    records: Sequence[Mapping[str, Any]],
-    first: int,
-    pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]],
-) -> None:
-    """Append the numbers of some lines, the first of which is number `first`, to the columns."""
-    keys = set().union(*records) - {"step"}
-    for key in sorted(keys):
-        values = [record.get(key) for record in records]
-        try:
-            # None becomes NaN.
-            numbers = np.array(values, dtype=np.float64)
-        except (ValueError, TypeError, OverflowError):
-            numbers = np.array([_number(value) for value in values])
-        lines = np.flatnonzero(np.abs(numbers) <= _GREATEST)
-        if len(lines):
-            pieces.setdefault(key, []).append((lines + first, numbers[lines]))
-
-
-def _number(value: object) -> float:
-    try:
-        return float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        return math.nan
-
-
-def smoothed(series: Series) -> Series:
-    """A curve's exponential moving average that starts unbiased (Kingma and Ba 2015, section 3),
-    with a half-life of a fiftieth of its points."""
-    decay = 0.5 ** (1 / max(len(series) / 50, 1))
-    average, weight, result = 0.0, 0.0, []
-    for value in series.y.tolist():
-        average = decay * average + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        result.append(average / weight)
-    return Series(series.x, np.array(result, dtype=np.float64))
-
-
-def thin(series: Series, buckets: int = 800) -> Series:
-    """At most 2 x `buckets` + 2 points of a curve, which look the same where a bucket is a pixel.
-
-    Each bucket holds equally many points, of which the lowest and the highest stay, as do the
-    first and the last of all. A curve of no more points than that is returned as it is.
-    """
-    count = len(series)
-    if count <= 2 * buckets + 2:
-        return series
-    edges = np.arange(buckets + 1) * count // buckets
-    kept = {0, count - 1}
-    for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        part = series.y[start:end]
-        kept |= {start + int(part.argmin()), start + int(part.argmax())}
-    chosen = np.array(sorted(kept))
-    return Series(series.x[chosen], series.y[chosen])
-
 
 #: A resolved recipe is longer than the one that it was made of.
 _RESOLVED = 8
@@ -334,7 +123,7 @@ def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     if not path.exists():
         return [], None
     try:
-        lines = read_file(path, _MAX_BYTES).splitlines(keepends=True)
+        lines = read_file(path, MAX_LOG_BYTES).splitlines(keepends=True)
     except InputError as error:
         return [], str(error)
     records, problem = [], None
@@ -359,8 +148,8 @@ def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
     for line in lines:
         if not all(isinstance(line.get(key), str) for key in texts):
             raise CheckpointError(f"{path} is damaged: a line has no {' and '.join(texts)}")
-        if abs(line["step"]) > _MAX_STEP:
-            raise CheckpointError(f"{path} is damaged: a step is above {_MAX_STEP:,}")
+        if abs(line["step"]) > MAX_STEP:
+            raise CheckpointError(f"{path} is damaged: a step is above {MAX_STEP:,}")
     return lines
 
 

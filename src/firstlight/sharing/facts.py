@@ -32,11 +32,11 @@ from firstlight.report.compare import final_numbers
 from firstlight.report.records import (
     METRICS_NAME,
     RECIPE_NAME,
-    Metrics,
     RunRecord,
     read_json_lines,
     read_run,
 )
+from firstlight.report.series import Metrics
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import read_config, tokenizer_of
 

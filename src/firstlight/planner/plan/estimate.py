@@ -184,7 +184,7 @@ def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True
 
 
 def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate:
-    """The estimate for a candidate, without its speed."""
+    """The estimate without its speed."""
     machine, recipe = candidate.machine, candidate.recipe
     known = (candidate.name, candidate.changes)
     try:
@@ -204,9 +204,8 @@ def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate
         found = run_jobs(jobs, workers)
         traced = found[1] if compiles and candidate.compiles else found[0]
         training = of_one_rank(found[0], recipe, machine.count)
-        evaluation: MemoryPrediction | None = None
-        if candidate.evaluates:
-            evaluation = of_one_rank(found[-1], recipe, machine.count)
+        last = found[-1] if candidate.evaluates else None
+        evaluation = None if last is None else of_one_rank(last, recipe, machine.count)
     except TrainingError:
         # A process that failed says nothing about the candidate.
         raise
@@ -397,6 +396,5 @@ def _precision(precision: str, machine: Machine) -> str:
         return "nothing narrower is faster here"
     if gpu is None:
         return f"{precision} is multiplied faster here"
-    share = gpu.peak_flops(precision) / gpu.fp32
-    text = f"{share:.0f} times fp32's rate on this GPU"
-    return text if precision != "fp16" else f"{text}, which has no bf16"
+    share = f"{gpu.peak_flops(precision) / gpu.fp32:.0f} times fp32's rate on this GPU"
+    return f"{share}, which has no bf16" if precision == "fp16" else share

@@ -33,7 +33,8 @@ from firstlight.recipe import (
     ResolvedRecipe,
     parse_resolved_recipe,
 )
-from firstlight.recipe.resolve import AutoPrecision, Facts, facts_here, resolve, with_deepspeed_file
+from firstlight.recipe.deepspeed import with_deepspeed_file
+from firstlight.recipe.resolve import AutoPrecision, Facts, facts_here, resolve
 from firstlight.training.length import predicted_steps
 from firstlight.weights.huggingface import read_config
 
