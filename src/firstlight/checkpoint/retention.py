@@ -43,8 +43,8 @@ class CheckpointConfig(Section):
     """copy the state and write the copy while training goes on; null decides at the first save:
     true if memory for the copy is free."""
     sharded: bool = False
-    """with distributed.engine fsdp, each process writes its shards, and none gathers the whole
-    model: for models that are too large for that. Any engine resumes from it, with any number of
+    """each process of distributed.engine fsdp writes its shards, and none gathers the whole model,
+    which may be too large for one. Any engine resumes from it, with any number of
     processes. The last checkpoint of a run is a Hugging Face model folder too; `firstlight convert`
     makes one of an earlier one."""
 

@@ -92,8 +92,8 @@ class AnswerStats:
         prompt_tokens: number of tokens in the prompt.
         new_tokens: number of tokens in the answer, without the end token.
         dropped: turns that no longer fit; of a model without a chat template, tokens.
-        first_token_seconds: until the first token.
-        seconds: altogether.
+        first_token_seconds: seconds until the first token.
+        seconds: seconds of the whole answer.
         finish_reason: "stop" at the end of the turn, "length" at a limit, "interrupted".
         seed: gives the same answer to the same prompt.
     """

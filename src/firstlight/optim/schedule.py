@@ -90,8 +90,8 @@ class ScheduleConfig(Section):
     """minimum of optimizer.learning_rate as a value, instead of min_lr_ratio; another peak (Muon's)
     comes down by the same factor."""
     resume: bool = False
-    """with --init-from, go on in the schedule at the step that the checkpoint was saved at, with
-    its optimizer's state, on whatever data; false is a schedule of its own, from step 0."""
+    """go on in the schedule of --init-from at the step that the checkpoint was saved at, with its
+    optimizer's state, on whatever data; false is a schedule of its own, from step 0."""
 
     @model_validator(mode="before")
     @classmethod

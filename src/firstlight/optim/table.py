@@ -181,8 +181,8 @@ class OptimizerConfig(Section):
     token's row where hidden_size is a multiple of 256, so rare tokens' large gradients don't blur
     the others'. The state of one library does not fit the other."""
     embeddings_in_32_bits: bool = False
-    """with an 8-bit optimizer, update token and position embeddings (and a head that is tied to
-    them) by torch's AdamW with fp32 moments, 8 bytes a parameter of theirs, as Dettmers et al. 2022
+    """an 8-bit optimizer updates token and position embeddings (and a head that is tied to them)
+    by torch's AdamW with fp32 moments, 8 bytes a parameter of theirs, as Dettmers et al. 2022
     advise for training from scratch; paged_adamw8bit does not page these."""
     learning_rate: float = Field(1e-3, gt=0)
     """peak learning rate of all parameters but Muon's; `embedding_lr_multiple` and the like give

@@ -36,23 +36,22 @@ class DistributedConfig(Section):
     state over the processes, and gathers each layer while it is computed; "deepspeed" is
     ZeRO, of one process too."""
     shard: int | None = Field(None, gt=1)
-    """with fsdp, the number of processes that share one copy of the model; null is all. With fewer
+    """fsdp's number of processes that share one copy of the model; null is all. With fewer
     (hybrid sharding, best the processes of one machine), each group has a copy, and layers are
     gathered within a group only."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """with fsdp, "cpu" keeps the shards in the CPU's memory, and updates them there. With
-    deepspeed, it keeps the optimizer state there, and at stage 3 the parameters; "nvme" keeps
-    optimizer state in files instead."""
+    """place of what is sharded: "cpu" is memory of the CPU, where fsdp keeps and updates its shards
+    and deepspeed its optimizer state, and at stage 3 the parameters; "nvme" keeps optimizer state
+    in files."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """with deepspeed, the sharded tensors: 1 optimizer state, 2 (null) gradients too, 3 parameters
-    too."""
+    """deepspeed's sharded tensors: 1 optimizer state, 2 (null) gradients too, 3 parameters too."""
     nvme_path: str | None = None
-    """with offload nvme, a folder on a fast disk, on each machine."""
+    """folder on a fast disk of each machine, for offload nvme."""
     deepspeed_config: str | None = None
     """an existing DeepSpeed configuration file (JSON), which makes "auto" the engine deepspeed. Its
     values fill the recipe's open keys; the two must not contradict each other."""
     reshard_after_forward: bool = True
-    """with fsdp, free a gathered layer after its forward pass and gather it again for the backward
+    """fsdp frees a gathered layer after its forward pass and gathers it again for the backward
     pass; false gathers once, and keeps all layers in memory until then."""
     tensor_parallel: int = Field(1, ge=1)
     """the number of neighbouring processes, best on one machine, that compute each layer of

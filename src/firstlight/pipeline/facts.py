@@ -37,7 +37,7 @@ class MachineFacts:
         kind: "cpu", "cuda" or "mps".
         rates: (FLOPs of a token, tokens a second) of some models in training, the smallest first.
         usable_bytes: memory that a run may take.
-        origin: where the rates are from, for people.
+        origin: source of the rates, for people.
         compiles: True if torch.compile has code for it.
     """
 

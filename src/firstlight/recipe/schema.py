@@ -34,7 +34,7 @@ class RunConfig(Section):
     """device to run on: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1",
     "mps"."""
     deterministic: bool = False
-    """on a CUDA GPU, compute the same bits each time, so that a resumed run is bit for bit the one
+    """compute the same bits each time on a CUDA GPU, so that a resumed run is bit for bit the one
     that was not stopped; costs speed, in attention's backward pass above all. On a CPU the bits are
     always the same."""
     max_minutes: float | None = Field(None, gt=0)

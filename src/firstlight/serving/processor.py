@@ -269,7 +269,7 @@ class RequestProcessor:
 
         Args:
             pieces: the parts of the text, which share no tokens.
-            is_generating: whether there must be room for a new token.
+            is_generating: True if there must be room for a new token.
             param: the field that the text is from.
         """
         if self._most_bytes is None:

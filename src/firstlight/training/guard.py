@@ -129,8 +129,8 @@ class LossScaler:
 
     Attributes:
         scale: a power of two, so that scaling changes no digit.
-        good_steps: since the scale last changed.
-        skipped_steps: since the run began.
+        good_steps: steps since the scale last changed.
+        skipped_steps: steps since the run began.
     """
 
     def __init__(self, scale: float = 2.0**16) -> None:
