@@ -1,7 +1,8 @@
 """Pages of the documentation site that are made from the code: a hook of mkdocs (`mkdocs.yml`).
 
 Keys of a recipe come from its schema, commands from click, Python names from the package's list.
-README.md and CHANGELOG.md become pages of the site, with their links into docs/ turned.
+README.md, CHANGELOG.md and SECURITY.md become pages of the site, with their links into docs/
+turned, and CITATION.cff becomes a BibTeX entry.
 """
 
 from __future__ import annotations
@@ -306,11 +307,28 @@ def _root_page(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
 
 
+def citing_page() -> str:
+    """The page of CITATION.cff, with the BibTeX entry of its fields."""
+    import yaml
+
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    authors = " and ".join(f"{{{one['name']}}}" for one in cited["authors"])
+    return (
+        "# Citing firstlight\n\n"
+        f"{cited['message']} The same fields stand in `CITATION.cff`.\n\n"
+        f"    @software{{firstlight,\n      title = {{{cited['title']}}},\n"
+        f"      author = {authors},\n      version = {{{cited['version']}}},\n"
+        f"      license = {{{cited['license']}}}\n    }}\n"
+    )
+
+
 def pages() -> dict[str, str]:
     """Text of each made page by its path."""
     return {
         "overview.md": _root_page("README.md"),
         "changelog.md": _root_page("CHANGELOG.md"),
+        "security.md": _root_page("SECURITY.md"),
+        "citing.md": citing_page(),
         "reference/recipe.md": recipe_page(),
         "reference/model.md": model_page(),
         "reference/commands.md": commands_page(),

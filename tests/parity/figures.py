@@ -1,4 +1,4 @@
-"""The parity figures of the README's table: run it, and it prints them.
+"""The parity figures of the table in docs/model-families.md: run it, and it prints them.
 
     python tests/parity/figures.py
 

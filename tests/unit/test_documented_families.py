@@ -1,4 +1,5 @@
-"""docs/model-families.md: every block is a model section, and has the parameters it names."""
+"""docs/model-families.md: every block is a model section, and has the parameters it names; every
+family has its figures beside transformers."""
 
 from __future__ import annotations
 
@@ -20,6 +21,13 @@ _BLOCKS = re.findall(r"((?:^    .*\n)+)", _PAGE, re.MULTILINE)
 def test_every_family_has_its_block() -> None:
     assert len(_BLOCKS) == 24
     assert {yaml.safe_load(block)["model_type"] for block in _BLOCKS} == set(FAMILIES)
+
+
+def test_every_family_has_its_figures_beside_transformers() -> None:
+    table = _PAGE.partition("## Agreement with transformers")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (\S+) \| (\S+) \|$", table, re.M)
+    assert sorted(family for family, _, _ in rows) == sorted(FAMILIES)
+    assert all(float(figure) < 1e-4 for _, *figures in rows for figure in figures)
 
 
 @pytest.mark.parametrize("block", _BLOCKS, ids=lambda block: str(block).split()[1].strip(":"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,7 +80,10 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(_in_nav(nav)) == sorted(_pages())
 
 
-@pytest.mark.parametrize("path", [*_WRITTEN, "overview.md", "changelog.md", "reference/recipe.md"])
+_MADE = ["overview.md", "changelog.md", "security.md", "citing.md", "reference/recipe.md"]
+
+
+@pytest.mark.parametrize("path", [*_WRITTEN, *_MADE])
 def test_every_link_of_a_page_leads_somewhere(path: str) -> None:
     lost = []
     for link in re.findall(r"\]\(\s*([^)\s]+)\s*\)", _without_code(_pages()[path])):
@@ -165,23 +170,120 @@ def test_pages_for_github_are_made_ready_for_mkdocs() -> None:
     )
 
 
-def test_the_site_builds_and_loads_nothing_from_another_host(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site as `make docs` builds it."""
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
-    build = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    build = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
     ended = subprocess.run(build, cwd=_ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    pages = sorted((tmp_path / "site").rglob("*.html"))
+    return folder
+
+
+def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(_pages())
     loaded = re.compile(
         r"<(?:script|img|iframe|source|link)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//"
     )
     for page in pages:
         assert loaded.search(page.read_text(encoding="utf-8")) is None, page.name
-    for style in (tmp_path / "site").rglob("*.css"):
+    for style in site.rglob("*.css"):
         text = style.read_text(encoding="utf-8")
         assert re.search(r"@import|url\([\"']?(?:https?:)?//", text) is None, style.name
     # Opened as a file, the page can't fetch the index, and has it as a script.
-    assert "Searching a recipe" in (tmp_path / "site" / "search" / "search_index.js").read_text(
-        encoding="utf-8"
-    )
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert "Searching a recipe" in index
+
+
+#: Common tasks: a word for the task in the text of a link, and what the linked section has to show.
+_TASKS = {
+    "train on a folder of texts": ("folder of texts", "firstlight train my_texts/ --budget"),
+    "resume a killed run": ("killed", "--resume"),
+    "fine-tune on chats": ("chats", "--data.files"),
+    "train LoRA adapters": ("LoRA", "--lora.rank 8"),
+    "train with QLoRA": ("QLoRA", "--lora.quantize nf4"),
+    "train on preferences": ("DPO", "kind: preference"),
+    "fit a larger model into memory": ("memory", "activation_checkpointing"),
+    "plan a run for an H100": ("H100", "--gpu H100"),
+    "export to GGUF and Ollama": ("GGUF", "--to ollama"),
+    "load in transformers": ("transformers", "AutoModelForCausalLM.from_pretrained"),
+    "serve OpenAI's API": ("OpenAI", "/v1/chat/completions"),
+    "evaluate on HellaSwag": ("HellaSwag", "--tasks hellaswag"),
+    "add a family": ("Add a family", "FamilySpec"),
+    "several GPUs": ("several GPUs", "--nproc"),
+    "Slurm": ("Slurm", "srun firstlight train"),
+    "change the schedule": ("schedule", "warmup_steps"),
+    "tune hyper-parameters": ("hyper-parameters", "firstlight tune"),
+    "push to the hub": ("Push", "firstlight push"),
+    "track a run": ("trackers", "TensorBoard"),
+    "continue the pretraining of a model": ("Continue the pretraining", "--init-from"),
+    "extend the tokenizer": ("Extend a tokenizer", "firstlight tokenizer extend"),
+    "cite firstlight": ("Cite", "@software{"),
+    "report a bug": ("Report a bug", "firstlight --version"),
+}
+
+
+class _Article(HTMLParser):
+    """Links of a page's article with their texts, and its text by the ids before it.
+
+    Attributes:
+        links: (address, text) of each link, in order.
+        sections: id of a heading -> text from it to the next heading of its level or a higher one.
+    """
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.links: list[tuple[str, str]] = []
+        self.sections: dict[str, str] = {"": ""}
+        self._open: dict[str, int] = {"": 0}  # headings whose sections go on, with their levels
+        self._link: list[str] | None = None
+        self.feed(page[page.index("<article") : page.index("</article")])
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        if re.fullmatch(r"h[1-6]", tag) and values.get("id"):
+            level = int(tag[1])
+            self._open = {name: one for name, one in self._open.items() if one < level}
+            self._open[values["id"] or ""] = level
+            self.sections[values["id"] or ""] = ""
+        elif tag == "a":
+            self._link = [values.get("href") or ""]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "a" and self._link:
+            self.links.append((self._link[0], "".join(self._link[1:])))
+            self._link = None
+
+    def handle_data(self, text: str) -> None:
+        for name in self._open:
+            self.sections[name] += text
+        if self._link:
+            self._link.append(text)
+
+
+def test_each_common_task_is_found_from_the_start_page_in_three_clicks(site: Path) -> None:
+    read = cache(lambda path: _Article((site / path).read_text(encoding="utf-8")))
+    seen = {"index.html"}
+    clicks: dict[str, int] = {}
+    layer = ["index.html"]
+    for number in (1, 2, 3):
+        following = []
+        for page in layer:
+            for link, text in read(page).links:
+                name, _, anchor = link.partition("#")
+                folder = os.path.dirname(page)
+                target = os.path.normpath(os.path.join(folder, name)) if name else page
+                if re.match(r"\w+:", link) or not target.endswith(".html"):
+                    continue
+                shown = read(target).sections.get(anchor, "")
+                for task, (word, content) in _TASKS.items():
+                    if word in text and content in shown:
+                        clicks.setdefault(task, number)
+                if target not in seen:
+                    seen.add(target)
+                    following.append(target)
+        layer = following
+    assert _TASKS.keys() - clicks.keys() == set()

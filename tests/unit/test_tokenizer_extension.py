@@ -281,6 +281,7 @@ def test_a_template_may_be_a_file_and_the_source_a_model_folder(
 @pytest.mark.parametrize(
     "words, code, message",
     [
+        ("", 2, "Missing option '--out'"),
         ("SOURCE --out OUT", 2, "nothing to do: give --add TOKEN..., --chat-template or both"),
         ("--add <a> SOURCE --out OUT", 2, "DIR is missing: it stands before --add"),
         ("SOURCE --add --out OUT", 2, "--add needs a token; one that begins with - as --add=-x"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ class _ManyTokens(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
         adding = False
-        for word, following in zip(args, [*args[1:], None], strict=True):
+        for word, following in zip_longest(args, args[1:]):
             if word == "--add" and (following is None or following.startswith("-")):
                 raise click.UsageError("--add needs a token; one that begins with - as --add=-x")
             if word.startswith("-"):
