@@ -304,7 +304,8 @@ def parts_page() -> str:
 
 def _root_page(name: str) -> str:
     """A Markdown file of the repository's root with its links as seen from docs/."""
-    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+    text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+    return re.sub(r"\]\((SECURITY|CHANGELOG)\.md", lambda link: link[0].lower(), text)
 
 
 def citing_page() -> str:

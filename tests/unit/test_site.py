@@ -86,7 +86,7 @@ _MADE = ["overview.md", "changelog.md", "security.md", "citing.md", "reference/r
 @pytest.mark.parametrize("path", [*_WRITTEN, *_MADE])
 def test_every_link_of_a_page_leads_somewhere(path: str) -> None:
     lost = []
-    for link in re.findall(r"\]\(\s*([^)\s]+)\s*\)", _without_code(_pages()[path])):
+    for link in re.findall(r'\]\(\s*([^)\s]+)(?: "[^"]*")?\s*\)', _without_code(_pages()[path])):
         if re.match(r"https?://", link):
             continue
         name, _, anchor = link.partition("#")
