@@ -35,6 +35,7 @@ from firstlight.data.opening import (
     read_at_most,
     utf8_stream,
 )
+from firstlight.data.parquet import read_parquet
 from firstlight.data.sources import (
     COMPRESSIONS,
     LINES_SUFFIXES,
@@ -42,7 +43,7 @@ from firstlight.data.sources import (
     DataSource,
     find_sources,
 )
-from firstlight.data.tables import read_parquet, read_table, without_text
+from firstlight.data.tables import read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_os_error, first_line
 
 RECORD_SUFFIXES = (

@@ -1,4 +1,4 @@
-"""Tables: the rows of CSV and TSV files, one document each, and those of Parquet files."""
+"""Tables: the rows of CSV and TSV files, one document each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from firstlight.data.conversations import BadRecordError
 from firstlight.data.kinds import conversation_text
@@ -15,18 +15,12 @@ from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
     largest_document,
-    optional,
-    require_unpacked_size,
     utf8_stream,
 )
-from firstlight.errors import InputError, first_line, nearest
+from firstlight.errors import nearest
 
 #: Spreadsheets write semicolons where the decimal mark is a comma.
 _DELIMITERS = (",", ";", "\t")
-#: Rows of a Parquet file that are read at a time.
-_BATCH_ROWS = 1024
-#: Rows of a batch with more than so many bytes become objects one by one.
-_BATCH_BYTES = 1 << 24
 
 
 def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
@@ -168,79 +162,3 @@ def _undecoded(text: str) -> int | None:
         return None
     found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)
     return None if found is None else ord(found) - 0xDC00
-
-
-def read_parquet(
-    path: Path, origin: str, text_key: str | None
-) -> Iterator[tuple[int, Any | BadRecordError]]:
-    """The rows of a Parquet file as objects.
-
-    Args:
-        path: the file.
-        origin: the file's name in messages.
-        text_key: the column that is read; None reads all columns.
-
-    Returns:
-        (number, object or the reason why the row is rejected) of each row.
-
-    Raises:
-        InputError: the file is damaged.
-        OSError: it can't be read, or unpacks to far more than text does.
-        MissingDependencyError: pyarrow is not installed.
-    """
-    parquet = optional("pyarrow.parquet", f"reading {path}")
-    arrow = optional("pyarrow", f"reading {path}")
-    number = 0
-    try:
-        footer = parquet.read_metadata(path)
-        groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
-        require_unpacked_size(path, sum(group.total_byte_size for group in groups))
-        # A text that many rows share stands once in the file, and once in memory.
-        leaves = [footer.schema.column(index) for index in range(footer.num_columns)]
-        shared = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        with parquet.ParquetFile(path, read_dictionary=shared) as file:
-            names = file.schema_arrow.names
-            if text_key is not None and text_key not in names:
-                yield 1, without_text(names, text_key, "column")
-                return
-            columns = None if text_key is None else [text_key]
-            total = 0
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
-                size = sum(_value_bytes(column, arrow) for column in batch.columns)
-                total += size
-                require_unpacked_size(path, total)
-                rows = 1 if size > _BATCH_BYTES else _BATCH_ROWS
-                for first in range(0, batch.num_rows, rows):
-                    for value in _batch_rows(batch.slice(first, rows)):
-                        number += 1
-                        yield number, value
-    except arrow.ArrowException as error:
-        raise InputError(
-            f"{origin} is not a readable Parquet file: {first_line(error)}: replace it, or leave "
-            "it out"
-        ) from error
-
-
-def _batch_rows(batch: Any) -> list[Any]:
-    """The rows of a batch; a row with invalid UTF-8 is a BadRecordError."""
-    try:
-        rows: list[Any] = batch.to_pylist()
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            return [BadRecordError("bad_utf8", str(error))]
-        rows = [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
-    return rows
-
-
-def _value_bytes(column: Any, arrow: Any) -> int:
-    """Bytes of a column's texts, those that rows share counted for each row, and of its numbers."""
-    kind = column.type
-    if arrow.types.is_dictionary(kind):
-        compute = optional("pyarrow.compute", "reading Parquet")
-        sizes = compute.binary_length(column.dictionary)
-        return compute.sum(sizes.take(column.indices).cast("int64")).as_py() or 0
-    if arrow.types.is_struct(kind):
-        return sum(_value_bytes(inner, arrow) for inner in column.flatten())
-    if arrow.types.is_nested(kind):
-        return _value_bytes(column.flatten(), arrow)
-    return int(column.nbytes)

@@ -1,0 +1,221 @@
+"""Parquet files: their rows as objects.
+
+A value that many rows share stands in a Parquet file once, so a small file can hold more text than
+any memory: a column's dictionary of values, or beginnings that texts share (DELTA_BYTE_ARRAY). How
+long such a value can be stands in the head of a column's first page; by it, fewer rows are read at
+a time, or the rows share the value in memory, too, which takes longer to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from firstlight.data.conversations import BadRecordError
+from firstlight.data.opening import optional, require_unpacked_size
+from firstlight.data.tables import without_text
+from firstlight.errors import InputError, first_line
+
+#: Rows that are read at a time: the most, and the fewest before rows share values in memory.
+_BATCH_ROWS, _FEW_ROWS = 1024, 8
+#: Rows of a batch with more than so many bytes become objects one by one.
+_BATCH_BYTES = 1 << 24
+#: Bytes of a batch in which each row has a value of its own.
+_COPIED_BYTES = 1 << 26
+#: Bytes of a page's head that hold its type and its size; bytes that are read at a time to see one.
+_HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
+_DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
+
+
+def read_parquet(
+    path: Path, origin: str, text_key: str | None
+) -> Iterator[tuple[int, Any | BadRecordError]]:
+    """The rows of a Parquet file as objects.
+
+    Args:
+        path: the file.
+        origin: the file's name in messages.
+        text_key: the column that is read; None reads all columns.
+
+    Returns:
+        (number, object or the reason why the row is rejected) of each row.
+
+    Raises:
+        InputError: the file is damaged.
+        OSError: it can't be read, or unpacks to far more than text does.
+        MissingDependencyError: pyarrow is not installed.
+    """
+    parquet = optional("pyarrow.parquet", f"reading {path}")
+    arrow = optional("pyarrow", f"reading {path}")
+    number = 0
+    try:
+        footer = parquet.read_metadata(path)
+        groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+        require_unpacked_size(path, sum(group.total_byte_size for group in groups))
+        names = footer.schema.to_arrow_schema().names
+        if text_key is not None and text_key not in names:
+            yield 1, without_text(names, text_key, "column")
+            return
+        columns = None if text_key is None else [text_key]
+        most_rows, shared = _plan(path, footer, columns)
+        with parquet.ParquetFile(path, read_dictionary=shared) as file:
+            total = 0
+            for batch in file.iter_batches(batch_size=most_rows, columns=columns):
+                size = sum(_value_bytes(column, arrow) for column in batch.columns)
+                total += size
+                require_unpacked_size(path, total)
+                rows = 1 if size > _BATCH_BYTES else most_rows
+                for first in range(0, batch.num_rows, rows):
+                    for value in _batch_rows(batch.slice(first, rows)):
+                        number += 1
+                        yield number, value
+    except arrow.ArrowException as error:
+        raise InputError(
+            f"{origin} is not a readable Parquet file: {first_line(error)}: replace it, or leave "
+            "it out"
+        ) from error
+
+
+def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:
+    """How to read a file whose rows share values.
+
+    Args:
+        path: the file.
+        footer: its metadata.
+        columns: the columns that are read; None reads all.
+
+    Returns:
+        (rows that are read at a time, paths of the columns whose rows share values in memory)
+
+    Raises:
+        InputError: a column could take any memory.
+    """
+    rows, shared = _BATCH_ROWS, []
+    for index in range(footer.num_columns):
+        leaf = footer.schema.column(index)
+        if columns is not None and leaf.path.partition(".")[0] not in columns:
+            continue
+        chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
+        encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
+        is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
+        # pyarrow shares texts alone, and those of no page that stores differences.
+        can_share = is_text and "DELTA" not in encodings
+        longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
+        if can_share and not is_nested and "." not in leaf.path:
+            longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]
+        copies = _COPIED_BYTES // max([1, *longest])
+        values = max((chunk.num_values for chunk in chunks), default=0)
+        if not is_nested:
+            if can_share and copies < _FEW_ROWS:
+                shared.append(leaf.path)
+            else:
+                rows = max(1, min(rows, copies))
+        # A row may have any number of a nested column's values.
+        elif not is_text:
+            require_unpacked_size(path, values * _width(leaf))
+        elif can_share and copies < values:
+            shared.append(leaf.path)
+        elif copies < values:
+            raise InputError(
+                f"column {leaf.path} of {path} is stored as {encodings}, in which a small file can "
+                "take any memory: write it with other encodings"
+            )
+    return rows, shared
+
+
+def _width(leaf: Any) -> int:
+    """Bytes of a value of a column that holds no texts."""
+    if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return int(leaf.length)
+    return 12 if leaf.physical_type == "INT96" else 8
+
+
+def _longest_shared(path: Path, chunk: Any) -> int:
+    """The most bytes that a value which rows share can have, by the head of the first page.
+
+    Args:
+        path: the Parquet file.
+        chunk: metadata of a column in a row group.
+    """
+    offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
+    with path.open("rb") as file:
+        file.seek(max(0, min((offset for offset in offsets if offset), default=0)))
+        kind, size = _page_head(file.read(_HEAD_BYTES))
+    if "DELTA_BYTE_ARRAY" in chunk.encodings or kind not in (*_DATA_PAGES, _DICTIONARY_PAGE):
+        return int(chunk.total_uncompressed_size)
+    return size if kind == _DICTIONARY_PAGE else 0
+
+
+def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
+    """The bytes of the longest text of a dictionary.
+
+    Args:
+        path: the Parquet file.
+        column: the column of texts.
+        group: the row group.
+        page_bytes: bytes of the dictionary's page.
+
+    Returns:
+        the bytes; `page_bytes` where they make no difference or the dictionary is not seen whole
+    """
+    if not _COPIED_BYTES // _BATCH_ROWS < page_bytes <= _COPIED_BYTES // _FEW_ROWS:
+        return page_bytes
+    parquet = optional("pyarrow.parquet", f"reading {path}")
+    compute = optional("pyarrow.compute", f"reading {path}")
+    with parquet.ParquetFile(path, read_dictionary=[column], buffer_size=_BLOCK_BYTES) as file:
+        for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=[column]):
+            texts = batch.column(0).dictionary
+            sizes = compute.binary_length(texts)
+            # The page has four bytes more for each text.
+            if 4 * len(texts) + (compute.sum(sizes).as_py() or 0) == page_bytes:
+                return int(compute.max(sizes).as_py())
+            break
+    return page_bytes
+
+
+def _page_head(head: bytes) -> tuple[int | None, int]:
+    """(type of a page, bytes of it once unpacked), the first fields of Thrift's `PageHeader` in its
+    compact protocol, each one byte and a zigzag number; the type is None where they are not there.
+    """
+    values, place = [], 0
+    for _ in range(2):
+        if head[place : place + 1] != b"\x15":
+            return None, 0
+        number = shift = 0
+        while True:
+            place += 1
+            if place == len(head):
+                return None, 0
+            number |= (head[place] & 0x7F) << shift
+            shift += 7
+            if head[place] < 0x80:
+                break
+        place += 1
+        values.append((number >> 1) ^ -(number & 1))
+    return values[0], values[1]
+
+
+def _batch_rows(batch: Any) -> list[Any]:
+    """The rows of a batch; a row with invalid UTF-8 is a BadRecordError."""
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [BadRecordError("bad_utf8", str(error))]
+        rows = [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
+    return rows
+
+
+def _value_bytes(column: Any, arrow: Any) -> int:
+    """Bytes of a column's texts, those that rows share counted for each row, and of its numbers."""
+    kind = column.type
+    if arrow.types.is_dictionary(kind):
+        compute = optional("pyarrow.compute", "reading Parquet")
+        sizes = compute.binary_length(column.dictionary)
+        return compute.sum(sizes.take(column.indices).cast("int64")).as_py() or 0
+    if arrow.types.is_struct(kind):
+        return sum(_value_bytes(inner, arrow) for inner in column.flatten())
+    if arrow.types.is_nested(kind):
+        return _value_bytes(column.flatten(), arrow)
+    return int(column.nbytes)

@@ -1,0 +1,131 @@
+"""Parquet files whose rows share values: they take little memory, and text as ever little time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.data.parquet import _longest_found, _longest_shared, _page_head, _plan
+from firstlight.data.records import read_records
+from firstlight.data.sources import find_sources
+from firstlight.errors import InputError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+_MEGABYTE = 1 << 20
+
+
+def plan_of(path: Path, columns: list[str] | None = None) -> tuple[int, list[str]]:
+    """(rows that are read at a time, columns that share values in memory)."""
+    return _plan(path, parquet.read_metadata(path), columns)
+
+
+def write(path: Path, values: Any, **options: Any) -> Path:
+    """A file with one column, `text`, as other writers leave it: without pyarrow's own schema."""
+    parquet.write_table(pyarrow.table({"text": values}), path, store_schema=False, **options)
+    return path
+
+
+def shared(text: str, rows: list[int | None]) -> Any:
+    """Rows that share a text, or are null."""
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array(rows, pyarrow.int32()), [text])
+
+
+def values_of(path: Path, key: str | None = "text") -> list[Any]:
+    return [record.value for record in read_records(find_sources([path], (".parquet",)), key)]
+
+
+def test_short_texts_are_read_in_large_batches(tmp_path: Path) -> None:
+    # The dictionary's page has 1.6 MB, its texts have 16 characters each.
+    path = write(tmp_path / "a.parquet", [f"{row:016}" for row in range(80_000)])
+    assert plan_of(path) == (1024, [])
+    assert [value["text"] for value in values_of(path)] == [f"{row:016}" for row in range(80_000)]
+    page_bytes = _longest_shared(path, parquet.read_metadata(path).row_group(0).column(0))
+    assert _longest_found(path, "text", 0, page_bytes) == 16
+    # A page of which less is seen.
+    assert _longest_found(path, "text", 0, page_bytes + 1) == page_bytes + 1
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "columns"), [(1, 64, []), (4, 16, []), (9, 1024, ["text"])]
+)
+@pytest.mark.parametrize("first", [0, None])
+def test_a_long_text_is_shared_by_few_rows_or_in_memory(
+    tmp_path: Path, size: int, rows: int, columns: list[str], first: int | None
+) -> None:
+    # Four bytes less, so that the page of the dictionary has the size. A null hides the dictionary.
+    text = "a" * (size * _MEGABYTE - 4)
+    path = write(tmp_path / "a.parquet", shared(text, [first, *[0] * 2000]), compression="zstd")
+    assert plan_of(path) == (rows, columns)
+
+
+def test_another_column_counts_where_it_is_read(tmp_path: Path) -> None:
+    table = {"text": ["x"] * 3, "other": shared("a" * 20 * _MEGABYTE, [0, 0, 0])}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet", store_schema=False)
+    assert plan_of(tmp_path / "a.parquet", ["text"]) == (1024, [])
+    assert plan_of(tmp_path / "a.parquet") == (1024, ["other"])
+
+
+def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path: Path) -> None:
+    lists = pyarrow.ListArray.from_arrays([0, 5000], shared("a" * _MEGABYTE, [0] * 5000))
+    path = write(tmp_path / "a.parquet", lists, compression="zstd")
+    assert plan_of(path) == (1024, ["text.list.element"])
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        values_of(path, None)
+    few = pyarrow.ListArray.from_arrays([0, 60], shared("a" * (_MEGABYTE - 4), [0] * 60))
+    assert plan_of(write(tmp_path / "b.parquet", few)) == (1024, [])
+
+
+def test_numbers_of_lists_are_counted(tmp_path: Path) -> None:
+    numbers = pyarrow.ListArray.from_arrays([0, 7_000_000], pyarrow.array([7] * 7_000_000))
+    path = write(tmp_path / "a.parquet", numbers)
+    with pytest.raises(OSError, match="unpacks to more than 100 times its size"):
+        plan_of(path)
+    ids = pyarrow.ListArray.from_arrays([0, 2000, 4000], pyarrow.array(range(4000)))
+    assert plan_of(write(tmp_path / "b.parquet", ids)) == (1024, [])
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_texts_that_are_stored_as_differences_are_read(tmp_path: Path, encoding: str) -> None:
+    texts = [f"a text and {number}" for number in range(3000)]
+    options = {"use_dictionary": False, "column_encoding": {"text": encoding}}
+    path = write(tmp_path / "a.parquet", texts, **options)
+    assert [value["text"] for value in values_of(path)] == texts
+
+
+def test_texts_that_share_their_beginnings_are_read_in_small_batches(tmp_path: Path) -> None:
+    text = "a" * _MEGABYTE
+    options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    path = write(tmp_path / "a.parquet", [text] * 200, **options)
+    rows, columns = plan_of(path)
+    assert 32 < rows < 64  # the sum of the differences is a little more than the text
+    assert columns == []
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        values_of(path)
+    lists = pyarrow.ListArray.from_arrays([0, 200], pyarrow.array([text] * 200))
+    options["column_encoding"] = {"text.list.element": "DELTA_BYTE_ARRAY"}
+    path = write(tmp_path / "b.parquet", lists, **options)
+    with pytest.raises(InputError, match="stored as DELTA_BYTE_ARRAY, RLE, in which a small file"):
+        values_of(path, None)
+
+
+def test_values_of_a_fixed_width_are_read_in_small_batches(tmp_path: Path) -> None:
+    wide = pyarrow.array([b"a" * _MEGABYTE] * 100, pyarrow.binary(_MEGABYTE))
+    assert plan_of(write(tmp_path / "a.parquet", wide, compression="zstd")) == (64, [])
+
+
+@pytest.mark.parametrize(
+    ("head", "found"),
+    [
+        (b"\x15\x04\x15\x80\x80\x80\x01\x15", (2, 1 << 20)),
+        (b"\x15\x00\x15\x03\x15", (0, -2)),
+        (b"\x15\x04\x25\x02", (None, 0)),  # another field
+        (b"\x15\x04\x15\xff\xff", (None, 0)),  # cut short
+        (b"", (None, 0)),
+    ],
+)
+def test_the_head_of_a_page_has_its_type_and_size(head: bytes, found: tuple[Any, int]) -> None:
+    assert _page_head(head) == found
