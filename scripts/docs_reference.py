@@ -353,6 +353,24 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, path, content=text))
 
 
+def titled_links(text: str, folder: Path) -> str:
+    """A page whose links that show a page's path, `[chat.md](chat.md)`, show its title instead.
+
+    Args:
+        text: the page.
+        folder: the folder from which its links lead.
+    """
+
+    def title(link: re.Match[str]) -> str:
+        page = folder / link[2]
+        if not link[1].endswith(page.name) or not page.is_file():
+            return link[0]
+        heading = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        return f"[{heading}]({link[2]}{link[3] or ''})"
+
+    return re.sub(r"\[([\w./-]+\.md)\]\(([\w./-]+\.md)(#[^)\s]*)?\)", title, text)
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Read each page as GitHub does."""
-    return github_markdown(markdown)
+    """Read each page as GitHub does, and name pages by their titles."""
+    return titled_links(github_markdown(markdown), ROOT / "docs" / Path(page.file.src_uri).parent)

@@ -170,6 +170,19 @@ def test_pages_for_github_are_made_ready_for_mkdocs() -> None:
     )
 
 
+def test_links_show_the_titles_of_pages_in_place_of_their_paths(tmp_path: Path) -> None:
+    (tmp_path / "chat.md").write_text("# Chatting with a model\ntext\n")
+    (tmp_path / "benchmarks").mkdir()
+    linked = (
+        "[chat.md](../chat.md#python), [docs/chat.md](../chat.md), "
+        "[here](../chat.md), [no.md](no.md)"
+    )
+    assert _hook().titled_links(linked, tmp_path / "benchmarks") == (
+        "[Chatting with a model](../chat.md#python), [Chatting with a model](../chat.md), "
+        "[here](../chat.md), [no.md](no.md)"
+    )
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the site as `make docs` builds it."""
