@@ -14,7 +14,14 @@ from spawned import run_ranks
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
-from firstlight.models import GPT2Config, GptOssConfig, LlamaConfig, MoEConfig, empty_model
+from firstlight.models import (
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MoEConfig,
+    Qwen3NextConfig,
+    empty_model,
+)
 from firstlight.parallel import World
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine
@@ -138,6 +145,10 @@ def test_impossible_stages_are_refused(processes: int, config: dict[str, Any], s
         ),
         (MoEConfig(**_SIZES, model_type="mixtral"), "the model is mixtral"),
         (GptOssConfig(**_SIZES), "the model is gpt_oss: .* distributed.engine to fsdp"),
+        (
+            Qwen3NextConfig(**_SIZES, head_dim=8),
+            "the model is qwen3_next: .* distributed.engine to fsdp",
+        ),
         (LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}), "is more than model.num_hidden_layers"),
         (LlamaConfig(**_SIZES, tie_word_embeddings=True), "tie_word_embeddings to false"),
     ],

@@ -161,6 +161,11 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
             "the model is deepseek_v3: .* distributed.engine to fsdp",
         ),
         ("model", {"model_type": "gpt_oss"}, "the model is gpt_oss: .* distributed.engine to fsdp"),
+        (
+            "model",
+            {"model_type": "qwen3_next"},
+            "model is qwen3_next: .* distributed.engine to fsdp",
+        ),
         ("model", {"model_type": "phi3"}, "can't cut phi3 models, where one matrix holds queries"),
         (
             "model",

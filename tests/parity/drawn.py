@@ -57,6 +57,7 @@ _HF_CONFIGS = {
     "gpt_oss": transformers.GptOssConfig,
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
+    "qwen3_next": transformers.Qwen3NextConfig,
 }
 
 _BIASES = ("attention_bias",)
@@ -67,6 +68,10 @@ _LATENT = (
     *("num_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"),
     *("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob"),
     *("first_k_dense_replace", "router_aux_loss_coef"),
+)
+_LINEAR = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "shared_expert_intermediate_size"),
 )
 _OF_DEEPSEEK = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
 #: Keys that a family has beside those that all have, under one name here and in transformers.
@@ -97,6 +102,10 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("attention_bias", "sliding_window", "swiglu_alpha", "swiglu_limit", *_EXPERTS),
     "deepseek_v2": ("attention_bias", "mlp_bias", *_LATENT),
     "deepseek_v3": ("attention_bias", "rope_interleave", *_LATENT),
+    "qwen3_next": (
+        *("attention_bias", "num_experts", "moe_intermediate_size", "norm_topk_prob"),
+        *("decoder_sparse_step", "mlp_only_layers", *_EXPERTS, *_LINEAR),
+    ),
 }
 #: transformers' names of keys that it calls otherwise in a family.
 _OTHER_NAMES = {
@@ -134,6 +143,8 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     if family in _LAYER_NORMS:
         # A LayerNorm of two numbers gives 1 and -1, whatever they are.
         width = choose((4, 8))
+    # Half of a head of two numbers is not rotated, and a norm of two numbers is a sign.
+    head_sizes = (6, 8) if family == "qwen3_next" else (2, 6, 8)
     keys: dict[str, Any] = {
         "model_type": family,
         "vocab_size": VOCABULARY,
@@ -142,9 +153,10 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": width if family in _SHARES_WIDTH else choose((2, 6, 8)),
+        "head_dim": width if family in _SHARES_WIDTH else choose(head_sizes),
         "max_position_embeddings": 64,
-        "rms_norm_eps": choose((1e-6, 1e-5, 1e-3)),
+        # Where a query meets no key, the norm of linear attention's output amplifies roundings.
+        "rms_norm_eps": choose(((1e-5,) if family == "qwen3_next" else (1e-6, 1e-5)) + (1e-3,)),
         "rope_theta": choose((50.0, 10_000.0, 500_000.0)),
         "tie_word_embeddings": choose((True, False)),
     }
@@ -162,7 +174,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         keys["qk_layernorm"] = choose((True, False))
     if family == "gpt_neox":
         keys["hidden_act"] = choose(("gelu", "gelu_new", "gelu_fast"))
-    if family in ("phi3", "glm4", "stablelm", "gpt_neox"):
+    if family in ("phi3", "glm4", "stablelm", "gpt_neox", "qwen3_next"):
         part = choose((0.5, 1.0) if rotary_dim > 2 else (1.0,))
         keys["partial_rotary_factor"] = part
         rotary_dim = int(rotary_dim * part)
@@ -191,6 +203,8 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     if family in ("mixtral", "qwen3_moe"):
         keys |= _draw_experts(family, layers, choose)
         return MoEConfig(**keys)
+    if family == "qwen3_next":
+        keys |= _draw_experts(family, layers, choose) | _draw_linear(layers, choose)
     return FAMILIES[family].config(**keys)
 
 
@@ -312,6 +326,22 @@ def _draw_experts(family: str, layers: int, choose: Choose) -> dict[str, Any]:
     }
 
 
+def _draw_linear(layers: int, choose: Choose) -> dict[str, Any]:
+    key_heads = choose((1, 2, 3))
+    kinds = [choose(("full_attention", "linear_attention")) for _ in range(layers)]
+    # Without one, transformers' cache does not know its length.
+    kinds[choose(range(layers))] = "full_attention"
+    return {
+        "layer_types": kinds,
+        "linear_conv_kernel_dim": choose((1, 2, 4)),
+        "linear_key_head_dim": choose((7, 16)),
+        "linear_value_head_dim": choose((5, 8)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * choose((1, 2, 3)),
+        "shared_expert_intermediate_size": choose((5, 8)),
+    }
+
+
 def hf_config(config: ModelConfig) -> Any:
     """transformers' own config object, put together without a file of firstlight's."""
     if isinstance(config, GPT2Config):
@@ -347,14 +377,19 @@ def hf_config(config: ModelConfig) -> Any:
     if family == "gpt_neox":
         del values["num_key_value_heads"]
     layers = range(config.num_hidden_layers)
-    if family.startswith("qwen") or family == "smollm3":
+    if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         values["use_sliding_window"] = config.sliding_window is not None
     if family in ("qwen2", "qwen3"):
         no_window = config.sliding_window is None
         values["max_window_layers"] = (
             config.num_hidden_layers if no_window else config.max_window_layers
         )
-    if family in (*_PATTERNS, "smollm3") or config.layer_types:
+    if family == "qwen3_next":
+        values["layer_types"] = [
+            "linear_attention" if config.attention_spec(layer).state_size else "full_attention"
+            for layer in layers
+        ]
+    elif family in (*_PATTERNS, "smollm3") or config.layer_types:
         windows = [config.attention_spec(layer).window for layer in layers]
         values["layer_types"] = [
             "sliding_attention" if window else "full_attention" for window in windows
@@ -399,8 +434,9 @@ def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
 def randomize(model: nn.Module, seed: int) -> None:
     """Weights under which every parameter matters and logits are of the order of 1."""
     generator = torch.Generator().manual_seed(seed)
-    # Gemma's norms multiply by 1 + w: scores beyond 10 would only amplify roundings.
-    mean = -0.3 if str(model.config.model_type).startswith("gemma") else 0.7  # type: ignore[union-attr]
+    # Norms of some multiply by 1 + w: scores beyond 10 would only amplify roundings.
+    one_plus = ("gemma", "qwen3_next")
+    mean = -0.3 if str(model.config.model_type).startswith(one_plus) else 0.7  # type: ignore[union-attr]
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.3, generator=generator)
         if parameter.dim() == 1:

@@ -36,6 +36,7 @@ from firstlight.models import (
     LlamaConfig,
     ModelConfig,
     MoEConfig,
+    Qwen3NextConfig,
 )
 from firstlight.models.rope import LinearRope
 from firstlight.tokenizer import Tokenizer
@@ -190,6 +191,15 @@ _DIVISIBLE: dict[str, ModelConfig] = {
         topk_group=4,
         kv_lora_rank=9,
         rope_interleave=False,
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **_SHAPE,
+        num_hidden_layers=48,
+        num_experts=16,
+        partial_rotary_factor=0.5,
+        linear_num_key_heads=2,
+        linear_num_value_heads=32,
+        layer_types=["full_attention", "linear_attention"] * 24,
     ),
     "gpt_oss": GptOssConfig(
         **_SHAPE, sliding_window=77, num_hidden_layers=36, num_experts=9, swiglu_limit=3.0
@@ -452,7 +462,7 @@ def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
     family: str, recipe: dict[str, Any]
 ) -> None:
     """Weights, config, tokenizer and end token, without a conversion between."""
-    if FAMILIES[family].config not in (LlamaConfig, MoEConfig, GptOssConfig):
+    if FAMILIES[family].config not in (LlamaConfig, MoEConfig, GptOssConfig, Qwen3NextConfig):
         recipe["model"].pop("num_key_value_heads")  # the others share none
     recipe["model"]["model_type"] = family
     recipe["schedule"] = {"max_steps": 3}

@@ -15,8 +15,14 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
-from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
-from firstlight.models.language_model import RaggedCache
+from firstlight.models import (
+    GPT2Config,
+    LlamaConfig,
+    Model,
+    ModelConfig,
+    Qwen3NextConfig,
+    empty_model,
+)
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 
@@ -37,7 +43,24 @@ LLAMA = LlamaConfig(
     max_position_embeddings=CONTEXT,
 )
 MISTRAL = LLAMA.model_copy(update={"model_type": "mistral", "sliding_window": 5})
-FAMILIES: dict[str, ModelConfig] = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL}
+QWEN3_NEXT = Qwen3NextConfig(
+    vocab_size=352,
+    hidden_size=16,
+    num_hidden_layers=2,
+    head_dim=8,
+    num_experts=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    max_position_embeddings=CONTEXT,
+)
+FAMILIES: dict[str, ModelConfig] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen3_next": QWEN3_NEXT,
+}
 
 
 def new_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
@@ -71,11 +94,11 @@ def test_a_ragged_cache_gives_each_row_the_logits_of_its_own_text(name: str) -> 
     cache = model.make_cache(4, 32, torch.float32)
     for layer in cache.keys:  # what lies beyond a row's length is never looked at
         layer.fill_(9.0)
-    for layer in cache.values:
+    for layer in (*cache.values, *(one for state in cache.states for one in state)):
         layer.fill_(-9.0)
     for row, length in enumerate(lengths):
         model(torch.tensor([texts[row][:length]]), cache=cache.sequence(row))
-    ragged = RaggedCache(cache.keys, cache.values, torch.tensor(lengths), reach=32)
+    ragged = cache.ragged(torch.tensor(lengths), reach=32)
     found: list[Tensor] = []
     for done, size in ((0, 1), (1, 3), (4, 1)):  # several tokens at a time, too
         places = [length + done for length in lengths]

@@ -22,7 +22,7 @@ from firstlight.generation.chat import (
     turn_end_ids,
 )
 from firstlight.generation.config import SamplingConfig
-from firstlight.models.language_model import KVCache
+from firstlight.models.cache import KVCache
 from firstlight.tokenizer import END_OF_TEXT, Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
 from firstlight.weights.huggingface import LoadedModel

@@ -31,6 +31,7 @@ from firstlight.models import (
     Model,
     ModelConfig,
     MoEConfig,
+    Qwen3NextConfig,
     empty_model,
 )
 from firstlight.models.gpt2 import Conv1D
@@ -50,6 +51,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "mixtral": MoEConfig(**_SIZES, num_experts=3),
     "gpt_oss": GptOssConfig(**_SIZES, num_experts=3),
     "deepseek_v3": DeepseekConfig(**_SIZES | {"num_key_value_heads": 4}, q_lora_rank=8),
+    "qwen3_next": Qwen3NextConfig(**_SIZES, head_dim=8, num_experts=3),
 }
 IDS = torch.arange(24).view(2, 12) * 5 % 37
 EVERY_LINEAR = {
@@ -60,6 +62,10 @@ EVERY_LINEAR = {
     "deepseek_v3": [
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
+    ],
+    "qwen3_next": [
+        *("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"),
+        *("shared_expert_gate", "gate_proj", "up_proj", "down_proj"),
     ],
 }
 

@@ -259,7 +259,7 @@ def test_a_run_logs_the_experts_loads_and_the_loss_without_the_routers(
         assert losses[0.0][2] != losses[0.5][2]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_a_run_of_experts_goes_on_bit_for_bit(
     family: str, moe_recipe: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -286,6 +286,11 @@ _METHODS: dict[str, dict[str, Any]] = {
         }
         for version in (2, 3)
     },
+    "qwen3_next": {
+        "model": LLAMA
+        | {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    },
     "experts": {
         "model": LLAMA | {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
     },

@@ -23,6 +23,7 @@ from firstlight.models import (
     Model,
     ModelConfig,
     MoEConfig,
+    Qwen3NextConfig,
     build_model,
     empty_model,
 )
@@ -64,6 +65,7 @@ CONFIGS: dict[str, ModelConfig] = {
     ),
     "gpt_oss": GptOssConfig(**_SIZES, num_experts=3),
     "deepseek_v3": DeepseekConfig(**_SIZES | {"num_key_value_heads": 4}, num_experts=4),
+    "qwen3_next": Qwen3NextConfig(**_SIZES, head_dim=8, num_experts=3, moe_intermediate_size=9),
 }
 FAMILIES = list(CONFIGS)
 

@@ -70,7 +70,12 @@ def _machine() -> dict[str, Any]:
 def _model(checkpoint: str, best: bool) -> dict[str, Any]:
     from firstlight.checkpoint.selection import resolve_model_folder, trained_on
     from firstlight.lora.files import adapter_chain
-    from firstlight.models.accounting import cache_bytes_per_token, count_parameters, meta_model
+    from firstlight.models.accounting import (
+        cache_bytes_per_token,
+        count_parameters,
+        meta_model,
+        state_bytes,
+    )
     from firstlight.weights.huggingface import read_config, tokenizer_of
     from firstlight.weights.loading import fitting_tensors
 
@@ -96,7 +101,7 @@ def _model(checkpoint: str, best: bool) -> dict[str, Any]:
         "max_position_embeddings": context,
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
         "cache_bytes_per_token": cache,
-        "inference_bytes": dtype.itemsize * count.total + cache * context,
+        "inference_bytes": dtype.itemsize * count.total + cache * context + state_bytes(config),
         # fp32 weights, gradients and AdamW's two moments; activations come on top.
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),

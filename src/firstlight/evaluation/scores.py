@@ -162,10 +162,7 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
     if shared:
         once = model.make_cache(len(batch), shared, parameter.dtype)
         model(before, cache=once, logits_to_keep=1)
-        pairs_of_layers = zip((*cache.keys, *cache.values), (*once.keys, *once.values), strict=True)
-        for layer, computed in pairs_of_layers:
-            layer[:, :, :shared] = computed[context_of]
-        cache.length = shared
+        cache.begin_with(once, torch.tensor(context_of, device=device))
     logits_BTV = model(torch.cat((last, targets[:, :-1]), 1), cache=cache)
     wide = torch.promote_types(logits_BTV.dtype, torch.float32)
     logprobs_BT = logits_BTV.log_softmax(-1, dtype=wide).gather(-1, targets[..., None])[..., 0]

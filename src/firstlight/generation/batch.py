@@ -112,6 +112,10 @@ class BatchDecoder:
         """Put the longest beginning of a prompt that lies in any row into the next one's; return
         its length. The last token is left out: its logits are wanted."""
         shared = [_common(stored, prompt_ids[:-1]) for stored in self._stored]
+        if self.cache.has_states:
+            # A state is of all its row's tokens, and of no fewer.
+            whole = zip(shared, self._stored, strict=True)
+            shared = [count if count == len(stored) else 0 for count, stored in whole]
         row, length = max(enumerate(shared), key=lambda entry: entry[1])
         self._copy(row, len(self), length)
         return length
@@ -119,8 +123,7 @@ class BatchDecoder:
     def _copy(self, source: int, target: int, length: int) -> None:
         """The first `length` tokens' keys and values of one row into another."""
         if source != target:
-            for layer in (*self.cache.keys, *self.cache.values):
-                layer[target, :, :length] = layer[source, :, :length]
+            self.cache.copy_row(source, target, length)
 
     @torch.inference_mode()
     def step(self, token_ids: Sequence[int]) -> Tensor:
@@ -149,7 +152,7 @@ class BatchDecoder:
             reach = min(-(-(max(lengths) + 1) // _REACH_STEP) * _REACH_STEP, self.max_tokens)
             if self._compiled is not None:
                 return self._compiled(input_ids_B1, lengths_B, reach)
-            cache = RaggedCache(self.cache.keys, self.cache.values, lengths_B, reach)
+            cache = self.cache.ragged(lengths_B, reach)
         logits_BV: Tensor = self.model(input_ids_B1, cache=cache)[:, -1]
         return logits_BV
 
@@ -227,7 +230,7 @@ class CompiledStep:
         cache: key-value cache of all sequences.
 
     Raises:
-        ConfigError: there is no compiler.
+        ConfigError: there is no compiler, or the model keeps states beside keys and values.
     """
 
     def __init__(self, model: Model, cache: KVCache) -> None:
@@ -237,6 +240,11 @@ class CompiledStep:
             raise ConfigError(
                 "compiled decoding needs a C++ compiler on a CPU and triton on a GPU: install g++ "
                 "or clang, or decode without"
+            )
+        if cache.has_states:
+            raise ConfigError(
+                f"compiled decoding is not built for {model.config.model_type} models, whose "
+                "linear attention keeps a state: decode without"
             )
         ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)

@@ -90,8 +90,7 @@ def beam_search(
             beams = []
             break
         rows_B = torch.tensor([*rows, *[0] * (count - len(rows))], device=device)
-        for layer in (*cache.keys, *cache.values):
-            layer.copy_(layer[rows_B])
+        cache.reorder(rows_B)
         last = [beam.token_ids[-1] for beam in beams]
         ids_BT = torch.tensor([*last, *last[:1] * (count - len(last))], device=device)[:, None]
     texts = [(one.score(True), one, "stop") for one in ended]

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
+from firstlight.models.cache import Cache, KVCache, RaggedCache
 from firstlight.models.deepseek import Deepseek
 from firstlight.models.deepseek_config import DeepseekConfig
 from firstlight.models.family import FamilySpec
 from firstlight.models.gpt2 import GPT2, GPT2Config
 from firstlight.models.gpt_neox import GPTNeoX, GPTNeoXConfig
 from firstlight.models.gpt_oss import GptOss, GptOssConfig
-from firstlight.models.language_model import Cache, KVCache, RaggedCache
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import LlamaConfig, MoEConfig
+from firstlight.models.qwen3_next import Qwen3Next
+from firstlight.models.qwen3_next_config import Qwen3NextConfig
 
 __all__ = [
     "DEFAULT_FAMILY",
@@ -36,6 +38,8 @@ __all__ = [
     "MoEConfig",
     "Model",
     "ModelConfig",
+    "Qwen3Next",
+    "Qwen3NextConfig",
     "RaggedCache",
     "allocate",
     "build_model",
@@ -45,7 +49,15 @@ __all__ = [
 ]
 
 Model = GPT2 | Llama
-ModelConfig = GPT2Config | LlamaConfig | MoEConfig | GPTNeoXConfig | GptOssConfig | DeepseekConfig
+ModelConfig = (
+    GPT2Config
+    | LlamaConfig
+    | MoEConfig
+    | GPTNeoXConfig
+    | GptOssConfig
+    | DeepseekConfig
+    | Qwen3NextConfig
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ FAMILIES: dict[str, Family] = {
     **{name: Family(GPTNeoXConfig, GPTNeoX, s) for name, s in GPTNeoXConfig.families.items()},
     **{name: Family(GptOssConfig, GptOss, spec) for name, spec in GptOssConfig.families.items()},
     **{name: Family(DeepseekConfig, Deepseek, s) for name, s in DeepseekConfig.families.items()},
+    **{name: Family(Qwen3NextConfig, Qwen3Next, s) for name, s in Qwen3NextConfig.families.items()},
 }
 
 #: The family of a recipe that names none.

@@ -5,6 +5,7 @@ Give it a model on the meta device and nothing is allocated.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from firstlight.models import Model, ModelConfig, build_model
 from firstlight.models.llama_layers import RMSNorm
 from firstlight.models.moe import Router
 from firstlight.models.ops import Embedding, SelfAttention
+from firstlight.models.qwen3_next import GatedDeltaNet
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _part_of(model: Model, name: str) -> str:
     # Before attention, which has norms of queries and keys inside it.
     if isinstance(modules[-1], nn.LayerNorm | RMSNorm):
         return "norm"
-    if any(isinstance(module, SelfAttention) for module in modules):
+    if any(isinstance(module, SelfAttention | GatedDeltaNet) for module in modules):
         return "attention"
     if "experts" in parts:
         return "experts"
@@ -103,7 +105,8 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     included, also when tied; the embedding look-up costs none; of the experts, those visited),
     and for attention 12 * heads * head_dim a layer for each token that it sees: on average half
     the row, as causality leaves it, or what a sliding window leaves of that (Chowdhery et al.
-    2022, appendix B, counts the whole row).
+    2022, appendix B, counts the whole row). A layer with a state costs 18 for each of its numbers,
+    which every token decays, reads for what it would add, writes and reads.
 
     Args:
         frozen: the weights get no gradient of their own (LoRA): 4 for each instead of 6. What
@@ -113,24 +116,33 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     matrix_weights = 0.0
     # With duplicates: a tied head is multiplied with, though its embedding is only looked up.
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.dim() == 3:  # stacked experts
+        if parameter.dim() == 3 and "experts" in name.split("."):  # stacked
             matrix_weights += parameter.numel() * _visited_share(config)
         elif is_multiplied(model, name):
             matrix_weights += parameter.numel()
-    seen = 0.0
+    seen = states = 0.0
     for layer in range(config.num_hidden_layers):
-        window = config.attention_spec(layer).window
-        width = min(window or seq_len, seq_len)
+        spec = config.attention_spec(layer)
+        if spec.state_size:
+            states += spec.state_size
+            continue
+        width = min(spec.window or seq_len, seq_len)
         # The first `width` tokens see half of it on average, all after them the whole.
         seen += width - width * width / (2 * max(seq_len, 1))
-    return (
-        4.0 if frozen else 6.0
-    ) * matrix_weights + 12.0 * config.num_attention_heads * config.head_dim * seen
+    matrices = (4.0 if frozen else 6.0) * matrix_weights
+    return matrices + 12.0 * config.num_attention_heads * config.head_dim * seen + 18.0 * states
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the key-value cache."""
-    return config.num_hidden_layers * config.cached_numbers * dtype.itemsize
+    layers = config.num_hidden_layers - len(config.state_shapes)
+    return layers * config.cached_numbers * dtype.itemsize
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of the fp32 states of a sequence of any length, in layers without keys and values."""
+    shapes = (shape for layer in config.state_shapes.values() for shape in layer)
+    return sum(4 * math.prod(shape) for shape in shapes)
 
 
 def is_inside_a_layer(name: str) -> bool:

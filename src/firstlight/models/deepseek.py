@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.models.blockwise import blockwise_attention
+from firstlight.models.cache import Cache, KVCache
 from firstlight.models.deepseek_config import DeepseekConfig
-from firstlight.models.language_model import Cache, InitConfig, KVCache
+from firstlight.models.language_model import InitConfig
 from firstlight.models.llama import Llama, LlamaDecoder
 from firstlight.models.llama_layers import LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.moe import Experts, RoutedMLP, Router, balancing_loss

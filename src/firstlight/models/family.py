@@ -28,6 +28,8 @@ class AttentionSpec:
         sinks: True where each head has a learned logit more in its softmax, of a token without a
             value.
         value_dim: size of a value's head, where it is not that of a key's.
+        state_size: numbers of the state that the layer keeps of all earlier tokens, in place of
+            attention to each; 0 is attention.
     """
 
     window: int | None = None
@@ -37,6 +39,7 @@ class AttentionSpec:
     rope: int | None = 0
     sinks: bool = False
     value_dim: int | None = None
+    state_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ class FamilySpec:
             them stacked, as the model has.
         has_buffers: True where the files have tensors that are no parameters.
         has_mxfp4: True where experts may be stored in MXFP4.
+        left_out: beginnings of the names of tensors that files may have beside the model.
         tokenizer_split: split of text that transformers gives every tokenizer of the family; None
             is the tokenizer's own.
     """
@@ -208,6 +212,7 @@ class FamilySpec:
     experts: ExpertNames | None = None
     has_buffers: bool = False
     has_mxfp4: bool = False
+    left_out: tuple[str, ...] = ()
     tokenizer_split: str | None = None
 
     @property
@@ -269,6 +274,12 @@ class FamilyConfig(Section):
         """Numbers that a token takes in a layer's key-value cache."""
         config: Any = self
         return 2 * int(config.num_key_value_heads) * int(config.head_dim)
+
+    @property
+    def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
+        """Shapes, without the batch, of what layers cache in place of keys and values, by the
+        layer's number."""
+        return {}
 
     @property
     def router_loss_coefficient(self) -> float:

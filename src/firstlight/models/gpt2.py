@@ -18,8 +18,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from firstlight.errors import ModelError
+from firstlight.models.cache import Cache
 from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, GGUFSpec
-from firstlight.models.language_model import Cache, LanguageModel, token_positions
+from firstlight.models.language_model import LanguageModel, token_positions
 from firstlight.models.ops import Embedding, SelfAttention, attention
 
 #: Hugging Face's names of the activations -> ours

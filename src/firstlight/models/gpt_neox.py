@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 from torch import Tensor, nn
 
+from firstlight.models.cache import Cache
 from firstlight.models.family import FamilySpec, GGUFSpec, RopeSpec
-from firstlight.models.language_model import Cache
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, make_norm

@@ -12,12 +12,13 @@ Shape letters as in `llama_layers.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from firstlight.models.language_model import Cache, LanguageModel, token_positions
+from firstlight.models.cache import Cache
+from firstlight.models.language_model import LanguageModel, token_positions
 from firstlight.models.llama_config import DecoderConfig, LlamaConfig, MoEConfig
 from firstlight.models.llama_layers import LlamaBlock, make_norm, multiplied
 from firstlight.models.ops import Embedding
@@ -60,7 +61,7 @@ class Llama(LanguageModel):
     embedding_name = "model.embed_tokens"
     layers_name = "model.layers"
     final_modules = ("model.norm", "lm_head")
-    residual_projections = ("o_proj.", "down_proj")
+    residual_projections: ClassVar[tuple[str, ...]] = ("o_proj.", "down_proj")
     # "inputs" are whole on all processes and used by several sharded modules, of which "columns"
     # keep their own outputs, and "rows" add theirs up; the "table" is sharded by rows of the
     # vocabulary, the "head" too, whose outputs are gathered.
@@ -161,6 +162,22 @@ class Llama(LanguageModel):
             return (tables,)
         return tables, rope_tables(self.local_rope_frequencies, positions, torch.float32)
 
+    def make_masks(
+        self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
+    ) -> tuple[Any, Any]:
+        """The masks of layers without a window and of those with one.
+
+        Args:
+            cache_positions, total, positions: as of `token_positions`.
+            document_ids: as in `forward`.
+        """
+        # At most two, whatever the number of layers.
+        window = self.config.sliding_window
+        mask = self.make_mask(cache_positions, total, None, document_ids)
+        if window is None:
+            return mask, mask
+        return mask, self.make_mask(cache_positions, total, window, document_ids)
+
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
@@ -171,12 +188,7 @@ class Llama(LanguageModel):
         # that changed while it grows would not be those of the keys in the cache.
         length = input_ids.shape[1] if cache is None else cache.max_tokens
         ropes = self._ropes(positions, length)
-        # The masks too: at most two, whatever the number of layers.
-        window = self.config.sliding_window
-        mask = self.make_mask(cache_positions, total, None, document_ids)
-        masks = (mask, mask)
-        if window is not None:
-            masks = (mask, self.make_mask(cache_positions, total, window, document_ids))
+        masks = self.make_masks(cache_positions, total, document_ids, positions)
         x_BTC = self.embed(input_ids)
         router_logits: list[Tensor] = []
         for layer in self.layers:

@@ -319,8 +319,9 @@ class LlamaConfig(DecoderConfig):
 class MoEConfig(DecoderConfig):
     """Shape of a Mixture-of-Experts model: each token visits a few of the experts of an MLP."""
 
-    families = ROUTED
+    families: ClassVar[Mapping[str, FamilySpec]] = ROUTED
     default_type: ClassVar[str] = "mixtral"
+    shared_sizes: ClassVar[tuple[str, ...]] = ()  # moe_intermediate_size unless given
 
     model_type: RoutedType = "mixtral"
     """"mixtral" or "qwen3_moe" (queries and keys normalised by head)."""
@@ -343,13 +344,12 @@ class MoEConfig(DecoderConfig):
     @classmethod
     def _fill_in_experts(cls, values: Any) -> Any:
         # Runs before the base's, which works intermediate_size out the same way.
-        if isinstance(values, dict) and not values.get("moe_intermediate_size"):
-            hidden = values.get("hidden_size", 256)
-            size = values.get("intermediate_size")
-            if isinstance(hidden, int):
-                size = size or math.ceil(hidden * 8 / 3 / 32) * 32
-                return {**values, "moe_intermediate_size": size}
-        return values
+        if not isinstance(values, dict) or not isinstance(values.get("hidden_size", 256), int):
+            return values
+        size = math.ceil(values.get("hidden_size", 256) * 8 / 3 / 32) * 32
+        size = values.get("moe_intermediate_size") or values.get("intermediate_size") or size
+        shared = {name: values.get(name) or size for name in cls.shared_sizes}
+        return {**values, "moe_intermediate_size": size, **shared}
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:

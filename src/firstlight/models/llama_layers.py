@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.models.blockwise import blockwise_attention
-from firstlight.models.language_model import Cache
+from firstlight.models.cache import Cache
 from firstlight.models.llama_config import DecoderConfig, MoEConfig
 from firstlight.models.moe import RoutedMLP, SparseMLP
 from firstlight.models.ops import SelfAttention, at_least_fp32, attention
@@ -130,8 +130,19 @@ class LlamaAttention(SelfAttention):
             mask: mask as `make_mask` gives it.
             cache: keys and values of earlier tokens.
         """
-        B, T, _ = x_BTC.shape
-        q_BTHD, k_BTKD, v_BTKD = self.project(x_BTC)
+        return self.put_out(self.attended(*self.project(x_BTC), ropes, mask, cache))
+
+    def attended(
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        ropes: tuple[tuple[Tensor, Tensor], ...],
+        mask: Any,
+        cache: Cache | None,
+    ) -> Tensor:
+        """The heads' outputs side by side, [B, T, H D], from what `project` gives."""
+        B, T = q_BTHD.shape[:2]
         # Qwen3 normalises before the rotation: a rotated vector keeps its length.
         if self.qk_norm == "width":
             q_BTHD = self.q_norm(q_BTHD.flatten(2)).view(q_BTHD.shape)
@@ -158,7 +169,7 @@ class LlamaAttention(SelfAttention):
             softcap=self.softcap,
             sinks_H=self.sinks,
         )
-        return self.put_out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+        return y_BHTD.transpose(1, 2).reshape(B, T, -1)
 
     def add_projections(self, config: DecoderConfig) -> None:
         """Make the matrices, under the names of the family's files."""
@@ -225,7 +236,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.has_window = config.attention_spec(layer).window is not None
-        self.self_attn = self.make_attention(config, layer)
+        self.add_attention(config, layer)
         self.mlp = self.make_mlp(config, layer)
         self.residual_multiplier = config.residual_multiplier
         self.is_parallel, self.norms = config.use_parallel_residual, config.family.norms
@@ -240,6 +251,14 @@ class LlamaBlock(nn.Module):
         ):
             if name is not None:
                 self.add_module(name, make_norm(config, config.hidden_size))
+
+    def add_attention(self, config: Any, layer: int) -> None:
+        """Make what mixes tokens, under its name in the family's files."""
+        self.self_attn = self.make_attention(config, layer)
+
+    def mix(self, x_BTC: Tensor, ropes: Any, masks: Any, cache: Cache | None) -> Tensor:
+        """What mixes tokens, [B, T, C] to [B, T, C]; arguments as in `forward`."""
+        return self.self_attn(x_BTC, ropes, masks[self.has_window], cache)  # type: ignore[no-any-return]
 
     def make_attention(self, config: Any, layer: int) -> SelfAttention:
         """The attention of a layer."""
@@ -266,9 +285,9 @@ class LlamaBlock(nn.Module):
             masks: mask of the layers without a window, and mask of those with one.
             cache: keys and values of earlier tokens.
         """
-        norms, mask = self.norms, masks[self.has_window]
+        norms = self.norms
         input_BTC = self._norm(norms.before_attention, x_BTC)
-        y_BTC = self._norm(norms.after_attention, self.self_attn(input_BTC, ropes, mask, cache))
+        y_BTC = self._norm(norms.after_attention, self.mix(input_BTC, ropes, masks, cache))
         if self.is_parallel:
             return x_BTC + y_BTC + self.mlp(input_BTC), None
         x_BTC = x_BTC + multiplied(y_BTC, self.residual_multiplier)

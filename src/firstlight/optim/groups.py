@@ -50,8 +50,9 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     def role(name: str, parameter: Tensor) -> Role:
         if id(parameter) in tables:
             return "embedding"
-        # Experts' biases are stacked, and have two dimensions.
-        if parameter.dim() < 2 or name.endswith("bias"):
+        # Experts' biases are stacked, and have two dimensions; a convolution of each channel alone
+        # multiplies no matrix.
+        if parameter.dim() < 2 or name.endswith(("bias", "conv1d.weight")):
             return "vector"
         # An adapter of the head is a matrix like all adapters.
         return "head" if name == "lm_head.weight" else "matrix"

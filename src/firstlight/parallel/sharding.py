@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.models import Model, ModelConfig, families_with
-from firstlight.models.language_model import KVCache
+from firstlight.models.cache import KVCache
 from firstlight.models.llama_layers import RMSNorm
 from firstlight.optim.dtensors import full_parameters, is_sharded
 from firstlight.optim.optimizer import Optimizer

@@ -24,7 +24,7 @@ from firstlight.console import say
 from firstlight.errors import ModelError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError
-from firstlight.models.accounting import cache_bytes_per_token
+from firstlight.models.accounting import cache_bytes_per_token, state_bytes
 from firstlight.serving.access import FAILED, ClientGoneError, RequestError, unsupported_schema
 from firstlight.serving.config import Limits
 from firstlight.serving.processor import PreparedRequest, RequestProcessor
@@ -188,10 +188,11 @@ class Service:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of a full batch's keys and values, in the dtype of the weights."""
+        """Size of a full batch's keys and values, in the dtype of the weights, and states."""
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
-        return token * self.scheduler.max_tokens * self.scheduler.max_sequences
+        sequence = token * self.scheduler.max_tokens + state_bytes(model.config)
+        return sequence * self.scheduler.max_sequences
 
     async def prepare(
         self,

@@ -198,6 +198,8 @@ def require_fit(
     if HEAD_WEIGHT in stored:  # transformers 5 calls it so in all families
         stored = {head_name if n == HEAD_WEIGHT else n: tensor for n, tensor in stored.items()}
     stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(COMPUTED_BUFFERS)}
+    left_out = model.config.family.left_out
+    stored = {n: t for n, t in stored.items() if not n.startswith(left_out)}
     quantised = sorted(
         f"{name} ({tensor.kind})"
         for name, tensor in stored.items()

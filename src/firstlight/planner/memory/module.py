@@ -276,7 +276,7 @@ def predict_generation(
         mark_weights(model, tracer)
         decoder = BatchDecoder(model, sequences, longest)
         mark_weights(model, tracer)
-        tracer.mark((*decoder.cache.keys, *decoder.cache.values), "activations")
+        tracer.mark(decoder.cache.tensors, "activations")
         with tracer.phase("prefill"):
             for _ in range(sequences):
                 decoder.add([0] * prompt_tokens)

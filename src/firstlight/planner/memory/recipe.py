@@ -203,7 +203,7 @@ def _sample(program: TrainingProgram, tracer: Tracer) -> None:
     prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
     longest = min(prompt + config.sample_tokens, context)
     decoder = BatchDecoder(program.model, 1, longest)
-    tracer.mark((*decoder.cache.keys, *decoder.cache.values), "activations")
+    tracer.mark(decoder.cache.tensors, "activations")
     decoder.add([0] * prompt)
     # The step at full length takes the most; the steps before it need not run.
     decoder.lengths = [longest - 1]

@@ -75,7 +75,9 @@ def _matrix_shapes(recipe: ResolvedRecipe) -> list[tuple[int, int]]:
     """The shapes of all weights that activations are multiplied with."""
     with torch.device("meta"):
         model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
-    weights = [*model.layers.parameters(), model.lm_head.weight]
+    named = model.layers.named_parameters()
+    weights: list[torch.Tensor] = [p for name, p in named if not name.endswith("conv1d.weight")]
+    weights.append(model.lm_head.weight)
     # Experts have their weights in one tensor of three dimensions.
     return [
         (weight.shape[-2], weight.shape[-1])

@@ -1,0 +1,285 @@
+"""Qwen3-Next (Qwen team 2025): linear attention by a gated delta rule in three layers of four.
+
+A layer with linear attention keeps one matrix of each head as its state. A token's key looks up
+what the state has for it, and the difference from the token's value is written in its place (Yang
+et al. 2024, "Gated Delta Networks"). Every fourth layer attends to all tokens, with a gate on its
+output; all have experts, and one more that each token visits. Parameter names are those of Hugging
+Face's `Qwen3NextForCausalLM`.
+
+Shape letters as in `models/ops.py` and `models/moe.py`; in layers with linear attention, G key
+heads, H value heads, D a key's size, E a value's, X the channels of the convolution, W its width,
+N chunks of S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firstlight.models.cache import Cache, KVCache
+from firstlight.models.language_model import InitConfig
+from firstlight.models.llama import Llama, LlamaDecoder
+from firstlight.models.llama_layers import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
+from firstlight.models.moe import RoutedMLP, SparseMLP
+from firstlight.models.ops import at_least_fp32
+from firstlight.models.qwen3_next_config import Qwen3NextConfig
+
+#: Tokens whose updates of the state are computed at a time, as in transformers.
+_CHUNK_TOKENS = 64
+
+
+class GatedRMSNorm(RMSNorm):
+    """The norm of a head's output times the SiLU of a gate, [..., E]."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return (super().forward(x) * F.silu(at_least_fp32(gate))).to(x.dtype)
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention: a short convolution of queries, keys and values, and a gated delta rule."""
+
+    def __init__(self, config: Qwen3NextConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        G, H = config.linear_num_key_heads, config.linear_num_value_heads
+        D, E = config.linear_key_head_dim, config.linear_value_head_dim
+        self.key_heads, self.group = G, H // G
+        self.head_sizes = [D, D, self.group * E, self.group * E]
+        self.channels, self.value_dim = [G * D, G * D, H * E], E
+        C, X = config.hidden_size, sum(self.channels)
+        width = config.linear_conv_kernel_dim
+        self.conv1d = nn.Conv1d(X, X, width, groups=X, bias=False)
+        self.in_proj_qkvz = nn.Linear(C, X + H * E, bias=False)
+        self.in_proj_ba = nn.Linear(C, 2 * H, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.norm = GatedRMSNorm(E, config.rms_norm_eps)
+        self.out_proj = nn.Linear(H * E, C, bias=False)
+
+    def forward(self, x_BTC: Tensor, places: Tensor | None, cache: Cache | None) -> Tensor:
+        """[B, T, C] to [B, T, C].
+
+        Args:
+            x_BTC: the layer's input, normalised.
+            places: each token's position in its document, int64 [B, T]; None is one document.
+            cache: states after earlier tokens.
+        """
+        B, T, _ = x_BTC.shape
+        inputs, state_BHDE = (None, None) if cache is None else cache.state(self.layer)
+        heads = (B, T, self.key_heads, -1)
+        q, k, v, z = torch.split(self.in_proj_qkvz(x_BTC).view(heads), self.head_sizes, -1)
+        b, a = self.in_proj_ba(x_BTC).view(heads).chunk(2, -1)
+        mixed_BTX = torch.cat([part.flatten(2) for part in (q, k, v)], -1)
+        mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, places)
+        q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
+        v_BTHE = v.reshape(B, T, -1, self.value_dim)
+        q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
+        step_BTH = F.softplus(at_least_fp32(a.flatten(2)) + self.dt_bias)
+        decay_BTH = -at_least_fp32(self.A_log).exp() * step_BTH
+        beta_BTH = b.flatten(2).sigmoid()
+        # Sums over all earlier tokens: autocast would round each product.
+        with torch.autocast(x_BTC.device.type, enabled=False):
+            y_BTHE, state_BHDE = gated_delta_rule(
+                q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH, state_BHDE, places
+            )
+        if cache is not None:
+            cache.set_state(self.layer, (inputs, state_BHDE))
+        y_BTHE = self.norm(y_BTHE.to(mixed_BTX.dtype), z.reshape(v_BTHE.shape))
+        return self.out_proj(y_BTHE.flatten(2))  # type: ignore[no-any-return]
+
+    def convolved(
+        self, x_BTX: Tensor, before: Tensor | None, places: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Each channel's causal convolution and SiLU, [B, T, X], and the last inputs [B, W - 1, X].
+
+        Args:
+            x_BTX: inputs.
+            before: inputs of the tokens before these; None is zeros.
+            places: as in `forward`: no token sees another document's.
+        """
+        B, T, X = x_BTX.shape
+        weight_XW = self.conv1d.weight[:, 0]
+        earlier = weight_XW.shape[1] - 1
+        first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
+        all_BSX = torch.cat((first, x_BTX), 1)
+        if places is None:
+            y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
+        else:
+            y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
+            for back in range(1, earlier + 1):
+                seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
+                seen_BTX = seen_BTX * (places >= back)[..., None]
+                y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
+        return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
+
+
+def gated_delta_rule(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHE: Tensor,
+    decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHDE: Tensor | None,
+    places_BT: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The rule's outputs [B, T, H, E], and the state [B, H, D, E] after the last token, in fp32 at
+    least.
+
+    A token takes the state S to exp(g) S + beta k' (v - k exp(g) S), with a key k of length 1, and
+    its output is q S, with a query q of length 1 / sqrt(D). A chunk's updates hang on each other by
+    a triangular system, which is solved for all of them at once (Yang et al. 2024, section 3.3); a
+    chunk of one token is the rule as it stands.
+
+    Args:
+        q_BTHD, k_BTHD, v_BTHE: queries, keys and values.
+        decay_BTH: g, at most 0.
+        beta_BTH: beta, from 0 to 1.
+        state_BHDE: state before the first token; None is zeros.
+        places_BT: each token's position in its document, int64: documents begin with a state of
+            zeros. None is one document.
+    """
+    B, T, H, D = k_BTHD.shape
+    size = min(_CHUNK_TOKENS, T)
+
+    def in_chunks(x: Tensor) -> Tensor:
+        """[B, T, H, ...] to [B, H, N, S, ...], with zeros behind the last token."""
+        x = x.transpose(1, 2)
+        x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, -T % size))
+        return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
+
+    q, k, v, g, beta = map(
+        in_chunks, map(at_least_fp32, (q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH))
+    )
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, g = q * D**-0.5, g.cumsum(-1)
+    from_start, to_end, whole = g.exp(), (g[..., -1:] - g).exp(), g[..., -1].exp()
+    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    if places_BT is not None:
+        documents = in_chunks((places_BT == 0).cumsum(1)[..., None])[:, 0][:, None]
+        last_BN = documents[..., -1]
+        open_BN = F.pad(last_BN[..., :-1], (1, 0), value=1)
+        seen = seen & (documents[..., :, None] == documents[..., None, :])
+        from_start = from_start * (documents == open_BN[..., None])
+        to_end = to_end * (documents == last_BN[..., None])
+        whole = whole * (open_BN == last_BN)
+    between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
+    k_beta = k * beta[..., None]
+    # Row s: its key's likeness to the earlier ones of its chunk, whose values it must not repeat.
+    system = k_beta @ k.mT * between
+    wanted = torch.cat((v * beta[..., None], k_beta * from_start[..., None]), -1)
+    wanted = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    new_v, known_k = wanted[..., :-D], wanted[..., -D:]
+    weights = q @ k.mT * between
+    q_start, k_end = q * from_start[..., None], k * to_end[..., None]
+    if state_BHDE is None:
+        state_BHDE = v.new_zeros(B, H, D, v.shape[-1])
+    outputs = []
+    for n in range(v.shape[2]):
+        written = new_v[:, :, n] - known_k[:, :, n] @ state_BHDE
+        outputs.append(q_start[:, :, n] @ state_BHDE + weights[:, :, n] @ written)
+        kept = state_BHDE * whole[:, :, n, None, None]
+        state_BHDE = kept + k_end[:, :, n].mT @ written
+    return torch.cat(outputs, 2)[:, :, :T].transpose(1, 2), state_BHDE
+
+
+class Qwen3NextAttention(LlamaAttention):
+    """Attention with a gate on each head's output, whose rows of `q_proj` follow the head's own."""
+
+    def add_projections(self, config: Any) -> None:
+        """See `LlamaAttention.add_projections`."""
+        super().add_projections(config)
+        self.q_proj = nn.Linear(config.hidden_size, 2 * self.sizes[0], bias=config.qkv_bias)
+
+    def forward(self, x_BTC: Tensor, ropes: Any, mask: Any, cache: Cache | None) -> Tensor:
+        """As `LlamaAttention.forward`."""
+        heads = (*x_BTC.shape[:2], -1, self.head_dim)
+        q_and_gate = self.q_proj(x_BTC).view(*heads[:3], 2 * self.head_dim)
+        q_BTHD, gate_BTHD = q_and_gate.chunk(2, -1)
+        k_BTKD, v_BTKD = self.k_proj(x_BTC).view(heads), self.v_proj(x_BTC).view(heads)
+        y_BTQ = self.attended(q_BTHD, k_BTKD, v_BTKD, ropes, mask, cache)
+        return self.put_out(y_BTQ * gate_BTHD.flatten(2).sigmoid())
+
+
+class Qwen3NextMLP(SparseMLP):
+    """The experts of one layer, and one that all tokens visit, weighted by a gate of its own."""
+
+    def __init__(self, config: Qwen3NextConfig) -> None:
+        super().__init__(config)
+        shared = {"intermediate_size": config.shared_expert_intermediate_size}
+        self.shared_expert = LlamaMLP(config.model_copy(update=shared))
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output, [B, T, C], and the router's logits, [N, E]."""
+        y_BTC, logits_NE = super().forward(x_BTC)
+        weight_BT1 = self.shared_expert_gate(x_BTC).sigmoid()
+        return y_BTC + weight_BT1 * self.shared_expert(x_BTC), logits_NE
+
+
+class Qwen3NextBlock(LlamaBlock):
+    """One layer: linear or full attention, and experts or an MLP."""
+
+    def add_attention(self, config: Any, layer: int) -> None:
+        """See `LlamaBlock.add_attention`."""
+        self.is_linear = config.is_linear(layer)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config, layer)
+        else:
+            self.self_attn = Qwen3NextAttention(config, layer)
+
+    def make_mlp(self, config: Any, layer: int) -> LlamaMLP | RoutedMLP:
+        """The MLP of a layer, or its experts."""
+        return Qwen3NextMLP(config) if config.has_experts(layer) else LlamaMLP(config)
+
+    def mix(self, x_BTC: Tensor, ropes: Any, masks: Any, cache: Cache | None) -> Tensor:
+        """See `LlamaBlock.mix`; `masks` are attention's mask and the places in documents."""
+        mask, places = masks
+        if self.is_linear:
+            return self.linear_attn(x_BTC, places, cache)  # type: ignore[no-any-return]
+        return self.self_attn(x_BTC, ropes, mask, cache)  # type: ignore[no-any-return]
+
+
+class Qwen3Next(Llama):
+    """A Qwen3-Next language model; see `LanguageModel`."""
+
+    config: Qwen3NextConfig
+
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
+    residual_projections = ("o_proj.", "out_proj.", "down_proj")
+
+    def add_decoder(self, rows: int) -> None:
+        """Make embedding (of so many rows), layers and final norm."""
+        self.model = LlamaDecoder(self.config, rows, Qwen3NextBlock)
+
+    def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
+        """Draw the initial weights, see `LanguageModel`; decays as Hugging Face's class does."""
+        super().init_weights(generator, init)
+        for module in self.modules():
+            if isinstance(module, GatedDeltaNet):
+                with torch.no_grad():
+                    module.dt_bias.fill_(1.0)
+                    module.norm.weight.fill_(1.0)
+                    module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
+
+    def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
+        """An empty cache: keys and values of layers with attention, states of the others."""
+        config = self.config
+        return KVCache(
+            *(config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            device=self.embedding.weight.device,
+            states=config.state_shapes,
+        )
+
+    def make_masks(
+        self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
+    ) -> tuple[Any, Any]:
+        """See `Llama.make_masks`: attention's mask and the places in documents."""
+        mask = self.make_mask(cache_positions, total, None, document_ids)
+        return mask, None if document_ids is None else positions

@@ -1,0 +1,152 @@
+"""Shapes of Qwen3-Next, which `qwen3_next.py` computes, in and out of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from firstlight.models.family import AttentionSpec, ExpertNames, FamilySpec, RopeSpec
+from firstlight.models.llama_config import MoEConfig
+from firstlight.models.llama_json import values_from_json
+
+_FULL, _LINEAR = "full_attention", "linear_attention"
+
+
+def _usual_types(layers: int, period: int) -> list[str]:
+    """The kinds of so many layers, of which every `period`-th attends to all tokens."""
+    return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
+
+
+class Qwen3NextConfig(MoEConfig):
+    """Shape of a Qwen3-Next model."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {
+        "qwen3_next": FamilySpec(
+            "Qwen3NextForCausalLM",
+            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
+            hf_defaults={
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "max_position_embeddings": 32768,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 32,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+                "num_experts": 512,
+                "num_experts_per_tok": 10,
+                "router_aux_loss_coef": 0.001,
+            },
+            qk_norm="head",
+            norm_kind="one_plus",
+            rope=RopeSpec(partial_factor=0.25),
+            experts=ExpertNames(
+                gate="mlp.experts.{}.gate_proj.weight",
+                up="mlp.experts.{}.up_proj.weight",
+                down="mlp.experts.{}.down_proj.weight",
+                router="mlp.gate.weight",
+                size="moe_intermediate_size",
+            ),
+            # Layers that predict further tokens, which transformers leaves out, too.
+            left_out=("mtp.",),
+        )
+    }
+    default_type: ClassVar[str] = "qwen3_next"
+    shared_sizes: ClassVar[tuple[str, ...]] = ("shared_expert_intermediate_size",)
+
+    model_type: Literal["qwen3_next"] = "qwen3_next"
+    """"qwen3_next"."""
+    layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
+    """"full_attention" or "linear_attention" (a gated delta rule) for each layer; null is full in
+    every fourth, or in the last of fewer."""
+    linear_conv_kernel_dim: int = Field(4, gt=0, le=1024)
+    """tokens that the convolution before a delta rule sees, itself included."""
+    linear_key_head_dim: int = Field(32, gt=0)
+    """size of a query's and key's head in layers with linear attention."""
+    linear_value_head_dim: int = Field(32, gt=0)
+    """size of a value's head there."""
+    linear_num_key_heads: int = Field(4, gt=0)
+    """query and key heads there."""
+    linear_num_value_heads: int = Field(8, gt=0)
+    """value heads there, a multiple of the key heads."""
+    shared_expert_intermediate_size: int = Field(0, ge=0)
+    """width inside the expert that each token visits anyway; 0 is moe_intermediate_size."""
+    decoder_sparse_step: int = Field(1, gt=0)
+    """every so many layers have experts, counted from 1."""
+    mlp_only_layers: list[int] = Field([])
+    """layers, counted from 0, without experts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_kinds(cls, values: Any) -> Any:
+        # Runs before the bases'.
+        if not isinstance(values, dict):
+            return values
+        values = {**values}
+        layers = values.get("num_hidden_layers", cls.model_fields["num_hidden_layers"].default)
+        kinds = values.get("layer_types")
+        if isinstance(layers, int) and kinds and kinds == _usual_types(layers, min(layers, 4)):
+            # One model has one config.
+            del values["layer_types"]
+        return values
+
+    @model_validator(mode="after")
+    def _check_linear(self) -> Self:
+        if all(self.is_linear(layer) for layer in range(self.num_hidden_layers)):
+            raise ValueError(
+                "no layer has full_attention, without which transformers' cache does not work: "
+                "give one in layer_types"
+            )
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.linear_num_value_heads} must be a multiple of "
+                f"linear_num_key_heads {self.linear_num_key_heads}"
+            )
+        return self
+
+    @property
+    def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
+        """Of each layer with linear attention: the last inputs of its convolution, and the state of
+        its delta rule."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        heads, size = self.linear_num_value_heads, self.linear_value_head_dim
+        inputs = self.linear_conv_kernel_dim - 1, 2 * keys + heads * size
+        shapes = inputs, (heads, self.linear_key_head_dim, size)
+        return {i: shapes for i in range(self.num_hidden_layers) if self.is_linear(i)}
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer (counted from 0) has linear attention."""
+        if self.layer_types is not None:
+            return self.layer_types[layer] == _LINEAR
+        return (layer + 1) % min(self.num_hidden_layers, 4) != 0
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Attention of a layer, counted from 0."""
+        if not self.is_linear(layer):
+            return super().attention_spec(layer)
+        size = self.linear_key_head_dim * self.linear_value_head_dim
+        return AttentionSpec(rope=None, state_size=self.linear_num_value_heads * size)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """From a Hugging Face `config.json`; see `DecoderConfig.from_hf`."""
+        spec = cls.families[cls.default_type]
+        values = values_from_json(spec, tuple(cls.model_fields), config)
+        kinds, period = config.get("layer_types"), config.get("full_attention_interval") or 4
+        values["layer_types"] = list(kinds or _usual_types(values["num_hidden_layers"], period))
+        return cls(**{**values, "model_type": cls.default_type})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
+        content = super().to_hf()
+        del content["num_local_experts"]
+        kinds = [_LINEAR if self.is_linear(i) else _FULL for i in range(self.num_hidden_layers)]
+        return content | {"layer_types": kinds}
