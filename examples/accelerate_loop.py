@@ -9,8 +9,8 @@ those of the recipe:
     python examples/accelerate_loop.py RECIPE.yaml --efficiency.activation_checkpointing full \
         --efficiency.precision fp16 --optimizer.name adamw8bit
 
- On a CPU, `accelerate launch` starts one process whatever it is told; `torchrun
---nproc-per-node 2 examples/accelerate_loop.py ...` starts two.
+fp16 needs a GPU; on a CPU, take bf16. There, `accelerate launch` starts one process whatever it is
+told; `torchrun --nproc-per-node 2 examples/accelerate_loop.py ...` starts two.
 
 Run here: one and two processes on a CPU (tests/parity/test_other_trainers.py). Not run here: GPUs,
 Accelerate's FSDP and DeepSpeed.

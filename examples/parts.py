@@ -15,6 +15,7 @@ from firstlight.cli.options import split_arguments
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError
+from firstlight.hardware.device import find_hardware
 from firstlight.models import Model, empty_model
 from firstlight.optim.groups import parameter_kinds
 from firstlight.optim.schedule import BatchSchedule, Schedule, resolve_schedule
@@ -80,6 +81,12 @@ def parts_of(recipe: Recipe) -> Parts:
         )
     if recipe.efficiency.precision not in MIXED_PRECISION:
         raise ConfigError(f"the examples know efficiency.precision {', '.join(MIXED_PRECISION)}")
+    on_gpu = find_hardware(recipe.run.device).device.type == "cuda"
+    if recipe.efficiency.precision == "fp16" and not on_gpu:
+        raise ConfigError(
+            "efficiency.precision fp16 needs a GPU in the examples: on a CPU both libraries would "
+            "train in fp32 without a word; take bf16"
+        )
     if recipe.optimizer.cautious_weight_decay:
         raise ConfigError("the examples know no optimizer.cautious_weight_decay: leave it out")
     if recipe.loss.z_loss_coef:

@@ -85,7 +85,7 @@ def train(recipe: Recipe) -> list[float]:
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
-        dataloader_pin_memory=recipe.run.device != "cpu",
+        dataloader_pin_memory=recipe.run.device != "cpu" and torch.cuda.is_available(),
     )
     trainer = transformers.Trainer(
         model=MeanLoss(parts.model),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -50,20 +51,32 @@ def test_python_examples_compile(path: Path) -> None:
     compile(path.read_text(encoding="utf-8"), str(path), "exec")
 
 
-def test_the_python_examples_refuse_cautious_weight_decay(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        (
+            {"optimizer": {"cautious_weight_decay": True}},
+            r"know no optimizer\.cautious_weight_decay: leave it",
+        ),
+        # Accelerate and the Trainer would train in fp32 there, and say nothing.
+        ({"efficiency": {"precision": "fp16"}}, r"fp16 needs a GPU .*; take bf16"),
+    ],
+)
+def test_the_python_examples_refuse_what_they_would_leave_out(
+    section: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     recipe = parse_recipe(
         {
+            "run": {"device": "cpu"},
             "model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
             "data": {"dir": "data"},
             "batch": {"micro_batch_size": 2},
             "schedule": {"max_steps": 2},
-            "optimizer": {"cautious_weight_decay": True},
+            **section,
         }
     )
-    with pytest.raises(ConfigError, match=r"know no optimizer\.cautious_weight_decay: leave it"):
+    with pytest.raises(ConfigError, match=message):
         importlib.import_module("parts").parts_of(recipe)
 
 
