@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firstlight.errors import CheckpointError
+from firstlight.report import pictures
+from firstlight.report.pictures import png
 from firstlight.report.records import METRICS_NAME, SAMPLES_NAME
 from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
 from firstlight.report.series import Series, smoothed
@@ -62,6 +64,25 @@ def test_a_run_of_any_length_has_a_picture(tmp_path: Path, count: int) -> None:
         record(step, **(_VALIDATION if step % 2 == 0 else {})) for step in range(1, count + 1)
     ]
     draw(tmp_path / "run", records, "one text", "another")
+
+
+def test_a_run_without_steps_is_its_losses_at_step_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+
+    def drawn(figure: Any) -> bytes:
+        figures.append(figure)
+        return png(figure)
+
+    monkeypatch.setattr(pictures, "png", drawn)
+    draw(tmp_path / "run", [{"step": 0, "tokens_seen": 0, **_VALIDATION}], "its text")
+    loss, text = figures[0].axes
+    assert loss.get_xlabel() == "step"
+    assert [line.get_label()[:8] for line in loss.lines] == ["val/loss"]
+    low, high = loss.get_xlim()
+    assert [tick for tick in loss.get_xticks() if low <= tick <= high] == [0]
+    assert text.texts[0].get_text() == "its text"
 
 
 def test_a_run_without_validation_samples_or_gradients_has_a_picture(tmp_path: Path) -> None:

@@ -52,14 +52,15 @@ def picture_of(run: RunRecord) -> bytes:
     samples = _sample_columns(run.samples)
     rows = max((len(column) for column in samples), default=0)
     heights = [_CHART_INCHES, _CHART_INCHES]
-    mosaic = [["loss", "loss", "rate"], ["loss", "loss", "speed"]]
+    is_trained = len(run.metrics.series("learning_rate")) > 0
+    mosaic = [["loss", "loss", "rate"], ["loss", "loss", "speed"]] if is_trained else [["loss"]] * 2
     batch = run.metrics.series("global_batch_tokens")
-    if has_ramp := len(np.unique(batch.y)) > 1:
+    if has_ramp := is_trained and len(np.unique(batch.y)) > 1:
         heights.append(_CHART_INCHES)
         mosaic.append(["loss", "loss", "batch"])
     if rows:
         heights.append(_TITLE_INCHES + rows * _LINE_INCHES)
-        mosaic.append(["text"] * 3)
+        mosaic.append(["text"] * len(mosaic[0]))
     figure = Figure(
         figsize=(13, sum(heights) + _TITLE_INCHES + NOTE_INCHES * len(notes)), layout="constrained"
     )
@@ -70,8 +71,9 @@ def picture_of(run: RunRecord) -> bytes:
         if one.kind == "overfitting":
             _draw_line(grid["loss"], one.since_step, "lowest validation loss", "tab:orange")
     _draw_second_axes(grid["loss"], run.metrics)
-    _draw_rate(grid["rate"], run.metrics)
-    _draw_speed(grid["speed"], run.metrics)
+    if is_trained:
+        _draw_rate(grid["rate"], run.metrics)
+        _draw_speed(grid["speed"], run.metrics)
     if has_ramp:
         grid["batch"].plot(*_points(batch), color="tab:brown", drawstyle="steps-mid")
         grid["batch"].set(xlabel="step", ylabel="tokens a step", ylim=(0, 1.1 * batch.y.max()))
@@ -123,8 +125,11 @@ def _points(series: Series) -> tuple[Any, Any]:
 def _draw_loss(axes: Any, run: RunRecord) -> None:
     metrics, unit = run.metrics, loss_unit(run)
     losses = metrics.series("train/loss")
-    axes.plot(*_points(losses), color="tab:blue", alpha=0.25, linewidth=0.8)
-    axes.plot(*_points(smoothed(losses)), color="tab:blue", label="train/loss")
+    if len(losses):
+        axes.plot(*_points(losses), color="tab:blue", alpha=0.25, linewidth=0.8)
+        axes.plot(*_points(smoothed(losses)), color="tab:blue", label="train/loss")
+    else:
+        axes.set_xticks([0])
     label, loss, bits = "val/loss", metrics.last("val/loss"), metrics.last("bits_per_byte")
     if loss is not None and bits is not None:
         label += f": {loss:.3f} {unit}, {bits:.3f} bits a byte"
