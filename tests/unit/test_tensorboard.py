@@ -70,7 +70,7 @@ def texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 def with_tensorboard(recipe: dict[str, Any], **run: Any) -> dict[str, Any]:
     result = copy.deepcopy(recipe)
-    result["run"] |= {"tensorboard": True, **run}
+    result["run"] |= {"trackers": ["tensorboard"], **run}
     return result
 
 
@@ -101,7 +101,9 @@ def test_every_number_of_every_step_is_there_exactly(recipe: dict[str, Any]) -> 
     assert [step for step, _ in found["train/loss"]] == list(range(1, 13))
     samples = read_json_lines(run / "samples.jsonl")
     both = texts(run / TENSORBOARD_NAME)
-    assert both.keys() == {"samples/0", "samples/1"}
+    assert both.keys() == {"recipe", "samples/0", "samples/1"}
+    recipe_text = (run / "recipe.yaml").read_text(encoding="utf-8")
+    assert both["recipe"] == [(0, f"````\n{recipe_text}\n````")]
     for number, fence in ((0, "```"), (1, "````")):
         assert both[f"samples/{number}"] == [
             (s["step"], f"{fence}\n{s['prompt']}{s['text']}\n{fence}") for s in samples[number::2]

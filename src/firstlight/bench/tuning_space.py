@@ -301,7 +301,7 @@ def trial_recipe(
         # Nobody goes on from a trial.
         "checkpoint": {"every_steps": 0, "keep_best": 0},
         "run.max_minutes": None,
-        "run.tensorboard": False,
+        "run.trackers": [],
     }
     content = changed_recipe(content, changes)
     parse_recipe(content, f"the trial with {describe(values)}")

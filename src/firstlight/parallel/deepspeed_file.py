@@ -206,7 +206,8 @@ _INSTEAD: dict[str, str] = {
     "data_types": "set efficiency.precision instead",
     "amp": "set efficiency.precision instead",
     "checkpoint": "set the recipe's checkpoint section instead",
-    "tensorboard": "set run.tensorboard instead",
+    "tensorboard": "set run.trackers to [tensorboard] instead",
+    "wandb": "set run.trackers to [wandb] instead",
 }
 
 

@@ -40,8 +40,30 @@ class RunConfig(Section):
     max_minutes: float | None = Field(None, gt=0)
     """minutes after which the run saves and stops, but not before a step is done; null is no
     limit."""
-    tensorboard: bool = False
-    """write metrics and samples into the run folder's tensorboard/, too."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
+    """programs that get metrics, samples, recipe and reports, too: tensorboard (in the run folder's
+    tensorboard/; metrics and samples), wandb (offline), mlflow and trackio (their local stores).
+    Nothing leaves the machine unless the program's own environment variables say so."""
+    tracker_checkpoints: bool = False
+    """have wandb, mlflow and trackio store the run's last checkpoint, too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_tensorboard(cls, values: object) -> object:
+        """Take `tensorboard: true` of earlier recipes as one of the trackers."""
+        if not isinstance(values, dict) or type(values.get("tensorboard")) is not bool:
+            return values
+        others = {key: value for key, value in values.items() if key != "tensorboard"}
+        trackers = others.get("trackers", [])
+        if not values["tensorboard"] or not isinstance(trackers, list):
+            return others
+        return {**others, "trackers": [*trackers, "tensorboard"]}
+
+    @model_validator(mode="after")
+    def _each_tracker_once(self) -> Self:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers has one twice: {', '.join(self.trackers)}")
+        return self
 
 
 DEFAULT_ROWS = 8

@@ -323,6 +323,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
     # Before the report is drawn, which loads libraries of its own.
     if run.engine.is_main and (text := comparison.write(run.folder)) is not None:
         run.tell(text)
+    run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed
     ended = on_main(run.engine, lambda: _reported(run.folder))
     summary = RunSummary(elapsed, *ended["medians"])

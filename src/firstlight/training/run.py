@@ -44,6 +44,7 @@ from firstlight.training.state import (
     restore,
 )
 from firstlight.training.step import StepResult
+from firstlight.training.trackers import Trackers
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Run:
         save_stall_seconds: time that training stood still for the last save.
         times: seconds of the loop's steps, evaluations and saves.
         budget: the time of a run in minutes; None for other runs.
-        loader, logs: the data and the log files, once `open`.
+        loader, logs, trackers: the data, the log files and the trackers, once `open`.
         schedule: learning-rate schedule of the whole run.
         batch: sequences of each optimizer step, all processes together.
         data_identity: see `state.data_identity`.
@@ -126,6 +127,7 @@ class Run:
         self.loader: TokenLoader
         self.logs: RunLogs | SilentLogs
         self.bar: TrainingProgress
+        self.trackers: Trackers
 
     def _resolved_schedule(self) -> Schedule:
         return resolve_schedule(
@@ -235,6 +237,7 @@ class Run:
                 pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
             ) as self.loader,
             self._open_logs() as self.logs,
+            self._trackers() as self.trackers,
             TrainingProgress(self._course(), shown=shown) as self.bar,
         ):
             yield
@@ -271,11 +274,21 @@ class Run:
     def _open_logs(self) -> RunLogs | SilentLogs:
         if not self.engine.is_main:
             return SilentLogs()
-        tensorboard = self.recipe.run.tensorboard
         return RunLogs(
             *(self.folder, self.logged_step, self.state.events),
-            tensorboard=tensorboard,
+            tensorboard="tensorboard" in self.recipe.run.trackers,
             tell=self.tell,
+        )
+
+    def _trackers(self) -> Trackers:
+        config = self.recipe.run
+        return Trackers(
+            config.trackers if self.engine.is_main else [],
+            self.folder,
+            self.recipe.model_dump(mode="json"),
+            self.tell,
+            is_new=self.logged_step < 0,
+            with_checkpoint=config.tracker_checkpoints,
         )
 
     def take_length(self, length: PredictedLength) -> None:
@@ -402,6 +415,7 @@ class Run:
         if self.budget is not None:
             record["elapsed_seconds"] = self.budget.seconds_used
         self.logs.write_step(record, self.samples)
+        self.trackers.check()
         self.last_record = record
         self.samples, self.state.pending, self.unsaved = [], None, True
         return record

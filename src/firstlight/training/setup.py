@@ -59,7 +59,7 @@ from firstlight.training.resuming import (
 )
 from firstlight.training.run import Run
 from firstlight.training.starting_model import attach, first_model
-from firstlight.training.tensorboard_log import require_tensorboard
+from firstlight.training.trackers import require_trackers
 from firstlight.training.validation import tasks_of
 from firstlight.weights.huggingface import export_notes
 
@@ -129,8 +129,7 @@ def _assembled(
     Args:
         earlier: the resolved recipe of the run that is gone on with; {} for a new one.
     """
-    if recipe.run.tensorboard:
-        require_tensorboard()
+    require_trackers(recipe.run.trackers)
     dataset, validation, tokenizer = _open_data(recipe, newest or init_from, engine, tell)
     recipe = for_pairs(_masked(recipe, dataset), dataset, newest or init_from)
     _seed(recipe)

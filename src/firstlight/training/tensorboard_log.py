@@ -1,4 +1,5 @@
-"""RUN/tensorboard/: what metrics.jsonl and samples.jsonl say, as TensorBoard reads it.
+"""RUN/tensorboard/: the recipe, and what metrics.jsonl and samples.jsonl say, as TensorBoard reads
+them.
 
 The event file is derived: a start, a resumption and a rollback write it anew from the lines that
 stay, and each step then appends one event. So no step is in it twice, whatever was killed when,
@@ -29,6 +30,7 @@ from firstlight.files.atomic import (
     storage_errors,
 )
 from firstlight.files.disk import AppendedFile
+from firstlight.report.records import RECIPE_NAME
 
 TENSORBOARD_NAME = "tensorboard"
 
@@ -39,7 +41,7 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.(\d{6,9})\.firstlight")
 
 
 def require_tensorboard() -> None:
-    """Refuse `run.tensorboard` where its package is missing.
+    """Refuse the tracker tensorboard where its package is missing.
 
     Raises:
         MissingDependencyError: it is.
@@ -48,7 +50,7 @@ def require_tensorboard() -> None:
         import tensorboard.compat.proto.event_pb2
         import tensorboard.summary.writer.record_writer  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError("tensorboard", "dash", "run.tensorboard") from error
+        raise MissingDependencyError("tensorboard", "dash", "run.trackers: tensorboard") from error
 
 
 class TensorBoardLog:
@@ -114,7 +116,7 @@ class TensorBoardLog:
         texts = {step: list(lines) for step, lines in groupby(samples, lambda line: line["step"])}
         self._seconds = 0.0
         with replacing(path) as file:
-            file.write(_beginning(self._began))
+            file.write(_beginning(self._began, self._folder.parent / RECIPE_NAME))
             for record in records:
                 file.write(self._event(record, texts.get(record["step"], [])))
         self._file = AppendedFile(path)
@@ -131,7 +133,10 @@ class TensorBoardLog:
             for key, value in record.items()
             if key != "step" and type(value) in (int, float) and math.isfinite(value)
         ]
-        values += [_text(f"samples/{number}", line) for number, line in enumerate(samples)]
+        values += [
+            _text(f"samples/{number}", f"{line['prompt']}{line['text']}")
+            for number, line in enumerate(samples)
+        ]
         when = self._began + self._seconds
         return _framed(Event(step=record["step"], wall_time=when, summary=Summary(value=values)))
 
@@ -158,24 +163,29 @@ def _forget(path: Path, *, is_last: bool) -> None:
         seam.disk.truncate(file, 0)
 
 
-def _beginning(began: int) -> bytes:
-    """What stands before the first step."""
+def _beginning(began: int, recipe: Path) -> bytes:
+    """What stands before the first step: the recipe, if its file is there."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
     # Whoever has read an earlier file of the run is told to forget it.
     start = SessionLog(status=SessionLog.START)
-    return _framed(Event(wall_time=began, file_version="brain.Event:2")) + _framed(
-        Event(wall_time=began, session_log=start)
-    )
+    events = [
+        Event(wall_time=began, file_version="brain.Event:2"),
+        Event(wall_time=began, session_log=start),
+    ]
+    if recipe.is_file():
+        text = _text("recipe", recipe.read_text(encoding="utf-8", errors="replace"))
+        events.append(Event(wall_time=began, summary=Summary(value=[text])))
+    return b"".join(map(_framed, events))
 
 
-def _text(tag: str, sample: Mapping[str, Any]) -> Any:
-    """A sample, which TensorBoard shows as Markdown: fenced, so that it stays as it is."""
+def _text(tag: str, text: str) -> Any:
+    """A text, which TensorBoard shows as Markdown: fenced, so that it stays as it is."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.types_pb2 import DT_STRING
 
-    text = f"{sample['prompt']}{sample['text']}"
     fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
     content = f"{fence}\n{text}\n{fence}".encode(errors="replace")
     plugin = SummaryMetadata.PluginData(plugin_name="text")
