@@ -67,6 +67,9 @@ PARTS = {
     "A step": ["training.step.train_step"],
 }
 
+#: Pages that name everything, and that the search shows after those that explain it.
+_FOUND_LAST = ("architecture.md", "changelog.md", "contributing.md")
+
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -372,5 +375,7 @@ def titled_links(text: str, folder: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Read each page as GitHub does, and name pages by their titles."""
+    """Read each page as GitHub does, name pages by their titles, and let the search find guides
+    before pages for developers."""
+    page.meta["search"] = {"boost": 0.3 if page.file.src_uri in _FOUND_LAST else 1}
     return titled_links(github_markdown(markdown), ROOT / "docs" / Path(page.file.src_uri).parent)

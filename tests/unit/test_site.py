@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -209,6 +210,13 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     # Opened as a file, the page can't fetch the index, and has it as a script.
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert "Searching a recipe" in index
+    # Pages for developers name every subject, and are found after those that explain it.
+    entries = json.loads(index.removeprefix("var __index = ").rstrip("; \n"))["docs"]
+    assert {one["location"].partition(".")[0] for one in entries if one.get("boost", 1) < 1} == {
+        "architecture",
+        "contributing",
+        "changelog",
+    }
 
 
 #: Common tasks: a word for the task in the text of a link, and what the linked section has to show.
