@@ -239,7 +239,7 @@ _TASKS = {
     "change the schedule": ("schedule", "warmup_steps"),
     "tune hyper-parameters": ("hyper-parameters", "firstlight tune"),
     "push to the hub": ("Push", "firstlight push"),
-    "track a run": ("trackers", "TensorBoard"),
+    "track a run with wandb": ("wandb", "--run.trackers"),
     "continue the pretraining of a model": ("Continue the pretraining", "--init-from"),
     "extend the tokenizer": ("Extend a tokenizer", "firstlight tokenizer extend"),
     "cite firstlight": ("Cite", "@software{"),
