@@ -42,6 +42,7 @@ _TITLES = {
     "planner": "Planning",
     "bench": "Searching keys",
     "report": "Reports",
+    "sharing": "Sharing on the hub",
     "errors": "Errors",
 }
 
@@ -282,7 +283,7 @@ def python_page() -> str:
     by_title: dict[str, list[str]] = {title: [] for title in _TITLES.values()}
     for name in firstlight.__all__:
         package = firstlight._MODULES[name].split(".")[1]
-        by_title.setdefault(_TITLES.get(package, package), []).append(name)
+        by_title[_TITLES[package]].append(name)
     lines = [
         "# Python: public names\n",
         "`import firstlight` has these names and loads each when it is first used.\n",

@@ -148,6 +148,8 @@ def test_every_command_and_option_is_in_the_reference() -> None:
 def test_every_public_name_is_in_the_python_reference() -> None:
     named = re.findall(r"^::: firstlight\.(\w+)$", _pages()["reference/python.md"], re.M)
     assert sorted(named) == firstlight.__all__
+    packages = {module.split(".")[1] for module in firstlight._MODULES.values()}
+    assert packages <= _hook()._TITLES.keys()
 
 
 def test_parts_of_a_run_are_there() -> None:
