@@ -124,6 +124,23 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
                         path.rmdir()
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process holds the run folder: a run goes on there."""
+    try:
+        opened = os.open(folder / _LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        # Free for a moment it is this process's, and a run that starts just then would be refused;
+        # so whoever asks does it once more only if the answer was yes.
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(opened)
+    return False
+
+
 def _locked(folder: Path, lock_name: str) -> FileIO:
     """The lock's file, open and locked."""
     while True:

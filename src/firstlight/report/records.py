@@ -70,10 +70,7 @@ class RunRecord:
     @property
     def max_steps(self) -> int | None:
         """Steps of the whole run, where known."""
-        schedule = self.recipe.get("schedule")
-        found = schedule.get("max_steps") if isinstance(schedule, dict) else None
-        found = self.length.get("max_steps", self.start.get("max_steps", found))
-        return found if type(found) is int and found >= 0 else None
+        return _max_steps(self.recipe, self.length, self.start)
 
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:
@@ -84,6 +81,27 @@ class RunRecord:
         )
         happened = [*self.events, *resumed, *decisions(self.length)]
         return sorted(happened, key=lambda event: event["step"])
+
+
+def _max_steps(
+    recipe: Mapping[str, Any], length: Mapping[str, Any], start: Mapping[str, Any]
+) -> int | None:
+    schedule = recipe.get("schedule")
+    found = schedule.get("max_steps") if isinstance(schedule, dict) else None
+    found = length.get("max_steps", start.get("max_steps", found))
+    return found if type(found) is int and found >= 0 else None
+
+
+def planned_length(folder: Path) -> tuple[int | None, float | None]:
+    """(steps of a whole run, minutes that it is to take), without reading its metrics; None where
+    not known, or where the run has no limit of the kind.
+
+    Raises:
+        CheckpointError: a file of the run folder is damaged.
+    """
+    recipe, length = _read_recipe(folder / RECIPE_NAME)[0], read_length(folder)
+    steps = _max_steps(recipe, length, last_start(folder))
+    return steps or length.get("predicted_steps"), length.get("max_minutes")
 
 
 def read_run(folder: Path) -> RunRecord:

@@ -121,6 +121,7 @@ class Course:
             change on its way.
         start_step: the step that this call begins after.
         max_minutes: the minutes that the run is to take; None where its steps are given.
+        clock: returns the seconds that a run has taken, from any moment on; None is the machine's.
 
     Attributes:
         predicted_bytes: the memory that was predicted for the run; None without a forecast.
@@ -128,20 +129,29 @@ class Course:
     """
 
     def __init__(
-        self, max_steps: Callable[[], int], start_step: int, max_minutes: float | None = None
+        self,
+        max_steps: Callable[[], int],
+        start_step: int,
+        max_minutes: float | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._max_steps, self._start_step, self._max_minutes = max_steps, start_step, max_minutes
-        self._begun, self._last_at = time.monotonic(), 0.0
-        self._done, self._mean_seconds = 0, 0.0
-        self._record: Mapping[str, Any] = {"step": start_step}
-        self._val_loss: float | None = None
+        self._clock = clock or time.monotonic
         self._sample = ""
         self.predicted_bytes: int | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all steps."""
+        self._begun, self._last_at = self._clock(), 0.0
+        self._done, self._mean_seconds = 0, 0.0
+        self._record: Mapping[str, Any] = {"step": self._start_step}
+        self._val_loss: float | None = None
         self.curve = LossCurve()
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Take a step's metrics in."""
-        now = time.monotonic()
+        now = self._clock()
         self._done += 1
         if self._done > _SLOW_STEPS + 1:
             # Evaluations and saves count: they will come again.
@@ -192,15 +202,15 @@ class Course:
         """Seconds of this call; of a run in minutes those of the whole run."""
         used = self._record.get("elapsed_seconds")
         if used is None:
-            return time.monotonic() - self._begun
-        return float(used) + time.monotonic() - self._last_at
+            return self._clock() - self._begun
+        return float(used) + self._clock() - self._last_at
 
     @property
     def line(self) -> str:
         """All of it in one line, for a log."""
         record, left = self._record, self.seconds_left
         if left is None:
-            seconds = (time.monotonic() - self._begun) / max(self._done, 1)
+            seconds = (self._clock() - self._begun) / max(self._done, 1)
             left = (self._max_steps() - record["step"]) * seconds
         return (
             f"step {record['step']}/{self._max_steps()}  {_loss(record)}  {_rates(record)}  "

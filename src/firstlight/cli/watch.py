@@ -1,0 +1,129 @@
+"""firstlight watch: the live view of a run that another process carries out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from firstlight.console import say
+from firstlight.errors import nearest
+
+if TYPE_CHECKING:
+    from firstlight.training.course import Course
+    from firstlight.training.progress import TrainingProgress
+    from firstlight.training.tracker_libraries import Step
+
+#: Seconds between two looks at the run folder.
+_SECONDS_BETWEEN = 0.5
+#: What the view shows of a step; lines without it are no steps, as the evaluation before the first.
+_SHOWN = {"train/loss", "learning_rate", "tokens_per_second", "memory_bytes"}
+
+
+class _Shown:
+    """What is shown of a run.
+
+    Attributes:
+        step: the last step; 0 before the first.
+        steps: those of the whole run; None where not known.
+        seconds: those of the steps by the run's log.
+    """
+
+    def __init__(self) -> None:
+        self.step, self.seconds = 0, 0.0
+        self.steps: int | None = None
+        self._read_at = time.monotonic()
+
+    def clock(self) -> float:
+        """Seconds of the steps, and those since the last one was read."""
+        return self.seconds + time.monotonic() - self._read_at
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take a step in."""
+        self.step = record["step"]
+        self.seconds += (record.get("seconds") or 0.0) + (record.get("save_stall_seconds") or 0.0)
+        self._read_at = time.monotonic()
+
+
+@click.command("watch")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+def watch_command(run: Path) -> None:
+    """Follow a run in the terminal, as `firstlight train` shows it.
+
+    RUN is a run folder that another process writes, or is about to make; of a run that is over
+    the last state is shown. The view ends with the run; Ctrl-C ends the view alone.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        _watch(run.expanduser())
+
+
+def _watch(folder: Path) -> None:
+    """Show a run until it is over.
+
+    Raises:
+        InputError: it is a file, or a folder of another kind.
+        CheckpointError: a file of it is damaged.
+    """
+    from firstlight.checkpoint.run_folder import is_held
+    from firstlight.report.follow import StepFollower
+    from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, planned_length
+    from firstlight.training.course import Course
+    from firstlight.training.progress import TrainingProgress
+
+    _wait_for_run(folder)
+    shown = _Shown()
+    shown.steps, minutes = planned_length(folder)
+    course = Course(lambda: max(shown.steps or 0, shown.step), 0, minutes, shown.clock)
+    follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
+    with contextlib.closing(follower), TrainingProgress(course, shown=True) as progress:
+        goes_on = True
+        while goes_on:
+            # Before the lines are read: those of a run that is over are all there.
+            goes_on = is_held(folder)
+            _show(follower.new(), shown, course, progress)
+            if goes_on:
+                shown.steps, _ = planned_length(folder)
+                _pause()
+    of = f"/{shown.steps:,}" if shown.steps else ""
+    is_whole = shown.steps is not None and shown.step >= shown.steps
+    say(f"the run {'is complete' if is_whole else 'has ended'}: step {shown.step:,}{of}")
+
+
+def _show(found: Sequence[Step], shown: _Shown, course: Course, progress: TrainingProgress) -> None:
+    """Show new steps, and the last texts among them."""
+    for record, _ in found:
+        if record["step"] <= shown.step and shown.step:
+            # The run goes on from a checkpoint, and its log comes again from the beginning.
+            course.restart()
+            shown.seconds = 0.0
+        shown.add(record)
+        if record.keys() >= _SHOWN:
+            progress.step(record)
+    texts = next((texts for _, texts in reversed(found) if texts), [])
+    for text in texts:
+        progress.sample(text["step"], str(text.get("prompt")), str(text.get("text")))
+
+
+def _wait_for_run(folder: Path) -> None:
+    from firstlight.checkpoint.run_folder import is_held
+    from firstlight.report.records import require_run
+
+    said = False
+    while not is_held(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            require_run(folder)
+            return
+        if not said:
+            parent = folder.resolve().parent
+            names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+            say(f"waiting for a run in {folder}{nearest(folder.name, names)}")
+            said = True
+        _pause()
+
+
+def _pause() -> None:
+    time.sleep(_SECONDS_BETWEEN)

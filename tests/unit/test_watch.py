@@ -1,0 +1,149 @@
+"""`firstlight watch`: the view of a run that another process writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.checkpoint.run_folder import held, is_held
+from firstlight.cli import watch
+from firstlight.cli.main import main
+from firstlight.training.course import Course
+
+
+def line(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "train/loss": 5.0 - step / 10,
+        "learning_rate": 0.001,
+        "tokens_per_second": 1000.0,
+        "memory_bytes": 2**20,
+        "seconds": 2.0,
+    }
+
+
+def write(run: Path, *steps: int, mode: str = "a") -> None:
+    with (run / "metrics.jsonl").open(mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(line(step)) + "\n" for step in steps)
+
+
+def both(*actions: Callable[[], object]) -> Callable[[], object]:
+    def act() -> None:
+        for action in actions:
+            action()
+
+    return act
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("schedule: {max_steps: 4}\n", encoding="utf-8")
+    (folder / "metrics.jsonl").write_text('{"step": 0, "val/loss": 5.0}\n', encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What happens in each pause between two looks at the folder; then Ctrl-C."""
+    actions: list[Callable[[], object]] = []
+
+    def pause() -> None:
+        if not actions:
+            raise KeyboardInterrupt
+        actions.pop(0)()
+
+    monkeypatch.setattr(watch, "_pause", pause)
+    return actions
+
+
+def test_it_follows_a_run_to_its_end(
+    run: Path, pauses: list[Callable[[], object]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.ExitStack() as process:
+        process.enter_context(held(run))
+        assert is_held(run)
+        sample = json.dumps({"step": 3, "prompt": "a", "text": "b"}) + "\n"
+        pauses += [
+            lambda: write(run, 1, 2),
+            both(lambda: (run / "samples.jsonl").write_text(sample), lambda: write(run, 3)),
+            # The last line comes with the end of the process.
+            both(lambda: write(run, 4), process.close),
+        ]
+        assert main(["watch", str(run)]) == 0
+    assert not is_held(run)
+    assert capsys.readouterr().err.splitlines() == [
+        "step 3: 'a' -> 'b'",
+        "step 4/4  loss 4.600  1,000 tokens/s  0.00 GiB  0 s left",
+        "the run is complete: step 4/4",
+    ]
+
+
+def test_a_run_that_goes_back_is_shown_from_its_beginning(
+    run: Path, pauses: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[list[float]] = []
+    real = Course.step
+
+    def step(self: Course, record: dict[str, Any]) -> None:
+        real(self, record)
+        shown.append(self.curve.means)
+
+    monkeypatch.setattr(Course, "step", step)
+    with held(run):
+        pauses += [
+            lambda: write(run, 1, 2, 3),
+            both((run / "metrics.jsonl").unlink, lambda: write(run, 1, 2)),
+            lambda: write(run, 3),
+        ]
+        assert main(["watch", str(run)]) == 0
+    assert shown[2:] == [[4.9, 4.8, 4.7], [4.9], [4.9, 4.8], [4.9, 4.8, 4.7]]
+
+
+def test_ctrl_c_ends_the_view_alone(
+    run: Path, pauses: list[Callable[[], object]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with held(run):
+        pauses.append(lambda: write(run, 1))
+        assert main(["watch", str(run)]) == 0
+        assert is_held(run)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_was_stopped_is_told_from_a_complete_one(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run, 1, 2)
+    assert main(["watch", str(run)]) == 0
+    assert capsys.readouterr().err == "the run has ended: step 2/4\n"
+
+
+def test_it_waits_for_a_folder_that_is_not_there_yet(
+    tmp_path: Path,
+    run: Path,
+    pauses: list[Callable[[], object]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(run, 1, 2, 3, 4)
+    later = tmp_path / "ran"
+    pauses += [lambda: None, later.mkdir, both(later.rmdir, lambda: run.rename(later))]
+    assert main(["watch", str(later)]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"waiting for a run in {later} (did you mean 'run'?)"
+    assert said[1:] == [
+        "step 4/4  loss 4.600  1,000 tokens/s  0.00 GiB  0 s left",
+        "the run is complete: step 4/4",
+    ]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for path, said in ((tmp_path, "is no run folder"), (tmp_path / "file", "is a file")):
+        assert main(["watch", str(path)]) == 1
+        assert said in capsys.readouterr().err
