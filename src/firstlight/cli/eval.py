@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.options import best_option, device_option
-from firstlight.cli.output import show_rows, with_json
+from firstlight.cli.output import show_rows, show_table, with_json
 from firstlight.console import say
 from firstlight.errors import CheckpointError, ConfigError, StorageError
 
 if TYPE_CHECKING:
     from firstlight.evaluation.perplexity import Evaluation
     from firstlight.evaluation.scores import TaskResult
+    from firstlight.weights.huggingface import LoadedModel
 
 #: Options for the loss alone, by parameter.
 _OF_THE_LOSS = {
@@ -61,6 +62,22 @@ _ROWS, _TEXTS = 8, 32
 )
 @click.option("--task-folder", metavar="DIR", help="Further tasks for lm-evaluation-harness.")
 @click.option(
+    "--by-position",
+    is_flag=True,
+    help="The loss by the position in the row, also beyond the model's context: see --seq-len.",
+)
+@click.option(
+    "--beside",
+    multiple=True,
+    metavar="CHECKPOINT",
+    help="With --by-position: another model on the same rows. May be given several times.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --by-position: a PNG of perplexity by position.",
+)
+@click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     help=f"Rows, or a task's texts, at a time.  [default: {_ROWS} rows, {_TEXTS} texts]",
@@ -75,6 +92,9 @@ def eval_command(
     tasks: tuple[str, ...],
     items: int | None,
     task_folder: str | None,
+    by_position: bool,
+    beside: tuple[str, ...],
+    picture: Path | None,
     batch_size: int | None,
     device: str,
     as_json: bool,
@@ -87,6 +107,14 @@ def eval_command(
     with_loss = not tasks or data is not None or sample is not None
     _require_used(with_loss, bool(tasks), of_the_loss, items, task_folder)
     given = {name: value for name, value in of_the_loss.items() if value is not None}
+    if by_position:
+        if tasks:
+            raise ConfigError("--by-position is of the loss: leave out --tasks")
+        options = {"sample": sample, "batch_size": batch_size or _ROWS, "device": device, **given}
+        return _by_position((checkpoint, *beside), data, best, picture, options)
+    for option, value in (("--beside", beside), ("--picture", picture)):
+        if value:
+            raise ConfigError(f"{option} is for --by-position: name it too")
     from firstlight.evaluation.perplexity import evaluate, evaluated_folder, load_for_evaluation
     from firstlight.evaluation.tasks import evaluate_tasks
 
@@ -119,6 +147,56 @@ def eval_command(
         result |= dataclasses.asdict(found)
     _record(loaded.folder, result, data)
     return result
+
+
+def _by_position(
+    checkpoints: tuple[str, ...],
+    data: str | None,
+    best: bool,
+    picture: Path | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Show the loss of each model by position, on the rows of the first one's data and length."""
+    from firstlight.evaluation.perplexity import evaluated_folder, load_for_evaluation
+    from firstlight.evaluation.positions import ByPosition, evaluate_by_position
+
+    if len(set(checkpoints)) < len(checkpoints):
+        raise ConfigError("--beside names a model a second time: leave it out")
+
+    def evaluated(loaded: LoadedModel, folder: str) -> ByPosition:
+        return _with_bar(  # type: ignore[no-any-return]
+            "evaluating",
+            lambda show: evaluate_by_position(loaded, folder, on_rows=show, **options),
+        )
+
+    found: dict[str, ByPosition] = {}
+    contexts: dict[str, int] = {}
+    for name in checkpoints:
+        # --best is of run folders; the others are taken as they are named.
+        loaded = load_for_evaluation(name, options["device"], best=best and name == checkpoints[0])
+        data = data or str(evaluated_folder(loaded, data, options.get("split", "val")))
+        one = found[name] = evaluated(loaded, data)
+        contexts[name] = loaded.model.config.max_position_embeddings
+        # The others are held against the first one's rows.
+        options |= {"seq_len": one.seq_len, "document_masking": one.document_masking}
+    show_table(
+        [
+            ["positions", "tokens", *(f"perplexity of {name}" for name in checkpoints)],
+            *(
+                [f"{row[0].first:,}-{row[0].last:,}", f"{row[0].tokens:,}"]
+                + [f"{one.perplexity:,.2f}" for one in row]
+                for row in zip(*(one.stretches for one in found.values()), strict=True)
+            ),
+        ]
+    )
+    if picture is not None:
+        from firstlight.files.atomic import write_file
+        from firstlight.report.pictures import position_picture
+
+        write_file(picture, position_picture(found, contexts))
+        say(f"picture: {picture}")
+    shown = {name: dataclasses.asdict(one) for name, one in found.items()}
+    return {"data": data, "contexts": contexts, "by_position": shown}
 
 
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:

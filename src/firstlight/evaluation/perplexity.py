@@ -306,8 +306,11 @@ def evaluate(
         if value is not None and value < minimum:
             raise ConfigError(f"{name} must be at least {minimum}, not {value}")
     loaded = loaded_for_evaluation(checkpoint, device)
-    dataset = _open_split(loaded, data, split)
-    options = _options_of_training(loaded, dataset, seq_len, document_masking)
+    dataset = open_evaluated_split(loaded, data, split)
+    options = options_of_training(loaded, dataset, seq_len, document_masking)
+    limit = loaded.model.config.max_position_embeddings
+    if options["seq_len"] > limit:
+        raise DataError(f"seq_len {options['seq_len']} is more than the model's context of {limit}")
     options |= {"batch_size": batch_size, "on_rows": on_rows}
     total = dataset.num_rows(options["seq_len"])
     rows = None if sample is None else sampled_rows(total, sample, seed)
@@ -320,7 +323,7 @@ def evaluate(
     return result
 
 
-def _open_split(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenDataset:
+def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenDataset:
     """The split to evaluate, which holds no preference pairs."""
     folder = evaluated_folder(loaded, data, split)
     dataset = open_split(folder, split, long=trained_on(loaded.folder).get("long") or "cut")
@@ -332,7 +335,7 @@ def _open_split(loaded: LoadedModel, data: str | Path | None, split: str) -> Tok
     return dataset
 
 
-def _options_of_training(
+def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
     """Options with those of training where none are given."""
@@ -341,8 +344,6 @@ def _options_of_training(
     seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
     if document_masking is None:
         document_masking = bool(training_data.get("document_masking"))
-    if seq_len > limit:
-        raise DataError(f"seq_len {seq_len} is more than the model's context of {limit}")
     require_same_tokenizer(loaded, dataset)
     assert loaded.tokenizer is not None
     return {

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from firstlight.evaluation.positions import ByPosition
 from firstlight.report.axes import second_axis
 from firstlight.report.charts import Chart, Line
 from firstlight.report.compare import AXES, CHARTS, RunComparison, compared_lines, warnings_of
@@ -93,6 +94,26 @@ def loss_picture(run: RunRecord) -> bytes:
     axes = figure.subplots()
     _draw_loss(axes, run)
     _draw_events(axes, run.events)
+    return png(figure)
+
+
+def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, int]) -> bytes:
+    """Perplexity by position as a PNG, a line for each model by its name, and the end of each
+    one's context."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, found in curves.items():
+        middles = [(one.first + one.last) / 2 for one in found.stretches]
+        perplexities = [one.perplexity for one in found.stretches]
+        (line,) = axes.plot(middles, perplexities, label=shown(name))
+        if contexts[name] < found.seq_len:
+            axes.axvline(contexts[name], color=line.get_color(), linestyle=":")
+    axes.set(xlabel="position", ylabel="perplexity", yscale="log", xlim=(0, None))
+    axes.set_title("dotted: the end of a model's context", fontsize=10)
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
     return png(figure)
 
 

@@ -24,9 +24,9 @@ from firstlight.errors import CheckpointError, ConfigError
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe
 from firstlight.report.records import RECIPE_NAME
+from firstlight.training.model_section import changed_keys
 from firstlight.training.processes import on_main
 from firstlight.training.run import Run
-from firstlight.training.starting_model import changed_keys
 from firstlight.training.state import TrainState, restore
 
 #: Keys of the optimizer with whose values the tensors of its state change.

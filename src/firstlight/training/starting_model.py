@@ -5,10 +5,9 @@ In a run with `lora`, what is trained stands beside a frozen base, which checkpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -32,6 +31,7 @@ from firstlight.models.language_model import InitConfig
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.model_section import contradictions, with_positions
 from firstlight.weights.huggingface import (
     LoadedModel,
     base_identity,
@@ -246,7 +246,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
             f"{newest} was made with efficiency.vocab_multiple {multiple}, and its optimizer state "
             f"does not fit {recipe.efficiency.vocab_multiple}: set it back"
         )
-    names = _contradictions(recipe, config)
+    names = contradictions(recipe, config)
     # A run that began with --init-from has that model's config, whatever the recipe says.
     if names and started_from is None:
         raise CheckpointError(
@@ -269,7 +269,10 @@ def _starting_model(
     data's tokenizer has beyond its own."""
     multiple = recipe.efficiency.vocab_multiple
     folder = resolve_model_folder(init_from)
-    loaded = load_model(folder, dtype=torch.float32, mode="sequential", vocab_multiple=multiple)
+    config = with_positions(recipe, read_config(folder), init_from, tell)
+    loaded = load_model(
+        folder, dtype=torch.float32, mode="sequential", vocab_multiple=multiple, config=config
+    )
     for note in training_notes(folder):
         tell(f"warning: {note}")
     old = loaded.tokenizer
@@ -298,7 +301,7 @@ def _starting_model(
         tell(f"{now - before} new tokens start from {rows} in the embedding and the head")
     else:
         _require_fitting_start(loaded, tokenizer, init_from)
-    names = _contradictions(recipe, loaded.model.config)
+    names = contradictions(recipe, loaded.model.config)
     if names:
         tell(f"warning: the model is that of {init_from}; not used: {', '.join(names)}")
     return loaded.model
@@ -321,18 +324,6 @@ def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
     return token_id
 
 
-def _contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
-    """The `model.` keys that the recipe sets to something else than `config` has."""
-    if recipe.model is None:
-        return []
-    # A key that the recipe leaves out is a default, which contradicts nothing.
-    found = changed_keys(recipe.model.model_dump(), config.model_dump())
-    given = recipe.model.model_fields_set - (
-        {"vocab_size"} if not recipe.model.vocab_size else set()
-    )
-    return [f"model.{name}" for name in found if name in given or name == "model_type"]
-
-
 def _require_fitting_start(
     loaded: LoadedModel, tokenizer: Tokenizer, init_from: str | Path
 ) -> None:
@@ -347,8 +338,3 @@ def _require_fitting_start(
             f"the data's tokenizer has {tokenizer.vocab_size} tokens, more than the "
             f"{loaded.model.config.vocab_size} of {init_from}"
         )
-
-
-def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, or that only one has."""
-    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

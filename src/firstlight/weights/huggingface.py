@@ -71,6 +71,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     mode: LoadingMode = "auto",
     vocab_multiple: int = 1,
+    config: ModelConfig | None = None,
 ) -> LoadedModel:
     """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
 
@@ -83,6 +84,7 @@ def load_model(
         dtype: the parameters' dtype; None is the file's.
         mode: the loading mode, see `firstlight.weights.loading`.
         vocab_multiple: the vocabulary is padded to a multiple of this.
+        config: the model's shape and positions; None is what the folder says.
 
     Raises:
         ModelError: a file is missing or damaged, the family is unknown, or a tensor is
@@ -92,7 +94,7 @@ def load_model(
     """
     folder = find_model_folder(folder)
     *adapters, base = adapter_chain(folder)
-    model = unloaded_model(read_config(base), base, vocab_multiple)
+    model = unloaded_model(config or read_config(base), base, vocab_multiple)
     mapped = load_weights(model, base, device=device, dtype=dtype, mode=mode)
     tokenizer = tokenizer_of(base)
     eos_token_ids = _eos_token_ids(base, tokenizer)
