@@ -38,6 +38,12 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
 
 Saved = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -322,6 +328,47 @@ def test_llama3_factors_are_what_transformers_divides_by(tmp_path: Path) -> None
     assert factors[-1] == 8
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("own", "magnitude"),
+    [
+        ({}, 1.0),
+        ({"attention_factor": 1.25}, 1.25 / (0.1 * math.log(4) + 1)),
+        (
+            {"mscale": 0.7, "mscale_all_dim": 1.0},
+            (0.07 * math.log(4) + 1) / (0.1 * math.log(4) + 1) ** 2,
+        ),
+    ],
+)
+def test_yarn_is_written_with_the_entries_that_llama_cpp_reads(
+    family: str, own: dict[str, float], magnitude: float, tmp_path: Path
+) -> None:
+    """llama.cpp multiplies cos and sin by attn_factor and by 0.1 ln(factor) + 1."""
+    scaling = {**YARN, **own}
+    config, tensors = drawn(family, tmp_path, rope_parameters=scaling)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, config, tensors, None, dtype="f32")
+    fields = gguf.GGUFReader(path).fields
+    name = fields["general.architecture"].contents()
+
+    def entry(key: str) -> Any:
+        return fields[f"{name}.rope.scaling.{key}"].contents()
+
+    assert (entry("type"), entry("factor")) == ("yarn", 4.0)
+    assert entry("original_context_length") == 24
+    assert entry("attn_factor") == pytest.approx(magnitude, rel=1e-6)
+    found = read_gguf(path).config["rope_parameters"]
+    assert found.items() >= scaling.items()
+    # As other programs write it, without firstlight's note.
+    path.write_bytes(path.read_bytes().replace(b"firstlight.config", b"somethingelse.cfg"))
+    other = read_gguf(path).config["rope_scaling"]
+    kept = {key: YARN[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
+    assert other.pop("attention_factor", None) == (
+        pytest.approx(magnitude * (0.1 * math.log(4) + 1), rel=1e-5) if own else None
+    )
+    assert other == kept
+
+
 @pytest.mark.parametrize("original", [64, 8192])
 def test_llama3_scaling_is_recognised_by_its_factors(original: int, tmp_path: Path) -> None:
     scaling = {**LLAMA3, "original_max_position_embeddings": original}
@@ -447,7 +494,11 @@ _OTHER_BASE = {
         ("llama", {"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
         ("llama", {"head_dim": 5}, "head_dim 5 is odd"),
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps is None"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' can't be put"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "type 'dynamic' can't be put"),
+        ("llama", {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "no llama with yarn of other"),
+        ("qwen3", {"rope_parameters": {**YARN, "truncate": False}}, "no qwen3 with yarn of other"),
+        ("llama", {"rope_parameters": {**YARN, "factor": 0.5}}, "no llama with yarn of factor 0.5"),
+        ("granite", {"rope_parameters": YARN}, "rope type 'yarn' can't be put into GGUF for gra"),
         ("llama", {"rope_parameters": {**LLAMA3, "factor": None}}, "settings' factor is None"),
         ("qwen2", {"rope_parameters": LLAMA3}, "rope type 'llama3' can't be put into GGUF for q"),
         ("qwen2", {"rope_parameters": {}}, "settings' rope_theta is None"),

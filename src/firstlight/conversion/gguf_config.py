@@ -22,6 +22,7 @@ from firstlight.conversion.gguf_writer import KEPT, KEPT_KEYS
 from firstlight.errors import ModelError
 from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames, FamilySpec
+from firstlight.models.rope import yarn_magnitude
 
 #: Shapes of the tensors in a file by name, outermost dimension first.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -267,8 +268,10 @@ def _rope_config(
         scaling = _llama3_scaling(known, theta, factors[ROPE_FACTORS], rotary_dim)
     elif kind == "linear":
         scaling = {"rope_type": "linear", "factor": values.real("rope.scaling.factor")}
+    elif kind == "yarn":
+        scaling = _yarn_scaling(values, kept.get("rope_scaling"))
     elif kind != "none":
-        raise ModelError(f"rope scaling {kind!r} is not supported: linear and Llama 3's are")
+        raise ModelError(f"rope scaling {kind!r} is not supported: linear, yarn and Llama 3's are")
     rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     if "partial_rotary_factor" in family.own_keys:
         part = kept.get("partial_rotary_factor", rotary_dim / config["head_dim"])
@@ -291,6 +294,21 @@ def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]
         "original_max_position_embeddings": values.whole("rope.scaling.original_context_length"),
         "attention_factor": values.real("rope.scaling.attn_factor", 1.0),
     }
+
+
+def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
+    """YaRN's settings: firstlight's own note, or else from the file's entries."""
+    if isinstance(known, dict):
+        return {**known, "rope_type": "yarn"}
+    factor = values.real("rope.scaling.factor")
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": values.whole("rope.scaling.original_context_length"),
+    }
+    own = values.real("rope.scaling.attn_factor", 1.0)
+    # llama.cpp multiplies it by YaRN's own magnitude.
+    return scaling if own == 1 else {**scaling, "attention_factor": own * yarn_magnitude(factor)}
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from firstlight.errors import ModelError
 from firstlight.models import FAMILIES
 from firstlight.models.family import FamilySpec
+from firstlight.models.rope import YarnRope
 from firstlight.weights.huggingface import config_from_hf
 
 #: model_type of Hugging Face's config.json -> general.architecture
@@ -38,7 +39,7 @@ class Rope:
 
     Attributes:
         theta: base of the frequencies.
-        kind: "default", "linear", "llama3" or "longrope".
+        kind: "default", "linear", "llama3", "yarn" or "longrope".
         scaling: settings of the kind: `factor` and, for llama3, the two frequency factors and
             `original_max_position_embeddings`.
     """
@@ -221,6 +222,12 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
             wrong = f"a rotary base of {local} in layers with a window: only {model.rope_theta}"
     if getattr(model, "no_rope_layers", None) is not None:
         wrong = "no_rope_layers of another pattern: only the family's own"
+    rope = getattr(model, "rope_scaling", None)
+    if isinstance(rope, YarnRope):
+        if (rope.beta_fast, rope.beta_slow, rope.truncate) != (32.0, 1.0, True):
+            wrong = "yarn of other bounds: only beta_fast 32, beta_slow 1 and truncate true"
+        if rope.factor < 1:
+            wrong = f"yarn of factor {rope.factor}: only 1 and more"
     if getattr(model, "rotary_dim", 0) % 2:
         wrong = f"{model.rotary_dim} rotated dimensions: only an even number"
     for key in spec.numbers:
@@ -284,13 +291,14 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
         "linear": ("factor",),
         "llama3": ("factor", *_LLAMA3_KEYS),
         "longrope": (),
+        "yarn": ("factor",),
     }
     kind = kind if family is None else family.spec.rope.other_kinds.get(kind, kind)
     if kind not in (() if family is None else family.spec.gguf.rope_kinds):
         named = [n for n in ARCHITECTURES if "llama3" in FAMILIES[n].spec.gguf.rope_kinds]
         raise ModelError(
             f"rope type '{kind}' can't be put into GGUF for {model_type}: default and linear can, "
-            f"and llama3 for {', '.join(named)}"
+            f"llama3 for {', '.join(named)}, and yarn for these and qwen2, qwen3 and qwen3_moe"
         )
     scaling = {key: _number(settings, key) for key in keys[kind]}
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:

@@ -34,7 +34,7 @@ from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokeniz
 from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.files.atomic import replacing
 from firstlight.models import FAMILIES
-from firstlight.models.rope import rope_magnitude
+from firstlight.models.rope import rope_magnitude, yarn_magnitude
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.loading import COMPUTED_BUFFERS
 
@@ -280,11 +280,18 @@ def _add_model(
         if rope.kind == "llama3":
             # They can't be computed from the tensor of the factors.
             kept["rope_scaling"] = {"rope_type": rope.kind, **rope.scaling}
-        if rope.kind == "longrope":
+        if rope.kind in ("longrope", "yarn"):
             scaling = shape.model.rope_scaling
-            original = scaling.original_max_position_embeddings
-            writer.add_rope_scaling_orig_ctx_len(original)
-            writer.add_rope_scaling_attn_factors(rope_magnitude(scaling, shape.max_positions))
+            magnitude = rope_magnitude(scaling, shape.max_positions)
+            if rope.kind == "yarn":
+                import gguf
+
+                writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+                writer.add_rope_scaling_factor(scaling.factor)
+                # llama.cpp multiplies by YaRN's own magnitude anyway.
+                magnitude /= yarn_magnitude(scaling.factor)
+            writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+            writer.add_rope_scaling_attn_factors(magnitude)
             kept["rope_scaling"] = scaling.model_dump(exclude_none=True)
     if shape.num_experts:
         writer.add_expert_count(shape.num_experts)

@@ -20,7 +20,8 @@ HF_DEFAULTS: dict[str, Any] = {
 _NO_BIAS = ("attention_bias", (False,), False)
 _NO_BIASES = (_NO_BIAS, ("mlp_bias", (False,), False))
 _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
-_ALL_ROPE = ("default", "linear", "llama3")
+_YARN_ROPE = ("default", "linear", "yarn")
+_ALL_ROPE = (*_YARN_ROPE, "llama3")
 
 #: Granite's keys.
 MULTIPLIERS = (
@@ -90,7 +91,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "qwen2": FamilySpec(
         "Qwen2ForCausalLM",
-        GGUFSpec("qwen2"),
+        GGUFSpec("qwen2", rope_kinds=_YARN_ROPE),
         own_keys=("sliding_window", "max_window_layers", "layer_types"),
         hf_defaults=_SIZES_OF_QWEN,
         qkv_bias=True,
@@ -99,7 +100,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "qwen3": FamilySpec(
         "Qwen3ForCausalLM",
-        GGUFSpec("qwen3", fixed=(_NO_BIAS,)),
+        GGUFSpec("qwen3", rope_kinds=_YARN_ROPE, fixed=(_NO_BIAS,)),
         own_keys=("attention_bias", "sliding_window", "max_window_layers", "layer_types"),
         hf_defaults={**_SIZES_OF_QWEN, "head_dim": 128},
         qk_norm="head",
@@ -336,6 +337,7 @@ ROUTED: dict[str, FamilySpec] = {
         "Qwen3MoeForCausalLM",
         GGUFSpec(
             "qwen3moe",
+            rope_kinds=_YARN_ROPE,
             fixed=(
                 _NO_BIAS,
                 ("norm_topk_prob", (True,), False),

@@ -207,13 +207,15 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
         context = scaling.original_max_position_embeddings
         factor = scaling.factor or max_positions / context
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
-
-    def magnitude(scale: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * scale * math.log(scaling.factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
-    return magnitude(1.0)
+        whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
+        return yarn_magnitude(scaling.factor, scaling.mscale) / whole
+    return yarn_magnitude(scaling.factor)
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor of cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rope_tables(
