@@ -969,9 +969,9 @@ MUTANTS = [
     ),
     Mutant(
         "keys and values on the host",
-        "firstlight/models/language_model.py",
-        "[torch.zeros(*shape, size, dtype=dtype, device=device) for _ in range(num_layers)]",
-        "[torch.zeros(*shape, size, dtype=dtype) for _ in range(num_layers)]",
+        "firstlight/models/cache.py",
+        "torch.zeros(batch_size, K, max_tokens, size, dtype=dtype, device=device)",
+        "torch.zeros(batch_size, K, max_tokens, size, dtype=dtype)",
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
     ),
     Mutant(
