@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import re
 import sys
@@ -181,7 +182,9 @@ def parse_count(text: str) -> float:
 def _value(match: re.Match[str] | None, units: dict[str, int], text: str, what: str) -> float:
     try:
         if match is not None and match[2] in units:
-            return float(match[1]) * units[match[2]]
+            value = float(match[1]) * units[match[2]]
+            if math.isfinite(value):
+                return value
     except ValueError:
         pass
     raise ConfigError(f"'{text}' is no {what}")

@@ -143,7 +143,8 @@ def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
     tokens = json.loads((data / "manifest.json").read_text())["splits"]["train"]["tokens"]
     assert f"training split: {tokens:,} tokens" in card.text
     sources = json.loads((data / "sources.json").read_text())
-    assert f"firstlight prepare {sources[0]} --tokenizer tiny --out tiny-data\n" in card.text
+    (source,) = sources["inputs"]
+    assert f"firstlight prepare {source} --tokenizer tiny --out tiny-data\n" in card.text
     # A result of other weights is none of this checkpoint.
     assert (
         main(["card", str(run / "checkpoints" / "step-00000002"), "--out", str(tmp_path / "2.md")])
@@ -151,6 +152,55 @@ def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
     )
     other = huggingface_hub.ModelCard.load(tmp_path / "2.md")
     assert all(one.metric_args is None for one in other.data.eval_results)
+
+
+def test_the_card_of_a_run_on_texts_has_its_call_without_folders_of_this_machine(
+    run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    overrides = [
+        ["data.val_files", '["/home/ada/acme/val.jsonl"]'],
+        ["batch.micro_batch_size", "2"],
+    ]
+    request = {"seconds": 180.0, "tokens": None, "steps": None, "size": None}
+    state = {"request": {**request, "overrides": overrides}, "inputs": ["/home/ada/acme/notes.txt"]}
+    (folder / "pipeline.json").write_text(json.dumps(state), encoding="utf-8")
+    assert main(["card", str(folder), "ada/tiny", "--out", str(tmp_path / "card.md")]) == 0
+    card = (tmp_path / "card.md").read_text(encoding="utf-8")
+    assert (
+        "firstlight train notes.txt --budget 180s --data.val_files '[\"val.jsonl\"]' "
+        "--batch.micro_batch_size 2\n" in card
+    )
+    assert "/home/ada" not in card
+    # What that call prepares for itself no other command makes.
+    assert "--data.dir" not in card
+
+
+def test_the_card_of_conversations_says_which_are_for_validation(
+    tmp_path: Path, tokenizer: firstlight.Tokenizer
+) -> None:
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for name in ("chats", "held"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    firstlight.prepare_chat(
+        [tmp_path / "chats.jsonl"],
+        tokenizer,
+        tmp_path / "data",
+        val_inputs=[tmp_path / "held.jsonl"],
+        template="alpaca",
+        options=firstlight.ChatOptions(form="messages"),
+    )
+    out = tmp_path / "pushed"
+    assert (
+        main(["push-data", str(tmp_path / "data"), "ada/chats", "--dry-run", "--out", str(out)])
+        == 0
+    )
+    assert (
+        "firstlight prepare chats.jsonl --tokenizer chats --out chats-again --kind chat "
+        "--val-input held.jsonl --format messages\n"
+        in (out / "README.md").read_text(encoding="utf-8")
+    )
 
 
 def test_an_upload_that_breaks_off_goes_on_with_the_same_command(

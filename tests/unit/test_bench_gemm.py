@@ -538,6 +538,8 @@ def test_loops_are_measured_on_one_thread_up_to_the_whole_product(
 
 def test_caches_of_instructions_are_left_out(tmp_path: Path) -> None:
     caches = [("1", "Data", "32K"), ("1", "Instruction", "64K"), ("2", "Unified", "1024K")]
+    (tmp_path / "index9").mkdir()
+    (tmp_path / "index9" / "level").write_text("3\n", encoding="ascii")  # and no size
     for number, cache in enumerate(caches):
         (tmp_path / f"index{number}").mkdir()
         for name, text in zip(("level", "type", "size"), cache, strict=True):

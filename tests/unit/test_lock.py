@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from firstlight.checkpoint.run_folder import held
-from firstlight.errors import CheckpointError, ConfigError
+from firstlight.errors import CheckpointError, ConfigError, StorageError
 from firstlight.training import resuming
 from firstlight.training.loop import train
 
@@ -24,6 +24,11 @@ def test_a_held_folder_is_refused_and_free_again_afterwards(tmp_path: Path) -> N
                     held(tmp_path),
                 ):
                     pass
+
+
+def test_a_folder_that_can_never_be_made_is_refused() -> None:
+    with pytest.raises(StorageError, match="/proc"), held(Path("/proc/none/run")):
+        pass
 
 
 def test_what_was_made_for_nothing_is_taken_away_again(tmp_path: Path) -> None:

@@ -82,8 +82,9 @@ def test_times_and_counts() -> None:
     for wrong in ("24", "h", "1.2.3h", "3 years"):
         with pytest.raises(ConfigError, match="is no time"):
             parse_time(wrong)
-    with pytest.raises(ConfigError, match="is no number of tokens"):
-        parse_count("ten")
+    for wrong in ("ten", "1e400"):
+        with pytest.raises(ConfigError, match="is no number of tokens"):
+            parse_count(wrong)
 
 
 def test_a_gpu_is_named_or_only_its_memory_is() -> None:

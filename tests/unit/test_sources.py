@@ -25,6 +25,7 @@ from firstlight.data.sources import (
     by_ending,
     find_sources,
     listed,
+    neutral_name,
     note_on_inputs,
     unread_files,
 )
@@ -83,6 +84,19 @@ _RUSSIAN = "Съешь же ещё этих мягких французских 
 
 
 # Finding
+
+
+def test_the_name_of_an_input_has_no_folder_of_this_machine_and_no_secret() -> None:
+    names = {
+        "/home/ada/acme/notes.txt": "notes.txt",
+        "../acme/": "acme",
+        "texts/notes.txt": "texts/notes.txt",
+        "file:///home/ada/acme": "acme",
+        "https://ada:hunter2@data.example.com:8000/corpus?key=1": "https://data.example.com:8000/corpus",
+        "hf://datasets/a/b": "hf://datasets/a/b",
+        "hf:a/b:c:train": "hf:a/b:c:train",
+    }
+    assert {item: neutral_name(item) for item in names} == names
 
 
 def test_a_folder_gives_its_text_files_in_one_order(tmp_path: Path) -> None:

@@ -43,9 +43,13 @@ def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
     """The bytes of each cache of data, such as {"L1": 32768}; empty where the system says none."""
     found = {}
     for index in sorted(folder.glob("index*")):
-        kind, level, size = (
-            (index / name).read_text(encoding="ascii").strip() for name in ("type", "level", "size")
-        )
+        try:
+            kind, level, size = (
+                (index / name).read_text(encoding="ascii").strip()
+                for name in ("type", "level", "size")
+            )
+        except OSError:  # some ARM machines list a cache without its size
+            continue
         if kind != "Instruction":
             found[f"L{level}"] = int(size.removesuffix("K")) * 1024
     return found

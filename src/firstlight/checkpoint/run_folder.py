@@ -23,6 +23,9 @@ from firstlight.files.atomic import make_folder, storage_errors, write_file
 
 _LOCK_NAME = ".lock"
 
+#: Times that a lock is tried for which others take away.
+_TRIES = 1000
+
 
 class HeldFolder:
     """A run folder that this process holds.
@@ -143,15 +146,16 @@ def is_held(folder: Path) -> bool:
 
 def _locked(folder: Path, lock_name: str) -> FileIO:
     """The lock's file, open and locked."""
-    while True:
-        # Whoever held it may take it away again at any moment until it is ours.
+    # Whoever held it may take it away again at any moment until it is ours, but a folder that can
+    # never be made is missing each time.
+    for left in range(_TRIES, 0, -1):
         try:
             # Its name is synced: what a run saves is lost with it.
             make_folder(folder)
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                continue
-            raise
+            if left == 1 or not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            continue
         try:
             # Not through a link, which would make a file elsewhere, and without waiting for
             # whoever reads a pipe.
@@ -168,3 +172,4 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / lock_name)):
                 return file
         file.close()
+    raise CheckpointError(f"run folder {folder} is in use by another process")

@@ -32,7 +32,7 @@ from firstlight.data.opening import optional
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
 from firstlight.data.remote import cache_folder, held
 from firstlight.data.shards import LABELLED_VERSION, MANIFEST_NAME, read_manifest
-from firstlight.data.sources import DataSource, unread_files, write_sources
+from firstlight.data.sources import DataSource, neutral_name, unread_files, write_sources
 from firstlight.data.writer import CorpusWriter, require_replaceable
 from firstlight.errors import (
     ConfigError,
@@ -130,7 +130,10 @@ def prepare_chat(
         preparation = _ChatPreparation(tokenizer, options, folder, own_val=bool(val_inputs))
         for done in preparation.run(sources):
             bar.update(task, done=f"{done:,} examples")
-        write_sources(folder, [*inputs, *val_inputs])
+        flags = [word for one in val_inputs for word in ("--val-input", neutral_name(str(one)))]
+        flags += ["--format", options.form] if options.form != "auto" else []
+        flags += ["--on-bad", options.on_bad] if options.on_bad != "refuse" else []
+        write_sources(folder, inputs, flags)
         return preparation.manifest(unread_files([*inputs, *val_inputs], RECORD_SUFFIXES))
 
 

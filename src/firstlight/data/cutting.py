@@ -27,7 +27,7 @@ _MARKS = re.compile(
     r"^[ \t\[]*(?:"
     r"(?P<start>\*+[ \t]*START[ \t]+OF[ \t]+(?:TH(?:E|IS)[ \t]+)?PROJECT[ \t]+GUTENBERG"
     r"(?:(?:[^\n]|\n(?![ \t\r]*\n)){0,600}?\*{3}[^\n]*|[^\n]*))"
-    r"|(?P<print>\*+[ \t]*END[ \t]*\*?[ \t]*THE[ \t]+SMALL[ \t]+PRINT[^\n]*)"
+    r"|(?P<print>\*+[ \t]*END[ \t]*(?:\*[ \t]*)?THE[ \t]+SMALL[ \t]+PRINT[^\n]*)"
     r"|(?P<end>(?:\*+[ \t]*)?(?:END|ENDE|FIN)[ \t]+(?:(?:OF|DIESES|DE)[ \t]+)?"
     r"(?:TH(?:E|IS)[ \t]+)?PROJE[CK]T[ \t]+GUTENBERG[^\n]*)"
     r")",

@@ -129,7 +129,7 @@ def prepare(
             writer, val_fraction, split_of, bar, task, max_documents, max_tokens, strip_gutenberg
         )
         preparation.run(records, encode)
-        write_sources(folder, names)
+        write_sources(folder, names, [] if text_key == "text" else ["--text-key", text_key])
         return preparation.manifest(unread_files(names))
 
 

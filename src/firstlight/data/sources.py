@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 from firstlight.data.kinds import kind_by_ending, kind_of
 from firstlight.errors import InputError, describe_os_error, nearest
@@ -211,31 +212,47 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
 
 
 def neutral_name(item: str) -> str:
-    """The name of an input without this machine's folders: of an absolute path, or of one that
-    leads up, the last part. Names of datasets, URLs and other paths are returned as they are."""
-    if not item.startswith(("/", "~", "..", "./")):
+    """The name of an input without this machine's folders and without secrets: of an absolute path,
+    of one that leads up, or of a file:// URL, the last part; of another URL all but its user,
+    password and query. Names of datasets and other paths are returned as they are."""
+    if "://" in item:
+        url = urlsplit(item)
+        if url.scheme != "file":
+            return urlunsplit((url.scheme, url.netloc.rpartition("@")[2], url.path, "", ""))
+        item = url.path
+    elif not item.startswith(("/", "~", "..", "./")):
         return item
     return Path(item).name or "data"
 
 
-def write_sources(folder: Path, inputs: Sequence[str | Path]) -> None:
+def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[str] = ()) -> None:
     """Write the neutral names of the INPUTs of a prepared corpus beside its manifest, whose content
     is the identity of the data and does not depend on names. Without names nothing is written.
+
+    Args:
+        folder: the corpus.
+        inputs: files, folders, globs and names of datasets.
+        options: options of `firstlight prepare` that say how they were read, which no manifest has.
 
     Raises:
         StorageError: the disk refuses.
     """
     if inputs:
-        write_json(folder / SOURCES_NAME, [neutral_name(str(item)) for item in inputs])
+        names = [neutral_name(str(item)) for item in inputs]
+        write_json(folder / SOURCES_NAME, {"inputs": names, "options": list(options)})
 
 
-def read_sources(folder: Path) -> list[str]:
-    """The names that `write_sources` wrote; [] where there are none."""
+def read_sources(folder: Path) -> tuple[list[str], list[str]]:
+    """The names and the options that `write_sources` wrote; none where there is no such file."""
     try:
-        names = read_json(folder / SOURCES_NAME)
+        found = read_json(folder / SOURCES_NAME)
     except InputError:
-        return []
-    return [str(name) for name in names] if isinstance(names, list) else []
+        return [], []
+    if not isinstance(found, dict):
+        return [], []
+    lists = (found.get("inputs"), found.get("options"))
+    names, options = ([str(x) for x in one] if isinstance(one, list) else [] for one in lists)
+    return names, options
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:

@@ -87,6 +87,8 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> str:
         for dataset, metric, value, error in _measured(facts)
     ]
     base = facts.init_from if facts.init_from and is_hub_id(facts.init_from) else None
+    # The hub's metadata name repositories without a revision.
+    base = None if base is None else base.partition("@")[0]
     return ModelCardData(
         license=licence,
         library_name="transformers",
@@ -151,7 +153,7 @@ def _summary(facts: ModelFacts) -> str:
     if facts.is_unfinished:
         text += (
             f" This is step {facts.step:,} of {facts.max_steps:,}: the run was not finished when "
-            "it was taken, and its learning rate had not come down to its end."
+            "it was taken, and its learning-rate schedule was not complete."
         )
     return text
 
@@ -331,14 +333,16 @@ def _command_blocks(facts: ModelFacts, repository: str) -> Iterator[str]:
     name = repository.rpartition("/")[2]
     if facts.request:
         yield f"It was made by\n\n{code(_call_on_texts(facts))}"
+        yield f"The settings that this call chose on its machine are in `{RECIPE_NAME}`."
+        return
     lines, options = [f"hf download {repository} --local-dir {name}"], []
     corpus = facts.data[0] if len(facts.data) == 1 else None
     if corpus is not None and not (facts.run.recipe.get("data") or {}).get("files"):
         folder = corpus.name
-        if not is_url(folder) and corpus.sources and not facts.request:
+        if not is_url(folder) and corpus.sources:
             folder = f"{name}-data"
             sources = shlex.join(corpus.sources)
-            more = "".join(f" {option}" for option in corpus.options)
+            more = f" {shlex.join(corpus.options)}" if corpus.options else ""
             lines.append(f"firstlight prepare {sources} --tokenizer {name} --out {folder}{more}")
         options += ["--data.dir", folder]
     if facts.run.length.get("max_steps"):

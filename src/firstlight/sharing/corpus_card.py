@@ -88,6 +88,6 @@ def _command(facts: DataFacts, name: str) -> list[str]:
     if not facts.sources:
         return []
     sources = shlex.join(facts.sources)
-    options = "".join(f" {option}" for option in facts.options)
+    options = f" {shlex.join(facts.options)}" if facts.options else ""
     command = f"firstlight prepare {sources} --tokenizer {name} --out {name}-again{options}"
     return ["From the same inputs, the same shards are made by", code(command)]

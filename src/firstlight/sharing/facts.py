@@ -28,6 +28,7 @@ from firstlight.files.atomic import write_file
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline.run_folder import read_state
+from firstlight.recipe.load import parse_yaml
 from firstlight.report.compare import final_numbers
 from firstlight.report.records import (
     METRICS_NAME,
@@ -136,7 +137,8 @@ def run_of(checkpoint: Path) -> Path | None:
 def _with_run(model: ModelFacts, run_folder: Path) -> ModelFacts:
     manifest, run = read_manifest(model.folder), read_run(run_folder)
     step, max_steps = manifest["step"], run.max_steps
-    run = dataclasses.replace(run, metrics=_until(run.metrics, step))
+    events = [event for event in run.events if event["step"] <= step]
+    run = dataclasses.replace(run, metrics=_until(run.metrics, step), events=events)
     evaluations = read_json_lines(run_folder / EVALUATIONS_NAME)
     init_from = run.start.get("init_from")
     return dataclasses.replace(
@@ -172,7 +174,27 @@ def _request_of(run_folder: Path) -> Mapping[str, Any]:
     request, inputs = state.get("request"), state.get("inputs")
     if not isinstance(request, dict) or not isinstance(inputs, list):
         return {}
-    return {**request, "inputs": [neutral_name(str(one)) for one in inputs]}
+    return {
+        **request,
+        "inputs": [neutral_name(str(one)) for one in inputs],
+        "overrides": [
+            (key, _neutral_override(key, str(value))) for key, value in request.get("overrides", ())
+        ],
+    }
+
+
+def _neutral_override(key: str, text: str) -> str:
+    """An override's value, as it is written on the command line, with neutral paths."""
+    if key.endswith("sample_prompts"):
+        return text
+    try:
+        value = parse_yaml(text.encode())
+    except ValueError:
+        value = text
+    neutral = neutral_recipe(value)
+    if neutral == value:
+        return text
+    return neutral if isinstance(neutral, str) else json.dumps(neutral, ensure_ascii=False)
 
 
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
@@ -223,22 +245,19 @@ def _corpus(location: str, is_the_same: Any) -> DataFacts:
 
 def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
     """The facts of a prepared folder, by its manifest and the names of its inputs."""
-    return DataFacts(
-        Path(os.path.abspath(folder)).name,
-        read_sources(folder),
-        manifest["splits"],
-        _prepare_options(manifest),
-    )
+    names, read_by = read_sources(folder)
+    options = [*_prepare_options(manifest, own_val="--val-input" in read_by), *read_by]
+    return DataFacts(Path(os.path.abspath(folder)).name, names, manifest["splits"], options)
 
 
-def _prepare_options(manifest: Mapping[str, Any]) -> list[str]:
+def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]:
     options = []
     if manifest["version"] == shards.LABELLED_VERSION:
         kind = "preference" if manifest.get("pairs") else "chat"
         options += ["--kind", kind]
         if manifest.get("chat", {}).get("train_on") == "all":
             options += ["--train-on", "all"]
-    if manifest.get("val_fraction") not in (None, 0.1):
+    if manifest.get("val_fraction") not in (None, 0.1) and not own_val:
         options += ["--val-fraction", f"{manifest['val_fraction']:g}"]
     for name in ("max_documents", "max_tokens"):
         if manifest.get(name) is not None:
@@ -256,7 +275,11 @@ def neutral_recipe(values: Any) -> Any:
     if isinstance(values, list):
         return [neutral_recipe(value) for value in values]
     # A task is NAME,FILE.
-    return ",".join(map(neutral_name, values.split(","))) if isinstance(values, str) else values
+    if not isinstance(values, str):
+        return values
+    return ",".join(
+        neutral_name(part.strip()) if "/" in part else part for part in values.split(",")
+    )
 
 
 def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
