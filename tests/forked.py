@@ -39,6 +39,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+#: As it was before a test put another program in its place.
+_PYTHON = sys.executable
+
 #: Beginnings of the names of variables that Python, torch, OpenMP or the dynamic linker read once.
 _READ_ONCE = (
     *("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "GLIBC_"),
@@ -77,7 +80,7 @@ RealPopen = subprocess.Popen
 def can_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether a process of this command is the same, forked from the server."""
     rest = command[2:] if command[1:2] == ["-P"] else command[1:]
-    if command[0] != sys.executable or not rest or (rest[0][:1] == "-" and rest[0] not in _FORMS):
+    if command[0] != _PYTHON or not rest or (rest[0][:1] == "-" and rest[0] not in _FORMS):
         return False
     names = (environment.keys() | _ENVIRONMENT.keys()) - _MAY_DIFFER
     return all(
@@ -96,7 +99,7 @@ class _Server:
         self._alive, there = socket.socketpair()
         with there:
             self._process = RealPopen(
-                [sys.executable, __file__, str(there.fileno()), self.address[1:], " " * _TITLE],
+                [_PYTHON, __file__, str(there.fileno()), self.address[1:], " " * _TITLE],
                 env=_ENVIRONMENT,
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,6 +203,11 @@ class Screen:
 
     def __init__(self, *arguments: str | Path) -> None:
         self._master, slave = pty.openpty()
+        # At Ctrl-C a terminal throws away the output that nobody has read yet; a busy test would
+        # then miss the end of an answer.
+        settings = termios.tcgetattr(slave)
+        settings[3] |= termios.NOFLSH
+        termios.tcsetattr(slave, termios.TCSANOW, settings)
         environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
         # The first terminal that a new session opens controls it.
         attach = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(slave)]
