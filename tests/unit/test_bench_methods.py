@@ -22,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.bench import methods
+from firstlight.bench import methods, process
 from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.bench.methods import (
     TIME_IS_UP,
@@ -30,12 +30,15 @@ from firstlight.bench.methods import (
     MethodsWork,
     child_environment,
     choose_rows,
+    processes_here,
+    recipe_keys,
     tables_of,
 )
 from firstlight.bench.methods_rows import (
     ALONE,
     LADDER,
     PLAIN,
+    PROCESSES,
     WRITTEN_OUT,
     MethodOutcome,
     MethodRow,
@@ -52,7 +55,7 @@ from firstlight.bench.methods_rows import (
 from firstlight.bench.models import MODELS, SMALL, changed_recipe, find_model
 from firstlight.bench.options import MethodsBench
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.process import ForkServer, ask, error_of, signals_waiting
+from firstlight.bench.process import ForkServer, ask, ask_ranks, error_of, signals_waiting
 from firstlight.bench.training import StepsPlan, plan_steps
 from firstlight.bench.training_once import Tokens, training_once, write_tokens
 from firstlight.bench.written_out import write_out
@@ -104,8 +107,7 @@ def work(tokens: Path) -> MethodsWork:
 
 
 def parsed(plain: Mapping[str, Any], changes: Mapping[str, Any]) -> ResolvedRecipe:
-    keys = {key: value for key, value in changes.items() if key != WRITTEN_OUT}
-    return parse_resolved_recipe(changed_recipe(plain, keys))
+    return parse_resolved_recipe(changed_recipe(plain, recipe_keys(changes)))
 
 
 def plan_of(bench: MethodsBench) -> StepsPlan:
@@ -208,7 +210,7 @@ def test_rungs_that_a_machine_or_model_has_not_say_why() -> None:
         return {name: reason for name, reason in found.items() if reason}
 
     on_cpu = reasons(ladder_rows(4, _CPU))
-    assert on_cpu.pop("+ddp").startswith("needs several processes, and each row is one: ")
+    assert on_cpu.pop("+ddp") == "needs two threads: torch has one here"
     assert on_cpu == {
         "+tf32": "needs a GPU: CPUs have no TF32",
         "+pinned-memory": "needs a GPU: a CPU's batches are copied nowhere",
@@ -217,6 +219,23 @@ def test_rungs_that_a_machine_or_model_has_not_say_why() -> None:
     skipped = set(reasons(llama)) - set(on_cpu)
     assert skipped == {"+mask-on-the-fly", "+torch-classes", "+ddp"}
     assert llama[0].changes[WRITTEN_OUT] == ()
+
+
+def test_the_last_rung_has_a_process_for_each_gpu_or_two_that_share_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for threads, processes in ((1, 1), (2, 2), (8, 2)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert processes_here(_CPU) == processes
+    assert processes_here(_GPU) == 3
+    one, several = (ladder_rows(4, _GPU, processes=count)[-1] for count in (1, 3))
+    assert why_skipped(one, _GPU, 4, quick=False) == "needs a second GPU here"
+    assert why_skipped(several, _GPU, 4, quick=False) == ""
+    # Not cuda:1, which could not be that of all.
+    expected = {"run.device": "cuda", "distributed.engine": "ddp", PROCESSES: 3}
+    assert several.changes == expected
+    assert set(recipe_keys(several.changes)) == {"run.device", "distributed.engine"}
 
 
 def test_a_gpu_without_bf16_climbs_with_fp16_and_has_no_tf32() -> None:
@@ -450,6 +469,45 @@ def test_masked_documents_a_larger_batch_and_lora_are_other_losses(work: Methods
         assert losses != pytest.approx(plain, rel=2e-6), name
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_two_processes_of_the_last_rung_learn_what_one_learns_from_the_rows_of_both(
+    work: MethodsWork,
+) -> None:
+    torch.set_num_threads(1)
+    ddp = ladder_rows(4, _CPU, processes=2)[-1]
+    found = work.measure(ddp.changes, huge_pages=False)
+    one = work.measure(larger_batch(4), huge_pages=False)
+    assert len(found["losses"]) == 2
+    assert found["losses"] == pytest.approx(one["losses"], rel=1e-6)
+    assert found["losses"] != pytest.approx(work.measure({}, huge_pages=False)["losses"], rel=1e-6)
+    assert len(found["step_seconds"]) == 1
+    assert found["peak_bytes"] > 0
+
+
+def test_of_several_ranks_the_cause_is_the_error_and_not_that_a_rank_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Mapping[str, str]] = []
+    gone, cause = error_of("RankError", "rank 1 has gone"), error_of("Failed", "MemoryError")
+    results: list[dict[str, Any]] = [gone, cause]
+
+    def all_of(
+        module: str, request: object, environments: list[Mapping[str, str]], seconds: float | None
+    ) -> list[dict[str, Any]]:
+        seen.extend(environments)
+        return results
+
+    monkeypatch.setattr(process, "_ask_all", all_of)
+    assert ask_ranks("m", {}, {"A": "b"}, 2) == cause
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["A"]) for one in seen] == [
+        ("0", "0", "2", "b"),
+        ("1", "1", "2", "b"),
+    ]
+    assert len({one["MASTER_PORT"] for one in seen}) == 1
+    results[:] = [{"x": 1}, {"x": 2}]
+    assert ask_ranks("m", {}, {}, 2) == {"x": 1}
+
+
 def test_a_refused_recipe_is_a_result_and_not_a_traceback(work: MethodsWork) -> None:
     changes = {"efficiency.optimizer_in_backward": True, **accumulation(4)}
     environment = child_environment(False, work.caches)
@@ -658,11 +716,11 @@ def test_children_live_in_the_environment_of_training_but_for_what_the_person_ha
 
 # The numbers.
 
-_HEAD = {
+_HEAD: dict[str, Any] = {
     "seq_len": 10,
     "micro_batch_size": 4,
     "flops_per_token": 5.0,
-    "machine": {"matmul_flops": 1000.0},
+    "machine": {"matmul_flops": 1000.0, "device": "cpu"},
 }
 
 
@@ -690,6 +748,16 @@ def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_first_row() -> N
     assert larger["samples_per_second"] == 8.0
     assert (larger["speed_ratio"], larger["memory_ratio"]) == (4.0, 0.25)
     assert (larger["micro_batch_size"], larger["gradient_accumulation_steps"]) == (8, 1)
+
+
+def test_the_rows_of_all_processes_count_and_each_gpu_has_a_ceiling_of_its_own() -> None:
+    changes = {**larger_batch(4), PROCESSES: 3}
+    for device, mfu in (("cpu", 0.6), ("cuda", 0.2)):
+        head = {**_HEAD, "machine": {**_HEAD["machine"], "device": device}}
+        (row,) = summarize([(MethodRow("+ddp"), outcome_of([[2.0]], [5], changes))], head)
+        assert (row["samples_per_second"], row["tokens_per_second"]) == (12.0, 120.0)
+        assert (row["processes"], row["micro_batch_size"]) == (3, 8)
+        assert row["mfu"] == pytest.approx(mfu)
 
 
 def test_without_the_first_row_there_are_no_ratios() -> None:

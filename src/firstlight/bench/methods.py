@@ -33,6 +33,7 @@ from firstlight.bench.methods_rows import (
     ALONE,
     LADDER,
     PLAIN,
+    PROCESSES,
     WRITTEN_OUT,
     MethodOutcome,
     MethodRow,
@@ -46,7 +47,13 @@ from firstlight.bench.methods_rows import (
 )
 from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import MethodsBench, require_known
-from firstlight.bench.process import ForkServer, ask, error_of, training_environment
+from firstlight.bench.process import (
+    ForkServer,
+    ask,
+    ask_ranks,
+    error_of,
+    training_environment,
+)
 from firstlight.bench.runner import Found, take_turns
 from firstlight.bench.training import StepsPlan, plan_steps
 from firstlight.bench.training_once import write_tokens
@@ -68,11 +75,25 @@ WARMUP_STEPS, QUICK_WARMUP_STEPS = 5, 2
 Tables = Mapping[str, Sequence[MethodRow]]
 
 
+def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a row's changes that are keys of a recipe."""
+    return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
+
+
+def processes_here(hardware: Hardware) -> int:
+    """The number of processes of the rung `+ddp`: one for each GPU, or two that share a CPU; 1
+    where there is nothing to share."""
+    if hardware.device.type == "cuda":
+        return torch.cuda.device_count()
+    return 2 if hardware.device.type == "cpu" and torch.get_num_threads() > 1 else 1
+
+
 def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:
     """The chosen rows of both tables; see `choose_rows`."""
     size = (plan.micro_batch_size, plan.seq_len, plan.hardware)
     is_gpt2 = isinstance(plan.model, GPT2Config)
-    ladder = ladder_rows(plan.micro_batch_size, plan.hardware, is_gpt2=is_gpt2)
+    processes = processes_here(plan.hardware)
+    ladder = ladder_rows(plan.micro_batch_size, plan.hardware, is_gpt2=is_gpt2, processes=processes)
     return choose_rows({ALONE: alone_rows(*size), LADDER: ladder}, bench.rows)
 
 
@@ -139,6 +160,7 @@ def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None])
             environment = child_environment(False, folder / "caches")
             server = stack.enter_context(ForkServer(environment, _MODULE, "training_once"))
         rows_a_step = larger_batch(plan.micro_batch_size)["batch.micro_batch_size"]
+        rows_a_step *= processes_here(plan.hardware)
         count = (warmup_steps + plan.steps) * rows_a_step * plan.seq_len + 1
         write_tokens(folder / "tokens.safetensors", count, plan.model.vocab_size)
         device = str(plan.hardware.device)
@@ -203,9 +225,9 @@ class MethodsWork:
 
     def measure(self, changes: Mapping[str, Any], *, huge_pages: bool) -> Found:
         """Train a recipe with some keys changed once; see `process.ask`."""
-        keys = {key: value for key, value in changes.items() if key != WRITTEN_OUT}
+        values = changed_recipe(self.plain, recipe_keys(changes))
         try:
-            recipe = parse_resolved_recipe(changed_recipe(self.plain, keys), "this method")
+            recipe = parse_resolved_recipe(values, "this method")
         except ConfigError as error:
             return error_of("ConfigError", str(error))
         request = {
@@ -221,10 +243,12 @@ class MethodsWork:
         seconds = None if self.deadline is None else self.deadline - time.monotonic()
         if seconds is not None and seconds <= 0:
             return error_of("TimeoutError", TIME_IS_UP)
-        if self.server is not None and not huge_pages:
+        environment = child_environment(huge_pages, self.caches)
+        if (processes := changes.get(PROCESSES, 1)) > 1:
+            found = ask_ranks(_MODULE, request, environment, processes, seconds)
+        elif self.server is not None and not huge_pages:
             found = self.server.ask(request, seconds)
         else:
-            environment = child_environment(huge_pages, self.caches)
             found = ask(_MODULE, request, environment, seconds)
         if found.get("error", {}).get("type") == "TimeoutError":
             return error_of("TimeoutError", TIME_IS_UP)

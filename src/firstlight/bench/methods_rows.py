@@ -60,6 +60,9 @@ PLAIN = MethodRow("plain")
 #: Key among a row's changes, no key of a recipe: the parts of the model that are written out.
 WRITTEN_OUT = "bench.written_out"
 
+#: Another one: the number of processes, which share the threads of a CPU, or have a GPU each.
+PROCESSES = "bench.processes"
+
 
 def plain_recipe(
     model: ModelConfig, device: str, seq_len: int, micro_batch_size: int
@@ -207,16 +210,20 @@ def _attention_rows(hardware: Hardware) -> list[MethodRow]:
 
 
 def ladder_rows(
-    micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True
+    micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True, processes: int = 1
 ) -> list[MethodRow]:
     """The guide's rungs in its order, each added to those before it.
 
     Mixed precision is bf16 where the hardware multiplies it, and fp16 on GPUs that don't. The rungs
     of a written out mask and written out layers are for GPT-2.
+
+    Args:
+        processes: number of processes of `+ddp`; 1 skips it.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
     other = "" if is_gpt2 else "is of GPT-2's layers: this model has none of them written out"
+    shared = "two threads: torch has one" if hardware.device.type == "cpu" else "a second GPU"
     return [
         MethodRow("baseline", {WRITTEN_OUT: both, "data.pin_memory": False}),
         MethodRow("+mask-on-the-fly", {WRITTEN_OUT: layers}, not_here=other),
@@ -235,8 +242,9 @@ def ladder_rows(
         MethodRow("+larger-batch", larger_batch(micro_batch_size)),
         MethodRow(
             "+ddp",
-            not_here="needs several processes, and each row is one: `firstlight bench scaling "
-            "--engines ddp --nproc N` measures it",
+            # Each process takes the GPU of its rank.
+            {"run.device": hardware.device.type, "distributed.engine": "ddp", PROCESSES: processes},
+            not_here="" if processes > 1 else f"needs {shared} here",
         ),
     ]
 
@@ -286,8 +294,9 @@ def summarize(
     Returns:
         For each row its "name", its "keys" of the recipe, "status" ("measured", "skipped",
         "failed", "waiting"), the "reason" for that, and where it is measured:
-        "micro_batch_size", "gradient_accumulation_steps"; "samples_per_second", the median over
-        all timed steps, with "_min" and "_max"; "tokens_per_second"; "mfu"; "peak_bytes";
+        "micro_batch_size" and "gradient_accumulation_steps" of each of its "processes";
+        "samples_per_second" of all of these, the median over all timed steps, with "_min" and
+        "_max"; "tokens_per_second"; "mfu"; "peak_bytes" of the largest process;
         "speed_ratio" and "memory_ratio", to the first row (None without it); "ratio_to_previous",
         the speed to the measured row before (None without the first); "final_loss", the
         last step's; "first_step_seconds" of the first turn; "runs".
@@ -317,8 +326,12 @@ def _summary(
         status = "skipped" if outcome.refused else "failed"
         return {**entry, "status": status, "reason": outcome.problem}
     micro = changes.get("batch.micro_batch_size", head["micro_batch_size"])
-    passes = changes.get("batch.gradient_accumulation_steps", 1)
-    rates = [micro * passes / seconds for seconds in outcome.values("step_seconds")]
+    passes, processes = (
+        changes.get(key, 1) for key in ("batch.gradient_accumulation_steps", PROCESSES)
+    )
+    rates = [processes * micro * passes / seconds for seconds in outcome.values("step_seconds")]
+    # The machine's rate is that of one GPU, or of all threads.
+    devices = 1 if head["machine"]["device"] == "cpu" else processes
     tokens_per_second = statistics.median(rates) * head["seq_len"]
     return {
         **entry,
@@ -326,11 +339,14 @@ def _summary(
         "reason": outcome.problem,
         "micro_batch_size": micro,
         "gradient_accumulation_steps": passes,
+        "processes": processes,
         "samples_per_second": statistics.median(rates),
         "samples_per_second_min": min(rates),
         "samples_per_second_max": max(rates),
         "tokens_per_second": tokens_per_second,
-        "mfu": tokens_per_second * head["flops_per_token"] / head["machine"]["matmul_flops"],
+        "mfu": tokens_per_second
+        * head["flops_per_token"]
+        / (devices * head["machine"]["matmul_flops"]),
         "peak_bytes": outcome.median("peak_bytes"),
         "speed_ratio": None,
         "memory_ratio": None,

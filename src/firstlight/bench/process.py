@@ -1,7 +1,8 @@
 """Measurements in processes of their own: nothing of another one is in their memory or caches.
 
-`ask` starts a process from nothing. `ForkServer` forks one that has imported everything already:
-importing torch takes longer than a few steps of a small model do.
+`ask` starts a process from nothing, `ask_ranks` the processes of a distributed run. `ForkServer`
+forks one that has imported everything already: importing torch takes longer than a few steps of a
+small model do.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,30 +59,78 @@ def ask(
         The object; {"error": {"type", "message"}} if firstlight refused, with the type "Failed" if
         the process failed, and "TimeoutError" if it reached the limit.
     """
-    process = None
+    (result,) = _ask_all(module, request, [environment], seconds)
+    return result
+
+
+def ask_ranks(
+    module: str,
+    request: Mapping[str, Any],
+    environment: Mapping[str, str],
+    count: int,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Run a module once for each rank of a distributed run on this machine; see `ask`.
+
+    Args:
+        count: number of ranks.
+
+    Returns:
+        The result of rank 0, or the error of a rank that failed.
+    """
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    run |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+    environments = [
+        {**environment, **run, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+    ]
+    results = _ask_all(module, request, environments, seconds)
+    failed = [result for result in results if "error" in result]
+    # The others only say that a rank has gone.
+    return min(failed, key=lambda one: one["error"]["type"] == "RankError", default=results[0])
+
+
+def _ask_all(
+    module: str,
+    request: Mapping[str, Any],
+    environments: Sequence[Mapping[str, str]],
+    seconds: float | None,
+) -> list[dict[str, Any]]:
+    """The results of processes that run at the same time, one in each environment; see `ask`."""
+    processes: list[subprocess.Popen[str]] = []
+    end = None if seconds is None else time.monotonic() + seconds
     try:
-        with signals_waiting():
-            process = subprocess.Popen(
-                # -P: what lies in the current folder is not imported.
-                [sys.executable, "-P", "-m", module, json.dumps(request)],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-                # A group of its own, torch.compile's helpers among them.
-                start_new_session=True,
-            )
-        out, err = process.communicate(timeout=seconds)
+        for environment in environments:
+            with signals_waiting():
+                process = subprocess.Popen(
+                    # -P: what lies in the current folder is not imported.
+                    [sys.executable, "-P", "-m", module, json.dumps(request)],
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    encoding="utf-8",
+                    errors="replace",
+                    # A group of its own, torch.compile's helpers among them.
+                    start_new_session=True,
+                )
+                processes.append(process)
+        said = [
+            process.communicate(timeout=None if end is None else max(0, end - time.monotonic()))
+            for process in processes
+        ]
     except subprocess.TimeoutExpired:
-        return error_of("TimeoutError", f"took more than {seconds:.0f} s")
+        return [error_of("TimeoutError", f"took more than {seconds:.0f} s")] * len(environments)
     finally:
-        if process is not None:
+        for process in processes:
             with process:  # waits for it and closes its pipes
                 # No helper outlives its run: it would slow the next one.
                 end_group(process.pid)
-    return _result(process.returncode, out, err)
+    return [
+        _result(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)
+    ]
 
 
 def error_of(kind: str, message: str) -> dict[str, Any]:

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +28,7 @@ from firstlight.bench.memory import begin_peak, peaks
 from firstlight.bench.models import find_model
 from firstlight.bench.options import ScalingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.process import answer, error_of, last_words, training_environment
+from firstlight.bench.process import answer, ask_ranks, training_environment
 from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
 from firstlight.bench.training_once import EPOCH_TOKENS
 from firstlight.data.loader import Batch
@@ -158,42 +155,8 @@ def _measure(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -
     }
     cores = os.cpu_count() or 1
     threads = max(1, cores // count) if hardware.device.type == "cpu" else torch.get_num_threads()
-    request = json.dumps({"recipe": recipe, "steps": bench.steps, "threads": threads})
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    ranks: list[subprocess.Popen[str]] = []
-    try:
-        for rank in range(count):
-            place = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", "firstlight.bench.scaling", request],
-                    env=training_environment() | place,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    encoding="utf-8",
-                    errors="replace",
-                )
-            )
-        ends = [(process.communicate(), process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    for (_, err), code in ends:
-        if code:
-            return error_of("Failed", last_words(code, err))
-    reply: dict[str, Any] = json.loads(ends[0][0][0].splitlines()[-1])
-    return reply
+    request = {"recipe": recipe, "steps": bench.steps, "threads": threads}
+    return ask_ranks("firstlight.bench.scaling", request, training_environment(), count)
 
 
 def summarize(

@@ -2,6 +2,9 @@
 
     python -m firstlight.bench.training_once REQUEST
 
+or in several, as ranks of a run with `distributed.engine` (`process.ask_ranks`): each trains on
+sequences of its own, with its share of a CPU's threads.
+
 REQUEST is a JSON object:
 
     program           "firstlight", a name of `reference_programs`, or "trainer"
@@ -36,7 +39,8 @@ many of them see the same tokens. `losses` are those before each update, of all 
 rate rises over the first four steps and then stays.
 
 `total_peak_bytes` is on a CPU the peak of the process's resident memory and `peak_bytes` what of
-that is above the level of step 1; on a GPU both are the peak of what was allocated.
+that is above the level of step 1; on a GPU both are the peak of what was allocated. Of several
+processes they are the largest one's, and losses are of the sequences of all.
 
 The one line on stdout is a JSON object of these, and with firstlight `chosen`, the keys of the
 recipe that were left to it; or {"error": {"type", "message"}} where firstlight refuses.
@@ -84,12 +88,15 @@ from firstlight.data.records import read_documents
 from firstlight.data.sources import find_sources
 from firstlight.errors import InputError
 from firstlight.files.atomic import write_file
-from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.hardware.device import Hardware
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
+from firstlight.parallel import barrier, gather_objects
+from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.recipe.resolve import facts_here, resolve
 from firstlight.tokenizer import train_tokenizer
 from firstlight.training.fit import largest_micro_batch
+from firstlight.training.processes import run_processes
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
@@ -108,9 +115,17 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
     """
     parse = parse_resolved_recipe if request.get("resolved") else parse_recipe
     recipe: Recipe = parse(request["recipe"])
-    hardware, program = find_hardware(recipe.run.device), request["program"]
-    _import_libraries(program, recipe)
-    torch.set_num_threads(request["threads"])
+    _import_libraries(request["program"], recipe)
+    with run_processes(recipe) as (hardware, engine):
+        return _measured(request, recipe, hardware, engine)
+
+
+def _measured(
+    request: dict[str, Any], recipe: Recipe, hardware: Hardware, engine: Engine
+) -> dict[str, Any]:
+    program = request["program"]
+    share = engine.world.size if hardware.device.type == "cpu" else 1
+    torch.set_num_threads(max(1, request["threads"] // share))
     torch.manual_seed(recipe.run.seed)
     if program == "firstlight" and not isinstance(recipe, ResolvedRecipe):
         recipe = _resolved(recipe, hardware)
@@ -123,7 +138,7 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
     steps = timed + phase_steps + request.get("profiled_steps", 0)
     if isinstance(recipe, ResolvedRecipe):
         parts = request.get("written_out", ())
-        losses, chosen = _firstlight(recipe, tokens, steps, hardware, clock, parts)
+        losses, chosen = _firstlight(recipe, tokens, steps, hardware, engine, clock, parts)
     else:
         rows = request["micro_batch_size"]
         batches = (tokens.batch(step * rows, rows, documents=False) for step in range(steps))
@@ -134,7 +149,7 @@ def training_once(request: dict[str, Any]) -> dict[str, Any]:
             loop = _loop(program, recipe, hardware, compile_model=compiles)
             losses = _run_loop(loop, recipe, batches, hardware, clock)
     assert clock.peaks is not None
-    peak, total = clock.peaks
+    peak, total = map(max, zip(*gather_objects(list(clock.peaks)), strict=True))
     return {
         "first_step_seconds": clock.seconds[0],
         "step_seconds": clock.seconds[request["warmup_steps"] : timed],
@@ -186,6 +201,7 @@ def _firstlight(
     tokens: Tokens | ShardRows,
     steps: int,
     hardware: Hardware,
+    engine: Engine,
     clock: StepClock,
     written_out: Collection[str],
 ) -> tuple[list[float], dict[str, Any]]:
@@ -194,17 +210,18 @@ def _firstlight(
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(decided.run.seed), decided.init)
     attach(model, decided, hardware)
-    program = TrainingProgram(decided, model, hardware)
+    program = TrainingProgram(decided, model, hardware, engine)
     write_out(model, written_out, decided.model.max_position_embeddings)
     pins = bool(decided.data.pin_memory) and hardware.device.type == "cuda"
     micro, count = decided.batch.rows, decided.batch.accumulation(tokens.seq_len)
     masked = decided.data.document_masking
     losses = []
     for step in range(steps):
-        first = step * micro * count
+        first = (step * engine.world.size + engine.rank) * micro * count
         batches = [tokens.batch(first + micro * i, micro, masked) for i in range(count)]
         if pins:  # as the loader's threads do while a step computes
             batches = [batch.pin_memory() for batch in batches]
+        barrier()
         clock.start()
         batches = [batch.to(hardware.device) for batch in batches]
         losses.append(program.step(batches, _lr_scale(step)).loss)

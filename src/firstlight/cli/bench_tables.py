@@ -107,8 +107,10 @@ def show_methods(result: Result) -> None:
 
 
 def _method_cells(row: Result) -> tuple[str, ...]:
+    rows = f"{row['micro_batch_size']}x{row['gradient_accumulation_steps']}"
+    processes = f", {row['processes']} processes" if row["processes"] > 1 else ""
     return (
-        f"{row['name']} ({row['micro_batch_size']}x{row['gradient_accumulation_steps']})",
+        f"{row['name']} ({rows}{processes})",
         f"{row['samples_per_second']:,.2f}",
         f"({row['samples_per_second_min']:,.2f}-{row['samples_per_second_max']:,.2f})",
         f"{row['tokens_per_second']:,.0f}",
