@@ -15,8 +15,8 @@ from report_runs import HOSTILE, Page, record, validation, write_lines, write_ru
 
 from firstlight.console import visible
 from firstlight.errors import CheckpointError
-from firstlight.report.compare import final_numbers
 from firstlight.report.html import run_page
+from firstlight.report.numbers import final_numbers
 from firstlight.report.page import chosen_samples
 from firstlight.report.pictures import picture_of
 from firstlight.report.records import read_run

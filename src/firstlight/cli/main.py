@@ -30,7 +30,7 @@ from firstlight.cli.push import card_command, push_command, push_data_command
 from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
 from firstlight.cli.tune import tune_command
-from firstlight.cli.watch import watch_command
+from firstlight.cli.watch import dashboard_command, watch_command
 from firstlight.errors import FirstlightError, describe_os_error
 from firstlight.hardware import environment
 
@@ -169,6 +169,7 @@ for command in (
     serve_command,
     report_command,
     watch_command,
+    dashboard_command,
     info_command,
     bench_group,
     convert_command,

@@ -1,4 +1,4 @@
-"""firstlight watch: the live view of a run that another process carries out."""
+"""firstlight watch and dashboard: runs that other processes carry out."""
 
 from __future__ import annotations
 
@@ -59,6 +59,29 @@ def watch_command(run: Path) -> None:
     """
     with contextlib.suppress(KeyboardInterrupt):
         _watch(run.expanduser())
+
+
+@click.command("dashboard")
+@click.argument("runs", nargs=-1, required=True, metavar="RUNS...", type=click.Path(path_type=Path))
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=6070,
+    show_default=True,
+    help="Port on this machine; 0 takes a free one.",
+)
+def dashboard_command(runs: tuple[Path, ...], port: int) -> None:
+    """Show runs side by side on a page that updates while they go on.
+
+    RUNS are run folders, or folders of run folders. The page is for this machine alone, and
+    loads nothing from elsewhere. Ctrl-C ends it.
+    """
+    from firstlight.report.dashboard import Dashboard, serve
+
+    with serve(Dashboard([run.expanduser() for run in runs]), port) as server:
+        say(f"dashboard: http://127.0.0.1:{server.server_port} (Ctrl-C ends it)")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def _watch(folder: Path) -> None:

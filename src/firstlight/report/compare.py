@@ -3,10 +3,9 @@ the last samples."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,19 @@ from markupsafe import Markup
 
 from firstlight.console import loss_text, own_version, plain, rounded
 from firstlight.errors import ConfigError
+from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.recipe import parse_resolved_recipe
+from firstlight.recipe.load import parse_yaml
 from firstlight.report.charts import Chart, Line
 from firstlight.report.findings import Finding, findings_of
+from firstlight.report.numbers import final_numbers, is_accuracy
 from firstlight.report.page import chosen_samples, duration, legend, memory_unit, page, plots
 from firstlight.report.records import RunRecord
-from firstlight.report.series import Axis, Metrics, Series, smoothed
+from firstlight.report.series import Axis, Series, smoothed
 
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
+#: Those of the dashboard.
+_LIVE_AXES: Mapping[Axis, str] = {**AXES, "flops": "FLOPs"}
 _BUCKETS = 350
 #: Where they are kept, and nothing of what they are.
 _NOT_COMPARED = {"run.dir"}
@@ -120,31 +125,44 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def comparison_page(found: RunComparison) -> str:
     """The page of several runs."""
-    figures = _figures(found)
-    return page(
-        "comparison.html",
-        {
-            "log": any(figure.chart.needs_log for figure in figures),
-            "title": f"{len(found.runs)} runs",
-            "version": own_version(),
-            "labels": [
-                (label, f"key {line.style}")
-                for label, line in zip(
-                    found.labels, compared_lines(found, "train/loss", "step"), strict=True
-                )
-            ],
-            "axes": list(AXES.items()),
-            "figures": figures,
-            "numbers": _number_rows(found),
-            "differences": [
-                (key, [str(v) if v is _ABSENT else plain(v) for v in values])
-                for key, values in found.differences.items()
-            ],
-            "recipes": sum(bool(run.recipe) for run in found.runs),
-            "samples": [(label, *_last_samples(run)) for label, run in _named(found)],
-            "warnings": warnings_of(found),
-        },
-    )
+    return page("comparison.html", _page_values(found, AXES, CHARTS))
+
+
+def dashboard_page(found: RunComparison, query: str) -> str:
+    """The page of runs that go on, which asks for itself anew.
+
+    Args:
+        query: text by which the runs were chosen.
+    """
+    values = _page_values(found, _LIVE_AXES, (*CHARTS, *_LIVE_CHARTS))
+    return page("dashboard.html", {**values, "query": query}, ("readout.js", "dashboard.js"))
+
+
+def _page_values(
+    found: RunComparison, axes: Mapping[Axis, str], charts: Sequence[tuple[str, str, str]]
+) -> dict[str, Any]:
+    figures = _figures(found, axes, charts)
+    return {
+        "log": any(figure.chart.needs_log for figure in figures),
+        "title": f"{len(found.runs)} runs",
+        "version": own_version(),
+        "labels": [
+            (label, f"key {line.style}")
+            for label, line in zip(
+                found.labels, compared_lines(found, "train/loss", "step"), strict=True
+            )
+        ],
+        "axes": list(axes.items()),
+        "figures": figures,
+        "numbers": _number_rows(found),
+        "differences": [
+            (key, [str(v) if v is _ABSENT else plain(v) for v in values])
+            for key, values in found.differences.items()
+        ],
+        "recipes": sum(bool(run.recipe) for run in found.runs),
+        "samples": [(label, *_last_samples(run)) for label, run in _named(found)],
+        "warnings": warnings_of(found),
+    }
 
 
 def warnings_of(found: RunComparison) -> list[str]:
@@ -180,8 +198,23 @@ def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
             # The same values over each axis; steps without a place on this one are left out.
             values = found.smoothed[number].y[-len(series) :] if len(series) else series.y
             series = Series(series.x, values)
+        if axis == "flops":
+            flops = _flops_per_token(run.recipe_text)
+            series = Series(series.x * flops, series.y) if flops else Series(*2 * [np.empty(0)])
         lines.append(Line(label, series, number))
     return lines
+
+
+@lru_cache(maxsize=256)
+def _flops_per_token(recipe_text: str) -> float | None:
+    """FLOPs of a token by a resolved recipe, as the logged MFU counts them; None where the recipe
+    is not known."""
+    try:
+        recipe = parse_resolved_recipe(parse_yaml(recipe_text.encode()) or {})
+    except (ConfigError, ValueError):
+        return None
+    model = meta_model(recipe.model)
+    return train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)
 
 
 CHARTS = (
@@ -189,6 +222,12 @@ CHARTS = (
     ("val/loss", "Validation loss", "nats a token"),
     ("train_eval/loss", "Loss on the same training rows", "nats a token"),
     ("bits_per_byte", "Bits per byte", "of the validation text"),
+)
+
+
+_LIVE_CHARTS = (
+    ("tokens_per_second", "Speed", "tokens/s"),
+    ("memory_bytes", "Peak memory", "bytes"),
 )
 
 
@@ -200,9 +239,11 @@ class _Figure:
     wide: bool
 
 
-def _figures(found: RunComparison) -> list[_Figure]:
+def _figures(
+    found: RunComparison, axes: Mapping[Axis, str], known: Sequence[tuple[str, str, str]]
+) -> list[_Figure]:
     figures = []
-    keys = [row for row in CHARTS if any(row[0] in r.metrics.columns for r in found.runs)]
+    keys = [row for row in known if any(row[0] in r.metrics.columns for r in found.runs)]
     for key, title, unit in keys or CHARTS[:1]:
         wide = len(keys) % 2 == 1 and key == "train/loss"
         charts = [
@@ -214,11 +255,11 @@ def _figures(found: RunComparison) -> list[_Figure]:
                 width=1060 if wide else 520,
                 height=340 if wide else 280,
             )
-            for axis, name in AXES.items()
+            for axis, name in axes.items()
         ]
         drawn = [
             (axis, plots(chart, _BUCKETS, both=True))
-            for axis, chart in zip(AXES, charts, strict=True)
+            for axis, chart in zip(axes, charts, strict=True)
         ]
         figures.append(_Figure(charts[0], legend(charts[0]), drawn, wide))
     return figures
@@ -300,90 +341,3 @@ def _number_rows(found: RunComparison) -> list[tuple[str, list[tuple[str, bool]]
         (name, [(text, number in best) for number, text in enumerate(texts)])
         for name, texts, best in number_table(found)
     ]
-
-
-_ACCURACY = re.compile(r"(.+)/(acc|acc_norm)")
-
-
-def is_accuracy(key: str) -> bool:
-    """Whether a key is NAME/acc or NAME/acc_norm."""
-    return _ACCURACY.fullmatch(key) is not None
-
-
-def accuracies(metrics: Metrics) -> list[str]:
-    """The keys NAME/acc and NAME/acc_norm that have numbers, in alphabetical order."""
-    return sorted(key for key in metrics.columns if is_accuracy(key))
-
-
-def final_numbers(run: RunRecord) -> dict[str, Any]:
-    """The final numbers of a run, as JSON values; None where one is not known.
-
-    Keys: `run_folder`; `step`, `max_steps`; `tokens_seen`, `epoch`; `train/loss`, `val/loss`,
-    `perplexity`, `bits_per_byte`: the last; `best_val/loss` and its `best_val/loss_step`,
-    `best_bits_per_byte`; `gzip_bits_per_byte`; `tokens_per_second`,
-    `learned_tokens_per_second`, `samples_per_second`, `step_seconds` and `mfu`: medians;
-    `memory_bytes`: the peak; `hours`: of steps and of saves that held them up; `parameters`;
-    `skipped_steps`, `rollbacks`, `resumed`: counts; `train_eval/loss`, `NAME/acc...`: the last,
-    where there are any.
-    """
-    metrics = run.metrics
-    bits = metrics.values("bits_per_byte")
-    validation = metrics.series("val/loss")
-    best = int(validation.y.argmin()) if len(validation) else None
-    hours = metrics.hours
-    last = {key: metrics.last(key) for key in _LAST}
-    return {
-        "run_folder": str(run.folder),
-        "step": run.last_step,
-        "max_steps": run.max_steps,
-        **{k: int(v) if k in _WHOLE and v is not None else v for k, v in last.items()},
-        "best_val/loss": None if best is None else float(validation.y[best]),
-        "best_val/loss_step": None if best is None else int(validation.x[best]),
-        "best_bits_per_byte": float(bits.min()) if len(bits) else None,
-        "gzip_bits_per_byte": _positive(run.start.get("gzip_bits_per_byte")),
-        **{key: _median(metrics.values(key)) for key in _RATES},
-        "step_seconds": _median(metrics.values("seconds")),
-        "mfu": _median(metrics.values("mfu")),
-        "memory_bytes": _peak(metrics.values("memory_bytes")),
-        "hours": float(hours[-1]) if len(hours) else None,
-        "parameters": _positive(run.start.get("parameters")),
-        "rollbacks": sum(event["event"] == "rollback" for event in run.events),
-        "resumed": sum(start["step"] > 0 and "branched_from" not in start for start in run.starts),
-        **{
-            key: metrics.last(key)
-            for name in (*accuracies(metrics), "train_eval/loss")
-            for key in (name, f"{name}_stderr")
-            if key in metrics.columns
-        },
-    }
-
-
-_RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
-
-
-_LAST = (
-    "tokens_seen",
-    "epoch",
-    "train/loss",
-    "val/loss",
-    "perplexity",
-    "bits_per_byte",
-    "skipped_steps",
-)
-
-
-_WHOLE = {"tokens_seen", "skipped_steps"}
-
-
-def _median(values: Any) -> float | None:
-    return float(np.median(values)) if len(values) else None
-
-
-def _peak(values: Any) -> int | None:
-    return int(values.max()) if len(values) else None
-
-
-def _positive(value: object) -> Any:
-    """A number above 0 as it is; None for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) and value > 0 else None  # type: ignore[arg-type, operator]

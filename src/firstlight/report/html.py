@@ -14,8 +14,8 @@ from markupsafe import Markup
 from firstlight.console import loss_text, own_version, plain, rounded
 from firstlight.report.axes import second_axis
 from firstlight.report.charts import COLOURS, Chart, Line, Mark
-from firstlight.report.compare import accuracies, final_numbers
 from firstlight.report.findings import Finding, findings_of
+from firstlight.report.numbers import accuracies, final_numbers
 from firstlight.report.page import (
     chosen_samples,
     duration,

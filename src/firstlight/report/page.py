@@ -34,10 +34,15 @@ def is_page(path: Path) -> bool:
         return GENERATOR in file.read(_HEAD_BYTES)
 
 
-def page(template: str, values: Mapping[str, Any]) -> str:
-    """Fill a template of pages/ in; everything in `values` but Markup is escaped."""
+def page(template: str, values: Mapping[str, Any], scripts: Sequence[str] = ("readout.js",)) -> str:
+    """Fill a template of pages/ in; everything in `values` but Markup is escaped.
+
+    Args:
+        scripts: files of pages/ that are put into the page. With more than one, they may also ask
+            the server of the page.
+    """
     folder = resources.files("firstlight.report") / "pages"
-    names = ("base.html", "figure.html", "run.html", "comparison.html")
+    names = ("base.html", "figure.html", "run.html", "comparison.html", "dashboard.html")
     sources = {name: (folder / name).read_text(encoding="utf-8") for name in names}
     environment = Environment(
         loader=DictLoader(sources),
@@ -49,11 +54,13 @@ def page(template: str, values: Mapping[str, Any]) -> str:
     environment.filters["visible"] = visible
     environment.filters["explained"] = explained
     style = (folder / "style.css").read_text(encoding="utf-8")
-    script = (folder / "readout.js").read_text(encoding="utf-8")
+    script = "".join((folder / name).read_text(encoding="utf-8") for name in scripts)
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
+    if len(scripts) > 1:
+        policy += "; connect-src 'self'"
     # Both are written by us, and hold no "</".
     inline = {"style": Markup(style), "script": Markup(script)}
     return environment.get_template(template).render(

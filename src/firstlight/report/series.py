@@ -19,7 +19,7 @@ from firstlight.errors import CheckpointError, InputError
 from firstlight.files.atomic import read_file
 
 Floats = npt.NDArray[np.float64]
-Axis = Literal["step", "tokens", "hours"]
+Axis = Literal["step", "tokens", "hours", "flops"]
 
 #: Of a file of a run: ten million steps.
 MAX_LOG_BYTES = 1 << 32
@@ -69,7 +69,8 @@ class Metrics:
         return float(found[-1]) if len(found) else None
 
     def series(self, key: str, axis: Axis = "step") -> Series:
-        """A key's curve over steps, tokens seen, or hours of training."""
+        """A key's curve over steps, tokens seen, hours of training, or all tokens computed so far,
+        to which FLOPs are proportional."""
         if key not in self.columns:
             return Series(np.empty(0), np.empty(0))
         lines, values = self.columns[key]
@@ -80,6 +81,9 @@ class Metrics:
     def _axis(self, axis: Axis) -> Floats:
         if axis == "tokens":
             return self._filled("tokens_seen", math.nan)
+        if axis == "flops":
+            tokens = self._filled("tokens_per_second", 0.0) * self._filled("seconds", 0.0)
+            return np.cumsum(tokens)
         return self.steps if axis == "step" else self.hours
 
     @property

@@ -29,7 +29,7 @@ from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline.run_folder import read_state
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.compare import final_numbers
+from firstlight.report.numbers import final_numbers
 from firstlight.report.records import (
     METRICS_NAME,
     RECIPE_NAME,

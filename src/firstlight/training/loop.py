@@ -20,8 +20,8 @@ from firstlight.optim.eight_bit import compiles_update
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed import with_deepspeed_file
-from firstlight.report.compare import final_numbers
 from firstlight.report.findings import Finding, best_checkpoint, findings_of
+from firstlight.report.numbers import final_numbers
 from firstlight.report.records import read_run
 from firstlight.report.report import REPORT_NAME, draw_report
 from firstlight.training.averaging import write_average

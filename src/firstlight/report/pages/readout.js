@@ -77,8 +77,12 @@
       tip.style.left = `${place + room > box.width ? Math.max(place - room, 0) : place + 14}px`;
     });
   };
-  for (const holder of document.querySelectorAll("[data-curves]")) {
-    const data = JSON.parse(holder.dataset.curves);
-    for (const svg of holder.querySelectorAll("svg")) if (svg.dataset.ends) follow(svg, data);
-  }
+  const followAll = () => {
+    for (const holder of document.querySelectorAll("[data-curves]")) {
+      const data = JSON.parse(holder.dataset.curves);
+      for (const svg of holder.querySelectorAll("svg")) if (svg.dataset.ends) follow(svg, data);
+    }
+  };
+  followAll();
+  document.addEventListener("redrawn", followAll);
 })();
