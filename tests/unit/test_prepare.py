@@ -142,7 +142,8 @@ def test_the_manifest_says_exactly_what_was_written(tmp_path: Path) -> None:
         "train-00000.bin",
         "val-00000.bin",
     ]
-    assert json.loads((out / "sources.json").read_text(encoding="utf-8")) == ["a.jsonl"]
+    sources = json.loads((out / "sources.json").read_text(encoding="utf-8"))
+    assert sources == {"inputs": ["a.jsonl"], "options": []}
 
 
 def test_every_document_is_written_or_rejected_with_file_and_line(tmp_path: Path) -> None:
