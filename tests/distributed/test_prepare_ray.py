@@ -31,7 +31,11 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
 
 # Ray's own code uses what it has deprecated itself.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    # Ray ends a thread that still waits for a cluster which a test has shut down.
+    "ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning",
+)
 
 _NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 
