@@ -168,8 +168,8 @@ class Llama(LanguageModel):
         """The masks of layers without a window and of those with one.
 
         Args:
-            cache_positions, total, positions: as of `token_positions`.
-            document_ids: as in `forward`.
+            cache_positions, total, positions: results of `token_positions`.
+            document_ids: document of each token, see `forward`.
         """
         # At most two, whatever the number of layers.
         window = self.config.sliding_window

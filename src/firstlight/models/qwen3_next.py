@@ -99,7 +99,7 @@ class GatedDeltaNet(nn.Module):
         Args:
             x_BTX: inputs.
             before: inputs of the tokens before these; None is zeros.
-            places: as in `forward`: no token sees another document's.
+            places: each token's position in its document, see `forward`.
         """
         B, T, X = x_BTX.shape
         weight_XW = self.conv1d.weight[:, 0]

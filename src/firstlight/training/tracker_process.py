@@ -99,7 +99,7 @@ def pass_on(order: Order, tracker: Tracker, ending: Callable[[], Ending | None])
     checkpoint again, and a step is never in a tracker twice.
 
     Args:
-        order: what is to be done.
+        order: the run to follow, and the tracker to give it to.
         tracker: the tracker, not open yet.
         ending: waits a moment and returns how the run ended; None while it goes on.
 

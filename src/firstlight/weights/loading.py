@@ -173,7 +173,7 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
         folder: a folder with one safetensors file, or several with an index.
 
     Raises:
-        ModelError: as `load_weights`.
+        ModelError: the tensors do not fit the model, see `load_weights`.
     """
     stored: dict[str, AnyStored] = {**stored_tensors(folder)}
     if model.config.family.has_mxfp4:
@@ -187,7 +187,7 @@ def require_fit(
     """As `fitting_tensors`, from the tensors `stored` that the folder's files have.
 
     Raises:
-        ModelError: as `load_weights`.
+        ModelError: the tensors do not fit the model, see `load_weights`.
     """
     expected = file_tensors(model, stacked=has_stacked_experts(stored))
     prefix, _, short = embedding_name(model).partition(".")
