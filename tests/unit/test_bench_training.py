@@ -672,16 +672,22 @@ def test_the_other_programs_do_not_get_what_firstlight_sets(
     assert training_environment()["GOMP_SPINCOUNT"] == "7"
 
 
-def test_the_environment_is_that_of_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli_main._environment(["train"]) == cli_main._environment(["plan"]) == TRAINING
-    assert cli_main._environment(["eval"]) == SHORT_SPIN
-    for running, spin in ((0, "30000"), (os.cpu_count(), "5000")):
+def test_the_environment_is_that_of_the_verb_and_of_the_busy_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for running, spin, long_spin in ((0, 5000, 30000), (2, 5000, 30000), (3, 100, 100)):
         monkeypatch.setattr(
             "firstlight.hardware.environment._running", lambda running=running: running
         )
-        assert cli_main._environment(["serve"]) == {"GOMP_SPINCOUNT": spin}
+        for verb in ("train", "plan", "tune", "eval"):
+            variables = TRAINING | {"GOMP_SPINCOUNT": str(spin)}
+            assert cli_main._environment([verb]) == variables
+        for verb in ("generate", "chat", "serve"):
+            assert cli_main._environment([verb]) == {"GOMP_SPINCOUNT": str(long_spin)}
+    assert cli_main._environment(["convert"]) == SHORT_SPIN
     monkeypatch.undo()
-    assert cli_main._environment(["chat"])["GOMP_SPINCOUNT"] in ("5000", "30000")
+    assert cli_main._environment(["chat"])["GOMP_SPINCOUNT"] in ("100", "30000")
 
 
 # The benchmark.

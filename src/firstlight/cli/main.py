@@ -236,9 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
     """Environment variables of a verb, unless they are set."""
-    if set(verb) & {"train", "plan", "tune"}:
+    if set(verb) & {"train", "plan", "tune", "eval"}:
         # A plan times operators as training runs them, and trials train.
-        return environment.TRAINING
+        return environment.for_training()
     return environment.for_generation() if set(verb) & set(_DECODING) else environment.SHORT_SPIN
 
 

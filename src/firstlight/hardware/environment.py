@@ -17,9 +17,13 @@ from pathlib import Path
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
 #: A token is some hundred parallel regions of microseconds, and threads that slept between them
-#: take as long to wake: 27 ms instead of 14 to 20 were seen. Beside a busy program the short spin
-#: is the faster one here, too (38 against 80 ms).
+#: take as long to wake: 27 ms instead of 14 to 20 were seen.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
+
+#: Beside busy programs a thread that spins uses up its time slice, and the others of its parallel
+#: region wait until it gets the next one: steps of 2.8 s with 5000, of 0.35 s with 1000 and of
+#: 0.21 s with 100 were seen on two cores with a load of 12 (0.14 s on free cores).
+_NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
 #: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory that is kept between steps
 #: (efficiency/memory.py) has few page faults left, and glibc can't use a freed tensor's place
@@ -28,13 +32,22 @@ _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+def for_training() -> dict[str, str]:
+    """The variables for training and evaluating."""
+    return TRAINING | (_NO_SPIN if _cores_are_busy() else SHORT_SPIN)
+
+
 def for_generation() -> dict[str, str]:
-    """The variables for generating text: a long spin if half of the cores are free right now."""
+    """The variables for generating text."""
+    return _NO_SPIN if _cores_are_busy() else _LONG_SPIN
+
+
+def _cores_are_busy() -> bool:
+    """Whether other programs use more than a quarter of the cores right now; false if unknown."""
     try:
-        busy = sorted(_running() for _ in range(5))[2]
+        return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)
     except (OSError, ValueError, IndexError):
-        return SHORT_SPIN
-    return _LONG_SPIN if busy <= (os.cpu_count() or 1) / 2 else SHORT_SPIN
+        return False
 
 
 def _running() -> int:
