@@ -11,6 +11,7 @@
 #                 of them. In an environment of your own: python -m pytest -m gpu tests/gpu
 # make test-torch VERSION=2.14.1   all tests with another version of torch, in an environment of its own
 # make docs   the documentation as a site in site/, its links checked
+# make constraints   the newest versions that go together, for Python 3.11 and newer, into constraints.txt
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -28,7 +29,7 @@ SLOWER := allocator batch beams bench_* chat_training compiled convert* cooldown
 	preference prepare remote report* saving schedules_in_runs slurm_example sources stopping tasks \
 	text_stream tokenizer_parity training tuning weights
 
-.PHONY: demo tour test test-quick test-random test-faults test-mutants test-slow test-gpu test-torch docs clean
+.PHONY: demo tour test test-quick test-random test-faults test-mutants test-slow test-gpu test-torch docs constraints clean
 
 demo: .venv/demo-ready
 	$(BIN)/firstlight train stdlib --budget 4m
@@ -81,6 +82,16 @@ test-torch:
 docs: .venv/docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "The start page: file://$(CURDIR)/site/index.html"
+
+# The head of the file and torch's version stay. Each build of torch names its own CUDA packages and triton.
+constraints: .venv/demo-ready
+	$(PIP) uv
+	sed -n '/^torch==/p' constraints.txt > .venv/torch.txt
+	sed -n '/^#/p' constraints.txt > .venv/constraints.txt
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade \
+		--no-header --no-annotate --quiet --constraint .venv/torch.txt --output-file .venv/resolved.txt
+	sed -E '/^(nvidia-|cuda-|triton==)/d' .venv/resolved.txt >> .venv/constraints.txt
+	mv .venv/constraints.txt constraints.txt
 
 # torch first and pinned: asked for by another package, it could come as another build.
 .venv/demo-ready: constraints.txt pyproject.toml

@@ -189,10 +189,21 @@ def test_the_extra_of_developers_has_the_packages_of_all_others() -> None:
         for extra, requirements in project["optional-dependencies"].items()
     }
     packages = set().union(*extras.values())
-    # One is built from source for minutes, no test has a store of the next, and the tests of the
-    # trackers are skipped without them.
-    trackers = extras["wandb"] | extras["mlflow"] | extras["trackio"]
-    assert packages - extras["dev"] == {"llama-cpp-python", "gcsfs"} | trackers
+    # One is built from source for minutes, and no test has a store of the other.
+    assert packages - extras["dev"] == {"llama-cpp-python", "gcsfs"}
+
+
+def test_the_constraints_have_a_version_of_each_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = {
+        re.split(r"[\[<>=; ]", requirement)[0].lower().replace("_", "-")
+        for requirements in (project["dependencies"], *project["optional-dependencies"].values())
+        for requirement in requirements
+    }
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9.-]+==[^ ]+( ; .+)?", line) for line in pins)
+    assert asked - {line.split("==")[0] for line in pins} == set()
 
 
 def test_the_gpu_image_keeps_its_torch() -> None:
