@@ -257,6 +257,17 @@ def test_options_of_texts_are_refused_with_a_recipe(capsys: pytest.CaptureFixtur
     assert "--budget is for texts, and a.yaml is a recipe" in capsys.readouterr().err
 
 
+def test_a_missing_input_is_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_texts").mkdir()
+    for name in ("my_txts/", "my_txts"):
+        assert main(["train", name, "--budget", "3m"]) == 2
+        message = capsys.readouterr().err
+        assert "my_txts does not exist (did you mean 'my_texts'?): name files or" in message
+
+
 def test_one_process_prepares_texts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

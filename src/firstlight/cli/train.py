@@ -23,7 +23,7 @@ from firstlight.cli.train_texts import (
     train_texts_command,
 )
 from firstlight.console import say
-from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
+from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError, nearest
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
@@ -176,13 +176,27 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     the run folder asks for a checkpoint. A run that diverged has the exit code 76.
     """
     paths, overrides = split_paths(arguments)
-    if options["cooldown"] is None and takes_texts(paths):
-        return _train_on_texts(paths, overrides, options)
+    if options["cooldown"] is None:
+        if takes_texts(paths):
+            return _train_on_texts(paths, overrides, options)
+        _check_that_input_exists(paths)
     for name in TEXT_OPTIONS:
         if options.pop(name):
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} is for texts, and {' '.join(paths)} is a recipe")
     return _train_recipe(arguments, **options)
+
+
+def _check_that_input_exists(paths: Sequence[str]) -> None:
+    """Refuse a path that is neither there nor named like a recipe."""
+    for path in map(Path, paths):
+        if path.suffix.lower() in (".yaml", ".yml") or path.expanduser().exists():
+            continue
+        siblings = [str(sibling) for sibling in path.expanduser().parent.glob("*")]
+        raise ConfigError(
+            f"{path} does not exist{nearest(str(path), siblings)}: name files or folders of texts, "
+            "`stdlib`, hf:NAME, or a recipe (.yaml)"
+        )
 
 
 def _train_on_texts(
