@@ -376,6 +376,11 @@ if __name__ == "__main__":
     for _name in ("start", "forecast", "advise"):
         setattr(sys.modules["firstlight.planner.plan.processes"].RunForecaster, _name, _nothing)
     sys.modules["firstlight.training.loop"].__dict__["draw_report"] = _nothing
+    # What a process measures once, before it decides about bf16 and reports the utilization.
+    _device = importlib.import_module("firstlight.hardware.device")
+    _cpu = _device.torch.device("cpu")
+    _device.bf16_is_faster(_cpu)
+    _device.peak_flops(_cpu, _device.torch.float32)
     gc.freeze()
     gc.enable()
     _alive, _listener = socket.socket(fileno=int(sys.argv[1])), socket.socket(socket.AF_UNIX)
