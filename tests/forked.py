@@ -47,9 +47,10 @@ _READ_ONCE = (
     *("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "GLIBC_"),
     *("LD_", "LC_", "LANG", "TORCH_"),
 )
-#: Of these, variables that may differ: torch reads the first later, and the second is for words
-#: that no test reads.
-_MAY_DIFFER = {"TORCH_EXTENSIONS_DIR", "TORCH_CPP_LOG_LEVEL"}
+#: Of these, variables that may differ: torch reads the first later, the second is for words that no
+#: test reads, and the third, which the command line sets in the process that tests, is for threads
+#: that wait, which forks of one thread don't have.
+_MAY_DIFFER = {"TORCH_EXTENSIONS_DIR", "TORCH_CPP_LOG_LEVEL", "GOMP_SPINCOUNT"}
 
 _PRELOADED = (
     "torch._dynamo",

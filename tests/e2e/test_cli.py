@@ -23,6 +23,7 @@ from firstlight.data.prepare import prepare
 from firstlight.recipe import known_keys
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.run import Run as TrainingRun
+from forked import can_fork
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -627,6 +628,14 @@ def test_errors_reach_the_shell_as_they_are_in_here(place: Path) -> None:
     assert done.stdout == b""
     assert done.stderr.startswith(b"firstlight: error: r.yaml: unknown key optimizer.lr")
     assert done.stderr.count(b"\n") == 1
+
+
+def test_variables_that_a_command_sets_in_this_process_let_later_ones_be_forked(run: Run) -> None:
+    for verb in ("train", "eval", "generate"):
+        assert run(verb, "nowhere").exit_code
+    assert os.environ["GOMP_SPINCOUNT"]
+    here = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert can_fork([sys.executable, "-m", "firstlight"], here)
 
 
 def test_the_help_of_train_has_a_short_form(run: Run) -> None:
