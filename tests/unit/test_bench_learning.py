@@ -123,6 +123,7 @@ def test_a_variant_of_no_row_or_no_key_is_refused(variant: str, message: str) ->
     [
         ({"tokens": 1, "minutes": 1.0}, "--tokens and --minutes"),
         ({"minutes": 0.0}, "must be above 0"),
+        ({"held_out_tokens": 100}, "--held-out-tokens is 100: it must be at least 8192"),
         ({"sizes": ("3m",)}, "size '3m' is unknown"),
         ({"seeds": 0}, "at least 1"),
         ({"variants": ("before:optimizer.eps=none",)}, "row before:optimizer.eps=none"),
@@ -166,6 +167,24 @@ def test_a_budget_in_minutes_is_paced_once_a_row(bench: LearningBench, fake: Fak
     runs = [parse_recipe(one["recipe"]) for one in fake.requests if not one["pace"]]
     # A tenth of a minute at half a second a step.
     assert [one.schedule.max_steps for one in runs] == 4 * [12]
+
+
+def test_a_sample_of_the_held_out_text_is_another_result(
+    bench: LearningBench, fake: FakeRun
+) -> None:
+    bench_learning(bench, lambda _: None)
+    assert {request["held_out_tokens"] for request in fake.requests} == {None}
+    fake.requests.clear()
+    sampled = LearningBench(**{**vars(bench), "held_out_tokens": 16384})
+    result = bench_learning(sampled, lambda _: None)
+    assert [request["held_out_tokens"] for request in fake.requests] == 4 * [16384]
+    # An eighth of it, in rows of 256.
+    assert {request["recipe"]["evaluation"]["max_rows"] for request in fake.requests} == {8}
+    titles = [group.title for group in learning_groups(result["runs"])]
+    assert titles == [
+        "numbers bytes, tiny, 6,144 tokens, 16,384 held-out tokens",
+        "numbers bytes, tiny, 6,144 tokens",
+    ]
 
 
 def test_a_second_call_measures_what_is_missing_or_changed(

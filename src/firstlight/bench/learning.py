@@ -7,8 +7,8 @@ that the schedule ends with the budget. Seconds are those of training steps, wai
 included: evaluations, checkpoints and the start of the process do not count.
 
 A curve is measured on the same sample of the held-out text at each point, the last figure of a run
-on all of it, in fp32. A token sees the tokens before it in its row, so rows of another length see
-another context: that is part of a recipe.
+on all of it or on a larger sample, in fp32. A token sees the tokens before it in its row, so rows
+of another length see another context: that is part of a recipe.
 
 Each finished run is one line of results.jsonl. A second call in the same folder measures what is
 missing, and again what was measured with another recipe, budget or corpus.
@@ -52,6 +52,9 @@ _SIZES, _TOKENS = ("2.6m",), 1_474_560
 #: Points of a curve, and held-out tokens of each.
 _POINTS, _POINT_TOKENS = 12, 32_768
 
+#: Held-out tokens of the last figure that are enough for the points of the curve, too.
+_LEAST_HELD_OUT = 8192
+
 #: Tokens of a vocabulary; and of one whose tokens are the bytes and the end of a text.
 _VOCAB_SIZE, _BYTES = 4096, 257
 
@@ -84,6 +87,7 @@ class LearningCase:
         row: name of the row.
         tokens: budget of a run in tokens; None if it is in minutes.
         minutes: budget of a run in minutes of training; None if it is in tokens.
+        held_out_tokens: held-out tokens of the last figure; None is all of the held-out text.
     """
 
     corpus: LearningCorpus
@@ -91,6 +95,7 @@ class LearningCase:
     row: str
     tokens: int | None
     minutes: float | None
+    held_out_tokens: int | None = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -101,23 +106,28 @@ class LearningCase:
     def digest(self) -> str:
         """Hash of all that decides the results but the seed and the code."""
         content = [self.corpus.sha256, self.values, self.tokens, self.minutes]
+        if self.held_out_tokens is not None:
+            content.append(self.held_out_tokens)
         text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def budget(self) -> str:
-        """Length of a run in words."""
-        if self.minutes is None:
-            return f"{self.tokens:,} tokens"
-        return f"{self.minutes:g} minutes"
+        """Length of a run in words, and the held-out tokens where they are a sample."""
+        length = f"{self.minutes:g} minutes" if self.tokens is None else f"{self.tokens:,} tokens"
+        if self.held_out_tokens is None:
+            return length
+        return f"{length}, {self.held_out_tokens:,} held-out tokens"
 
     def recipe(self, max_steps: int, seed: int) -> dict[str, Any]:
         """Values of the recipe of a run, without its folder."""
         values = self.values
         seq_len = values["data"]["seq_len"]
+        # The points together take little more than the last figure.
+        point_tokens = min(_POINT_TOKENS, (self.held_out_tokens or sys.maxsize) // 8)
         evaluation = {
             "every_steps": max(max_steps // _POINTS, 1),
-            "max_rows": max(_POINT_TOKENS // seq_len, 1),
+            "max_rows": max(point_tokens // seq_len, 1),
             "sample_prompts": [],
             "on_start": False,
         }
@@ -174,6 +184,10 @@ def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
     """
     require_known("size", bench.sizes, SIZES)
     require_positive(seeds=bench.seeds, tokens=bench.tokens or _TOKENS)
+    if bench.held_out_tokens is not None and bench.held_out_tokens < _LEAST_HELD_OUT:
+        raise ConfigError(
+            f"--held-out-tokens is {bench.held_out_tokens}: it must be at least {_LEAST_HELD_OUT}"
+        )
     if bench.tokens is not None and bench.minutes is not None:
         raise ConfigError("--tokens and --minutes both say how long a run is: keep one")
     if bench.minutes is not None and not bench.minutes > 0:
@@ -182,7 +196,7 @@ def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
     rows = choose_rows(bench.rows, bench.variants)
     folder = bench.folder / "corpora"
     cases = [
-        LearningCase(corpus, size, row, tokens, bench.minutes)
+        LearningCase(corpus, size, row, tokens, bench.minutes, bench.held_out_tokens)
         for corpus in [prepare_corpus(name, folder) for name in dict.fromkeys(bench.corpora)]
         for size in dict.fromkeys(bench.sizes or _SIZES)
         for row in rows
@@ -245,7 +259,7 @@ def bench_learning(
 def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
     """The case of a line of results.jsonl; None if its recipe is another one today."""
     corpus = LearningCorpus(line["corpus"], line["corpus_sha256"])
-    budget = (line["budget_tokens"], line["budget_minutes"])
+    budget = (line["budget_tokens"], line["budget_minutes"], line.get("held_out_tokens"))
     try:
         case = LearningCase(corpus, line["size"], line["row"], *budget)
         return case if case.digest == line["digest"] else None
@@ -283,6 +297,7 @@ def measure_run(case: LearningCase, earlier: list[dict[str, Any]], folder: Path)
         def once(recipe: Mapping[str, Any], pace: bool) -> Found:
             request = {"recipe": changed_recipe(recipe, {"run.dir": run}), "pace": pace}
             request |= {"threads": torch.get_num_threads(), "data": str(case.corpus.folder)}
+            request["held_out_tokens"] = case.held_out_tokens
             return ask(__spec__.name, request, training_environment())
 
         if earlier:
@@ -306,6 +321,7 @@ def measure_run(case: LearningCase, earlier: list[dict[str, Any]], folder: Path)
         "budget": case.budget,
         "budget_tokens": case.tokens,
         "budget_minutes": case.minutes,
+        "held_out_tokens": case.held_out_tokens,
     }
     return {"digest": case.digest, **head, "seed": seed, "step": max_steps, **found}
 
@@ -315,7 +331,7 @@ def learning_once(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: "recipe", its values; "data", the prepared folder; "threads" of torch; "pace", True
-            for the time of a step alone.
+            for the time of a step alone; "held_out_tokens" of the last figure, None for all.
 
     Returns:
         "step_seconds" of the pace; else "tokens", "seconds" and "bits_per_byte" at the end of the
@@ -341,7 +357,10 @@ def learning_once(request: dict[str, Any]) -> dict[str, Any]:
     except _PaceIsKnown:
         return {"step_seconds": statistics.median(seconds[_PACE_WARMUP:])}
     loaded = load_for_evaluation(result.checkpoint, recipe.run.device)
-    found = evaluate(loaded, request["data"])
+    tokens = request["held_out_tokens"]
+    assert recipe.data.seq_len is not None
+    sample = None if tokens is None else tokens // recipe.data.seq_len
+    found = evaluate(loaded, request["data"], sample=sample)
     return {
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "tokens": result.tokens_seen,

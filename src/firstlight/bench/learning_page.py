@@ -249,9 +249,10 @@ _HEAD = """\
     firstlight bench learning --out DIR --page docs/benchmarks/learning.md
 
 Each run is `firstlight train` in a process of its own. Bits per byte are those of the whole
-held-out text at the end of a run, mean and standard deviation over the seeds. Tokens and seconds to
-the baseline are those at which a row's curve reaches the end of the baseline's; curves are of
-32,768 held-out tokens. Seconds are those of training steps: evaluations, checkpoints and the start
+held-out text at the end of a run, or of as many of its tokens as the heading names; mean and
+standard deviation over the seeds. Tokens and seconds to the baseline are those at which a row's
+curve reaches the end of the baseline's; curves are of 32,768 held-out tokens, or of an eighth of
+those in the heading. Seconds are those of training steps: evaluations, checkpoints and the start
 of the process do not count. A gain is in bits per byte over the row that is changed, mean and
 standard deviation over pairs of runs with one seed, which read the same text in the same order. A
 change is kept if it gains more than twice that deviation on two corpora and at two sizes with three

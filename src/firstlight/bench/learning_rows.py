@@ -137,8 +137,10 @@ ROWS: dict[str, LearningRow] = {
             "optimizer.head_lr_multiple": 0.02,
             "optimizer.muon_momentum_warmup_steps": 100,
             "schedule.min_lr_ratio": 0.0,
+            "optimizer.tuned_width": 192,
         },
-        about="firstlight's recipe for new models: nanochat's with Muon at 0.01, down to zero",
+        about="firstlight's recipe for new models: nanochat's with Muon at 0.01 at a width of 192, "
+        "down to zero",
     ),
     # Single changes.
     "linear-to-zero": LearningRow(_ZERO, BEFORE, "a line down to zero after the warm-up"),

@@ -187,6 +187,8 @@ class LearningBench:
         seeds: runs of each row.
         tokens: tokens of a run. [1.5 million, without --minutes]
         minutes: minutes of training of a run, instead of tokens.
+        held_out_tokens: held-out tokens of a run's last figure, drawn once for all runs; the
+            points of its curve are of an eighth of them. [all]
     """
 
     folder: Path
@@ -197,6 +199,7 @@ class LearningBench:
     seeds: int = 3
     tokens: int | None = None
     minutes: float | None = None
+    held_out_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
     multiple=True,
     help="One more row: a row with these keys of its recipe; may be given several times.",
 )
-@bench_options(LearningBench, "seeds", "tokens", "minutes")
+@bench_options(LearningBench, "seeds", "tokens", "minutes", "held_out_tokens")
 @page_option
 @with_json
 def learning_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
