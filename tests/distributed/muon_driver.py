@@ -1,10 +1,13 @@
-"""Twenty steps of Muon, in several processes and in one. Prints one JSON line a case: the largest
-differences of weights and state at the end, and the least movement of a weight."""
+"""Fifty steps of Muon, in several processes and in one. Prints one JSON line a case: the largest
+differences of weights and state at the end, the least movement of a weight, and the matrices that
+the main process orthogonalised beside others and alone."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from plain_recipe import plain_recipe
 from torch import Tensor
 
 from firstlight.hardware.device import find_hardware
+from firstlight.optim import muon
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
@@ -20,7 +24,7 @@ from firstlight.parallel.group import gather_to_main
 from firstlight.parallel.selection import make_engine
 from firstlight.training.program import TrainingProgram
 
-STEPS, ROWS = 20, 4
+STEPS, ROWS = 50, 4
 
 
 def trained(
@@ -54,6 +58,23 @@ def trained(
     return weights, state
 
 
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """A list that gets an entry for each matrix, or stack of them, that is orthogonalised."""
+    calls: list[int] = []
+    original = muon.orthogonalised
+
+    def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
+        calls.append(1)
+        return original(matrices, coefficients)
+
+    muon.orthogonalised = orthogonalised
+    try:
+        yield calls
+    finally:
+        muon.orthogonalised = original
+
+
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest difference of two numbers with the same place."""
     assert one.keys() == other.keys()
@@ -66,17 +87,19 @@ def main() -> None:
         for case in json.loads(sys.argv[1]):
             config = DistributedConfig(**case["distributed"])
             engine = make_engine(config, world, DEVICE)
-            with engine.session():
+            with engine.session(), counted() as own:
                 weights, state = trained(case, engine)
             if not world.is_main:
                 continue
-            expected, expected_state = trained(case, None)
+            with counted() as alone:
+                expected, expected_state = trained(case, None)
             start = dict(model_of(case["family"], torch.float64, 1).named_parameters())
             moved = min(float((w - start[n]).abs().max()) for n, w in expected.items())
             found = {
                 "weights": largest_difference(weights, expected),
                 "state": largest_difference(state, expected_state),
                 "moved": moved,
+                "orthogonalised": [len(own), len(alone)],
             }
             sys.stdout.write(json.dumps(found) + "\n")
 

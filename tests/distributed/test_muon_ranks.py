@@ -1,4 +1,4 @@
-"""Muon on sharded matrices: twenty steps of two processes are those of one."""
+"""Muon in several processes: fifty steps of two are those of one."""
 
 from __future__ import annotations
 
@@ -42,12 +42,17 @@ def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
         assert line["weights"] < 1e-6, (case, line)
         assert line["state"] < 1e-6, (case, line)
         assert line["moved"] > 1e-3, (case, line)
+        if case["distributed"] == {"engine": "ddp"}:
+            # Each matrix by one of them.
+            own, alone = line["orthogonalised"]
+            assert own == alone / size
 
 
-def test_twenty_steps_of_two_processes_are_those_of_one() -> None:
+def test_fifty_steps_of_two_processes_are_those_of_one() -> None:
     _require_equal(
         _cases(
             ({"engine": "ddp"}, "llama", _PLAIN),
+            ({"engine": "ddp"}, "moe", _EVERYTHING),
             # Shards of rows: GPT-2's are inputs, Llama's outputs; 3 key-value heads of 8 rows and
             # experts come out uneven or whole.
             (_FSDP, "llama", _PLAIN),

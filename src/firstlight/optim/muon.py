@@ -57,7 +57,9 @@ class Muon(ForeachOptimizer):
     root of their averaged mean squares v [..., F, 1], and o is scaled to a root mean square of 0.2.
 
     Matrices may be sharded (FSDP2, tensor parallelism): moments and weights stay shards, and each
-    matrix is gathered in bf16 when its turn comes.
+    matrix is gathered in bf16 when its turn comes. Where processes have the same whole gradients
+    (DDP), each orthogonalises its share of the matrices and sends them to the others in bf16, which
+    changes no bit: see `process`.
 
     Args:
         groups: torch's parameter groups, of parameters [..., F, C]; `transposed` ones have their
@@ -69,6 +71,10 @@ class Muon(ForeachOptimizer):
         beta2: decay rate of NorMuon's second moment; None is plain Muon.
         coefficients: a name of `COEFFICIENTS`.
         cautious: see `decay_cautiously`.
+
+    Attributes:
+        process: number of this process, and of all that have the same gradients and parameters and
+            share the orthogonalisation; (0, 1) for one that computes it alone.
     """
 
     def __init__(
@@ -97,24 +103,53 @@ class Muon(ForeachOptimizer):
             "foreach": False,
         }
         super().__init__(groups, defaults)
+        self.process = (0, 1)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        rank, processes = self.process
+        if processes == 1:
+            super().step()
+            return
+        found = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        # Matrices of one size at a time take all processes as long, and few are in memory.
+        found.sort(key=lambda pair: pair[0].numel())
+        for start in range(0, len(found), processes):
+            part, received = found[start : start + processes], []
+            for owner, (parameter, group) in enumerate(part):
+                direction = self._direction(parameter, group)
+                if owner == rank:
+                    direction = orthogonalised(direction, group["coefficients"]).contiguous()
+                else:
+                    direction = torch.empty_like(parameter, dtype=torch.bfloat16)
+                received.append(direction)
+            for owner, (parameter, group) in enumerate(part):
+                torch.distributed.broadcast(received[owner], owner)
+                self._apply(received[owner], parameter, group)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """See `ForeachOptimizer.update`."""
         for parameter in parameters:
-            assert parameter.grad is not None
-            self._update(parameter, parameter.grad, group)
+            direction = self._direction(parameter, group)
+            if is_sharded(parameter):
+                # Every process computes each matrix whole, from bf16, which is half to send.
+                direction = gather(direction.bfloat16(), parameter)
+            self._apply(orthogonalised(direction, group["coefficients"]), parameter, group)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self._state_of(parameter, group)
-        own, gradient = own_shard(parameter, parameter), own_shard(gradient, parameter)
+    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """The parameter's averaged gradient, or this process' shard of it; counts the step."""
+        assert parameter.grad is not None
+        state, gradient = self._state_of(parameter, group), own_shard(parameter.grad, parameter)
         average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
         average.lerp_(gradient, 1 - momentum)
         # Nesterov momentum: this step's gradient counts once more.
-        direction = gradient.lerp(average, momentum)
-        if is_sharded(parameter):
-            # Every process computes each matrix whole, from bf16, which is half to send.
-            direction = gather(direction.bfloat16(), parameter)
-        direction = orthogonalised(direction, group["coefficients"])
+        return gradient.lerp(average, momentum)
+
+    def _apply(self, direction: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Move the parameter, or this process' shard of it, along an orthogonalised direction
+        [..., F, C]."""
+        state, own = self.state[parameter], own_shard(parameter, parameter)
         # AdamW's typical update has this root mean square, so one learning rate serves both.
         scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
         if group["beta2"] is not None:

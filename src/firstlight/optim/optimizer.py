@@ -13,6 +13,7 @@ from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.dtensors import full_tensor, shard_like
 from firstlight.optim.groups import parameter_kinds
 from firstlight.optim.master import MasterWeights
+from firstlight.optim.muon import Muon
 from firstlight.optim.spec import Layout, is_sharded_like
 from firstlight.optim.table import OptimizerConfig, make_optimizers
 
@@ -109,6 +110,18 @@ class Optimizer:
                 else:
                     group["lr"] = peak * lr_scale
         return self.config.learning_rate * lr_scale
+
+    def share_matrices(self, rank: int, processes: int) -> None:
+        """Have each of the processes compute a share of Muon's matrix products, and all of them
+        make the same updates: they have the same whole gradients.
+
+        Args:
+            rank: number of this process among all of its process group.
+            processes: number of processes.
+        """
+        for optimizer in self._torch_optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.process = (rank, processes)
 
     # One step: accumulate after each backward pass, then clip, update, forget
 

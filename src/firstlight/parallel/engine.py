@@ -283,6 +283,14 @@ class DDPEngine(Engine):
             )
         return self._ddp
 
+    def set_up(
+        self, model: Model, config: OptimizerConfig, precision: str, **options: Any
+    ) -> tuple[Optimizer, Callable[..., Tensor]]:
+        """See `Engine.set_up`."""
+        optimizer, forward = super().set_up(model, config, precision, **options)
+        optimizer.share_matrices(self.rank, self.size)
+        return optimizer, forward
+
     @contextlib.contextmanager
     def backward_pass(self, *, last: bool) -> Iterator[None]:
         """See `Engine.backward_pass`."""
