@@ -39,6 +39,7 @@ from firstlight.models import (
     Qwen3NextConfig,
 )
 from firstlight.models.rope import LinearRope
+from firstlight.recipe import load_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.weights.huggingface import load_model, read_config
@@ -467,6 +468,9 @@ def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
     recipe["model"]["model_type"] = family
     recipe["schedule"] = {"max_steps": 3}
     checkpoint = train(recipe).checkpoint
+    # Qwen3's recipe, which names no settings, is that of new models.
+    trained = load_recipe(Path(recipe["run"]["dir"]) / "recipe.yaml")
+    assert (trained.init.residual_projections == "zero") is (family == "qwen3")
     own = load(checkpoint)
     theirs = load_in_transformers(checkpoint)
     assert_same_logits(own.model, theirs)

@@ -18,7 +18,7 @@ from firstlight.hardware.device import Hardware
 from firstlight.planner.plan import machine as machines
 from firstlight.planner.plan.machine import resolve_for
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
-from firstlight.recipe.resolve import Facts, facts_here, resolve
+from firstlight.recipe.resolve import Facts, facts_here, for_new_model, resolve
 
 
 def recipe_of(**sections: Any) -> Recipe:
@@ -264,10 +264,18 @@ _RECIPES = st.fixed_dictionaries(
         "document_masking": st.booleans(),
         "max_steps": st.sampled_from([None, 1, 10**6]),
         "engine": st.sampled_from(["auto", "fsdp", "deepspeed"]),
-        "lora": st.sampled_from([None, {"rank": 4}]),
-        "optimizer": st.sampled_from(["adamw", "muon", "adafactor"]),
+        "lora": st.sampled_from([None, None, {"rank": 4}]),
+        "model_type": st.sampled_from(["llama", "qwen3"]),
+        "tie_word_embeddings": st.booleans(),
+        "optimizer": st.sampled_from([None, None, "adamw", "muon", "adafactor"]),
+        "kind": st.sampled_from([None, None, "cosine"]),
     }
 )
+
+
+def named(key: str, value: Any) -> dict[str, Any]:
+    """A section with a key, or without it."""
+    return {} if value is None else {key: value}
 
 
 @settings(max_examples=200, deadline=None)
@@ -295,9 +303,11 @@ def test_train_and_plan_resolve_alike(
                 "hidden_size": 128,
                 "num_hidden_layers": 1,
                 "num_attention_heads": 2,
-                "head_dim": drawn["head_dim"],
-                "vocab_size": drawn["vocab_size"],
                 "max_position_embeddings": 128,
+                **{
+                    key: drawn[key]
+                    for key in ("model_type", "head_dim", "vocab_size", "tie_word_embeddings")
+                },
             },
             "data": {
                 "dir": str(folder),
@@ -315,10 +325,10 @@ def test_train_and_plan_resolve_alike(
                 )
             },
             "batch": {key: drawn[key] for key in ("micro_batch_size", "global_batch_tokens")},
-            "schedule": {"max_steps": drawn["max_steps"]},
+            "schedule": {"max_steps": drawn["max_steps"], **named("kind", drawn["kind"])},
             "distributed": {"engine": drawn["engine"]},
             "lora": drawn["lora"],
-            "optimizer": {"name": drawn["optimizer"]},
+            "optimizer": named("name", drawn["optimizer"]),
         }
     )
     cpu = Hardware(torch.device("cpu"), "the CPU of a test", 2**33, bf16=bf16)
@@ -329,8 +339,78 @@ def test_train_and_plan_resolve_alike(
         patched.setattr("firstlight.recipe.resolve.peak_flops", lambda *_: rate)
         patched.setattr("firstlight.recipe.resolve.can_compile", lambda _: compiler)
         planned = resolve_for(recipe, machines.find_machine())
-        trained = resolve(recipe, facts_here(cpu, epoch_tokens=tokens))
+        facts = facts_here(cpu, epoch_tokens=tokens)
+        trained = resolve(for_new_model(recipe, {}), facts)
+        # As before there were settings of new models.
+        before = resolve(recipe, facts)
     assert planned == trained
+    has_layout = drawn["model_type"] == "qwen3" and not drawn["tie_word_embeddings"]
+    names_none = (drawn["optimizer"], drawn["kind"], drawn["lora"]) == (None, None, None)
+    takes_new = has_layout and names_none and drawn["engine"] != "deepspeed"
+    assert (trained.schedule.kind == "wsd") is takes_new
+    if not takes_new:
+        assert trained == before
+
+
+_NEW = {"model_type": "qwen3", "tie_word_embeddings": False, "hidden_size": 48}
+
+
+def test_a_new_model_whose_recipe_names_no_settings_has_those_of_new_models() -> None:
+    recipe = recipe_of(model=_NEW, schedule={"max_steps": 300})
+    told: list[str] = []
+    found = Place().resolve(for_new_model(recipe, {}, told.append))
+    assert told == [
+        "the recipe names no optimizer, schedule or initial weights: those of new models"
+    ]
+    rates = found.optimizer
+    # Those of a width of 192, for a quarter of it.
+    assert (rates.name, rates.muon_learning_rate) == ("muon", 0.024)
+    assert (rates.learning_rate, rates.head_lr_multiple) == (0.3, 0.08)
+    assert (rates.muon_beta2, rates.embedding_weight_decay, rates.max_grad_norm) == (0.95, 0, 0)
+    assert found.init.residual_projections == "zero"
+    schedule = found.schedule
+    assert (schedule.kind, schedule.max_steps, schedule.decay_fraction) == ("wsd", 300, 0.65)
+    assert (schedule.min_lr_ratio, schedule.warmup_ratio) == (0, 0.02)
+    # Resolved recipes are complete, and so not changed again.
+    assert for_new_model(found, {}) is found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": {"model_type": "llama"}},
+        {"model": {**_NEW, "tie_word_embeddings": True}},
+        {"optimizer": {"learning_rate": 1e-3}},
+        {"optimizer": {"weight_decay": 0.05}},
+        {"schedule": {"min_lr_ratio": 0.1}},
+        {"schedule": {"warmup_steps": 10}},
+        {"init": {"head_std": 0.02}},
+        {"lora": {"rank": 2}},
+        {"distributed": {"engine": "deepspeed"}},
+        {"distributed": {"engine": "fsdp", "offload": "cpu"}},
+    ],
+    ids=str,
+)
+def test_a_recipe_that_names_settings_keeps_them_and_the_defaults(given: dict[str, Any]) -> None:
+    recipe = recipe_of(**{"model": _NEW, **given})
+    assert for_new_model(recipe, {}) is recipe
+
+
+@pytest.mark.parametrize("named_before", [False, True])
+def test_a_resumed_run_keeps_the_settings_it_began_with(named_before: bool) -> None:
+    recipe = recipe_of(model=_NEW, schedule={"max_steps": 300})
+    # A run of before there were settings of new models, or one whose recipe named its own.
+    own = {"optimizer": {"learning_rate": 2e-3}, "schedule": {"kind": "linear", "max_steps": 200}}
+    began = recipe_of(model=_NEW, **(own if named_before else {}))
+    earlier = Place().resolve(began).model_dump(mode="json")
+    found = Place().resolve(for_new_model(recipe, earlier), earlier)
+    assert found.optimizer == began.optimizer
+    assert found.schedule == began.schedule.model_copy(update={"max_steps": 300})
+    assert found.init == began.init
+    # And a run that began with them goes on with them.
+    new = Place().resolve(for_new_model(recipe, {}))
+    again = Place().resolve(for_new_model(recipe, new.model_dump(mode="json")))
+    assert again == new
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -894,6 +894,36 @@ def test_a_damaged_newest_checkpoint_costs_steps_and_nothing_else(
         verify_checkpoint(folder)
 
 
+def test_only_new_models_have_the_settings_of_new_models(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def optimizer_of(one: dict[str, Any]) -> str:
+        return load_recipe(run_folder(one) / "recipe.yaml").optimizer.name
+
+    recipe["model"]["model_type"] = "qwen3"
+    recipe["schedule"] = {"max_steps": 6}
+    train(recipe)
+    assert optimizer_of(recipe) == "muon"
+    # The model of another run has learned already.
+    tuned = changed(recipe, run={"dir": str(tmp_path / "tuned")})
+    train(tuned, init_from=run_folder(recipe))
+    assert optimizer_of(tuned) == "adamw"
+    # A run of before there were settings of new models, whose recipe named none.
+    before = changed(
+        recipe,
+        run={"dir": str(tmp_path / "before")},
+        optimizer={"name": "adamw"},
+        init={"residual_projections": "scaled"},
+    )
+    train(before)
+    resumed = changed(before, run={"dir": str(tmp_path / "resumed")})
+    stop_after(resumed, 5)
+    capsys.readouterr()
+    train({**resumed, "optimizer": {}, "init": {}}, resume=True, progress=True)
+    assert "warning" not in capsys.readouterr().err
+    assert losses(resumed) == losses(before)
+
+
 def test_a_changed_setting_is_said(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ from firstlight.errors import ConfigError, InputError, TrainingError
 from firstlight.files.atomic import remove_folder, write_file, write_json
 from firstlight.hardware.device import find_hardware
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
+from firstlight.recipe.resolve import for_new_model
 
 STUDY_NAME, BEST_NAME, PICTURE_NAME = "study.json", "best.yaml", "tuning.png"
 
@@ -130,6 +131,9 @@ def tune(
     begun = time.monotonic()
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
+    if init_from is None:
+        # A trial's recipe names the searched rates, and with them all settings.
+        recipe = for_new_model(recipe, {})
     _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes)
     if folder is None and recipe.run.dir is None:
         raise ConfigError("name the folder of the study: the recipe has no run.dir")

@@ -152,19 +152,20 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = "adamw"
     """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state a parameter; the
-    default. "adamw8bit": both moments in 8 bits with a scale for every 256 values (Dettmers et al.
-    2022), 2.03 bytes; nearly the same loss. Each update unpacks and packs the moments, which on a
-    CPU takes ten times AdamW's update and more. "paged_adamw8bit": the same, in memory that CUDA
-    moves to the CPU's when the GPU's is full, at the price of the moving (bitsandbytes; CUDA only).
-    "adafactor" (Shazeer and Stern 2018): the second moment as one row and one column a matrix and
-    no first one, nearly 0 bytes; steps of a size relative to the parameter's root mean square, so
-    it needs a learning_rate of its own, about 1e-2. "muon": Muon for the matrices and stacked
-    experts inside the layers (Jordan et al. 2024), 4 bytes, AdamW for embeddings, head and norms, 8
-    bytes; each update costs 15 matrix products a matrix on top, and fewer are needed. "sgd":
-    momentum only, 4 bytes, or 0 with sgd_momentum 0; the cheapest update, and slow to learn a
-    Transformer. "lion" (Chen et al. 2023): one moment, 4 bytes; every number moves by the learning
-    rate against the sign of its averaged gradient, so it takes a third to a tenth of AdamW's
-    learning_rate with three to ten times its weight_decay, and betas [0.9, 0.99]."""
+    default, but for new models whose recipe names no settings (docs/learning.md). "adamw8bit": both
+    moments in 8 bits with a scale for every 256 values (Dettmers et al. 2022), 2.03 bytes; nearly
+    the same loss. Each update unpacks and packs the moments, which on a CPU takes ten times AdamW's
+    update and more. "paged_adamw8bit": the same, in memory that CUDA moves to the CPU's when the
+    GPU's is full, at the price of the moving (bitsandbytes; CUDA only). "adafactor" (Shazeer and
+    Stern 2018): the second moment as one row and one column a matrix and no first one, nearly 0
+    bytes; steps of a size relative to the parameter's root mean square, so it needs a learning_rate
+    of its own, about 1e-2. "muon": Muon for the matrices and stacked experts inside the layers
+    (Jordan et al. 2024), 4 bytes, AdamW for embeddings, head and norms, 8 bytes; each update costs
+    15 matrix products a matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes, or 0
+    with sgd_momentum 0; the cheapest update, and slow to learn a Transformer. "lion" (Chen et al.
+    2023): one moment, 4 bytes; every number moves by the learning rate against the sign of its
+    averaged gradient, so it takes a third to a tenth of AdamW's learning_rate with three to ten
+    times its weight_decay, and betas [0.9, 0.99]."""
     implementation: Implementation = "auto"
     """implementation of AdamW (Muon's too) and SGD in torch: "fused", one kernel that reads and
     writes each value once (an update is bound by memory, not arithmetic); "foreach", one kernel an

@@ -13,6 +13,7 @@ from typing import Any
 
 from firstlight.console import rounded
 from firstlight.errors import ConfigError, nearest
+from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import (
     Choice,
@@ -268,7 +269,7 @@ def _step_choices(
         yield from _rates_of_width(shape.hidden_size, fixed)
         return
     is_given = "optimizer.learning_rate" in fixed
-    width = shape.hidden_size if is_given else settings.RATE_WIDTH
+    width = shape.hidden_size if is_given else RATE_WIDTH
     yield Choice("optimizer.learning_rate", settings.ADAMW_RATE, "AdamW's, of a small model")
     yield Choice("optimizer.tuned_width", width, "the rate is for this width")
 
@@ -293,7 +294,7 @@ def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choi
     all are for this model's."""
     rates = {key: settings.LAYOUT[key] for key in _FOLLOWING_RATES}
     reason = "the rates are for this width, and follow that of the model"
-    width = settings.RATE_WIDTH
+    width = RATE_WIDTH
     if not rates.keys().isdisjoint(fixed):
         from firstlight.optim.table import OptimizerConfig
 

@@ -8,37 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Model, initial weights and optimizer of every new model, by key of the recipe: those of
-#: recipes/demo.yaml.
+from firstlight.optim.new_model import MODEL, NEW_MODEL
+
+#: Model, initial weights, optimizer and schedule of every new model, by key of the recipe.
 LAYOUT: dict[str, Any] = {
-    "model.model_type": "qwen3",
-    "model.tie_word_embeddings": False,
-    "init.residual_projections": "zero",
-    "init.embedding_std": 0.8,
-    "init.head_std": 0.001,
-    "optimizer.name": "muon",
-    "optimizer.muon_learning_rate": 0.012,
-    "optimizer.muon_coefficients": "polar_express",
-    "optimizer.muon_beta2": 0.95,
-    "optimizer.muon_momentum_warmup_steps": 100,
-    "optimizer.cautious_weight_decay": True,
-    "optimizer.embedding_weight_decay": 0.0,
-    "optimizer.head_weight_decay": 0.0,
-    "optimizer.learning_rate": 0.3,
-    "optimizer.head_lr_multiple": 0.02,
-    "optimizer.vector_lr_multiple": 0.0133,
-    "optimizer.betas": [0.8, 0.95],
-    "optimizer.max_grad_norm": 0.0,
-    "schedule.kind": "wsd",
-    "schedule.decay_fraction": 0.65,
-    "schedule.min_lr_ratio": 0.0,
+    f"{section}.{key}": value
+    for section, values in {"model": MODEL, **NEW_MODEL}.items()
+    for key, value in values.items()
 }
 
 #: AdamW's rate where a person takes another optimizer than Muon: `nanogpt-tuned` of the benchmark.
 ADAMW_RATE = 2e-3
-
-#: The width that these rates were measured at.
-RATE_WIDTH = 192
 
 #: (hidden_size, num_hidden_layers) of the models to choose from, smallest first. Widths are
 #: multiples of 64, the size of a head.

@@ -1,5 +1,6 @@
 """The keys that a recipe leaves open: `with_deepspeed_file` takes them from the DeepSpeed file that
-it names, and `resolve` decides the others, for train, plan and bench alike."""
+it names, `for_new_model` has the optimizer, schedule and initial weights of a new model whose
+recipe names none, and `resolve` decides the others, for train, plan and bench alike."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.models.language_model import InitConfig
 from firstlight.optim.eight_bit import installed_library
+from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
+from firstlight.optim.schedule import ScheduleConfig
 from firstlight.optim.table import OptimizerConfig
 from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
 
@@ -38,6 +42,9 @@ _BUSY_TOKENS = 1024
 #: Size of the vocabulary from which on chunks of the loss save much memory.
 _LARGE_VOCABULARY = 16384
 
+
+#: Keys of the schedule that say how long a run is, and not how its rate rises and falls.
+_LENGTHS = frozenset(("max_steps", "epochs", "max_minutes"))
 
 #: The precisions that "auto" can stand for.
 AutoPrecision = Literal["bf16", "fp16", "fp32"]
@@ -84,6 +91,57 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
         can_compile(hardware.device),
         lambda dtype: peak_flops(hardware.device, dtype),
         **more,
+    )
+
+
+def for_new_model(
+    recipe: Recipe, earlier: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None
+) -> Recipe:
+    """The recipe of a new model with optimizer, schedule and initial weights, if it names none.
+
+    The settings go together: a recipe that names an optimizer, a rate, the shape of the schedule or
+    initial weights trains with its own and with the defaults of the keys that it leaves out.
+
+    Args:
+        recipe: recipe of a model that starts from new weights.
+        earlier: resolved recipe of the run that is resumed, whose settings are kept; {} for a new
+            run.
+        tell: called with the message that a recipe takes these settings.
+    """
+    if not _names_no_settings(recipe):
+        return recipe
+    chosen = earlier or {
+        "init": NEW_MODEL["init"],
+        "optimizer": {**NEW_MODEL["optimizer"], "tuned_width": RATE_WIDTH},
+        "schedule": {**NEW_MODEL["schedule"], "warmup_ratio": WARMUP_RATIO},
+    }
+    if not earlier:
+        tell("the recipe names no optimizer, schedule or initial weights: those of new models")
+    length = recipe.schedule.model_dump(include=set(_LENGTHS))
+    changes = {
+        "init": InitConfig.model_validate(chosen.get("init", {})),
+        "optimizer": OptimizerConfig.model_validate(chosen.get("optimizer", {})),
+        "schedule": ScheduleConfig.model_validate({**chosen.get("schedule", {}), **length}),
+    }
+    return recipe.model_copy(update=changes)
+
+
+def _names_no_settings(recipe: Recipe) -> bool:
+    """Whether a recipe of the layout that `NEW_MODEL` was measured with names no optimizer, no
+    shape of the schedule and no initial weights, and can train with those."""
+    model, parts = recipe.model, recipe.distributed
+    return (
+        model is not None
+        and all(getattr(model, key) == value for key, value in MODEL.items())
+        and recipe.lora is None
+        and recipe.preference is None
+        # These have no Muon.
+        and parts.engine != "deepspeed"
+        and parts.deepspeed_config is None
+        and parts.offload == "none"
+        and not recipe.optimizer.model_fields_set
+        and not recipe.init.model_fields_set
+        and recipe.schedule.model_fields_set <= _LENGTHS
     )
 
 

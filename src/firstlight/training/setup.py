@@ -42,7 +42,7 @@ from firstlight.recipe import (
     parse_resolved_recipe,
 )
 from firstlight.recipe.conflicts import ineffective
-from firstlight.recipe.resolve import facts_here, resolve, sequence_length
+from firstlight.recipe.resolve import facts_here, for_new_model, resolve, sequence_length
 from firstlight.report.records import STARTS_NAME, sound_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
@@ -106,6 +106,8 @@ def set_up(
         newest = shared_newest(engine, folder, resume, branch, tell)
         goes_on = resume or newest is not None
         earlier = decided_before(recipe, newest, folder) if goes_on else {}
+        if init_from is None and (earlier or newest is None):
+            recipe = for_new_model(recipe, earlier, tell)
         run = _assembled(
             recipe, folder, newest, earlier, init_from, new_rows, hardware, engine, tell
         )

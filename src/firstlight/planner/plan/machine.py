@@ -34,7 +34,7 @@ from firstlight.recipe import (
     parse_resolved_recipe,
 )
 from firstlight.recipe.deepspeed import with_deepspeed_file
-from firstlight.recipe.resolve import AutoPrecision, Facts, facts_here, resolve
+from firstlight.recipe.resolve import AutoPrecision, Facts, facts_here, for_new_model, resolve
 from firstlight.training.length import predicted_steps
 from firstlight.weights.huggingface import read_config
 
@@ -217,7 +217,10 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
         ConfigError: there is no model, its vocabulary isn't known, or see `resolve`.
         ModelError: `init_from` is no model's folder.
     """
-    recipe = _with_model(with_deepspeed_file(recipe, machine.count), init_from)
+    recipe = with_deepspeed_file(recipe, machine.count)
+    if init_from is None:
+        recipe = for_new_model(recipe, {})
+    recipe = _with_model(recipe, init_from)
     kind = recipe.data.kind or _prepared_kind(recipe)
     if kind == "preference" and recipe.preference is None:
         recipe = recipe.model_copy(update={"preference": PreferenceConfig()})
