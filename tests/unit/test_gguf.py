@@ -72,7 +72,7 @@ def _values_of_later_families(
     }
     part = {**rope, "partial_rotary_factor": choose((0.5, 1.0))}
     parallel = {"use_parallel_residual": choose((True, False)), "head_dim": None}
-    return {
+    families: dict[str, dict[str, Any]] = {
         "smollm3": {"num_hidden_layers": 5},
         "phi3": {
             "head_dim": shared,
@@ -96,7 +96,61 @@ def _values_of_later_families(
             "rope_parameters": part,
             "hidden_act": choose(("gelu", "gelu_new")),
         },
-    }.get(family, {})
+        **_values_of_routed_families(rope, values, choose),
+    }
+    return families.get(family, {})
+
+
+def _values_of_routed_families(
+    rope: dict[str, Any], values: dict[str, Any], choose: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """The values of families whose experts are their own."""
+    heads, plain = values.get("num_attention_heads", 0), {"rope_type": "default"}
+    yarn = {**YARN, **choose(({}, {"mscale": 0.7, "mscale_all_dim": 0.7}, {"mscale_all_dim": 1.0}))}
+    deepseek = {
+        "num_key_value_heads": heads,
+        "num_hidden_layers": 3,
+        "rope_parameters": choose((yarn, {**plain, "rope_theta": 1e4})),
+        "q_lora_rank": choose((None, 24)),
+        "kv_lora_rank": choose((16, 40)),
+        "qk_nope_head_dim": choose((8, 32)),
+        "qk_rope_head_dim": choose((4, 16)),
+        "v_head_dim": choose((8, 12)),
+        "n_routed_experts": 8,
+        "num_experts_per_tok": choose((1, 3)),
+        "n_shared_experts": choose((1, 2)),
+        "moe_intermediate_size": choose((20, 32)),
+        "first_k_dense_replace": choose((0, 1)),
+        "routed_scaling_factor": choose((1.0, 2.5)),
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    groups = choose(({}, {"n_group": 4, "topk_group": 2}, {"n_group": 2, "topk_group": 2}))
+    size = choose((8, 32))
+    deepseek["head_dim"] = deepseek["qk_rope_head_dim"]
+    return {
+        "deepseek_v2": deepseek,
+        "deepseek_v3": {**deepseek, **groups, "norm_topk_prob": choose((True, False))},
+        "gpt_oss": {
+            "num_local_experts": choose((2, 5)),
+            "num_experts_per_tok": choose((1, 2)),
+            "sliding_window": choose((8, 40)),
+            "rope_parameters": choose((rope, YARN, {**YARN, "truncate": False})),
+        },
+        "qwen3_next": {
+            "num_hidden_layers": choose((4, 5)),
+            "rope_parameters": {**rope, "partial_rotary_factor": choose((0.5, 1.0))},
+            "linear_conv_kernel_dim": choose((2, 4)),
+            "linear_key_head_dim": size,
+            "linear_value_head_dim": size,
+            "linear_num_key_heads": choose((1, 2)),
+            "linear_num_value_heads": choose((2, 4)),
+            "num_experts": choose((2, 5)),
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": choose((20, 32)),
+            "shared_expert_intermediate_size": choose((12, 32)),
+        },
+    }
 
 
 def drawn(family: str, folder: Path, seed: int = 0, **changes: Any) -> Saved:
@@ -143,7 +197,7 @@ def drawn(family: str, folder: Path, seed: int = 0, **changes: Any) -> Saved:
         values |= {"residual_multiplier": choose((1.0, 0.22)), "logits_scaling": choose((1.0, 8.0))}
     if family in ("mistral", "mixtral"):
         values["sliding_window"] = choose((None, 40))
-    if family.startswith("qwen"):
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
         window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
         values |= choose(({}, window))
     if family in ("mixtral", "qwen3_moe"):
@@ -161,9 +215,19 @@ def drawn(family: str, folder: Path, seed: int = 0, **changes: Any) -> Saved:
     return json.loads((folder / "hf" / "config.json").read_text(encoding="utf-8")), tensors
 
 
+#: Families whose norms multiply by 1 + w.
+_ONE_PLUS = ("gemma2", "gemma3_text", "qwen3_next")
+#: Tensors that are fp32 in every format.
+_ALWAYS_FP32 = (
+    *("wpe.weight", ".gate.weight", "router.weight", "_proj_bias"),
+    *("conv1d.weight", "shared_expert_gate.weight"),
+)
+
+
 def same_numbers(family: str, found: Tensor, expected: Tensor) -> bool:
-    """The same to the last bit; the weights of Gemma's norms are 1 larger in the file."""
-    if family.startswith("gemma") and found.dim() == 1:
+    """The same to the last bit; the weights of some norms are 1 larger in the file, and of decays
+    it has the powers."""
+    if family in _ONE_PLUS and found.dim() == 1:
         return torch.allclose(found, expected, rtol=0, atol=1e-6)
     return torch.equal(found, expected)
 
@@ -205,7 +269,7 @@ def test_the_config_that_is_read_makes_the_same_model(
         model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         with torch.no_grad():
             logits.append(model(ids).logits)
-    tolerance = 1e-4 if family.startswith("gemma") else 0
+    tolerance = 1e-4 if family in _ONE_PLUS else 0
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=tolerance)
     own = FAMILIES[family].config
     assert own.from_hf(found.config) == own.from_hf(config)
@@ -220,7 +284,7 @@ def test_half_precision_keeps_what_the_format_holds(
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype=dtype)
     found = read_gguf(tmp_path / "model.gguf").tensors
     for name, tensor in tensors.items():
-        exact = name.endswith(("wpe.weight", ".gate.weight"))
+        exact = name.endswith(_ALWAYS_FP32)
         expected = tensor if exact else rounded(tensor, dtype)
         assert same_numbers(family, found[name], expected), name
 
@@ -232,7 +296,7 @@ def test_bf16_weights_stay_themselves_in_bf16(family: str, tmp_path: Path) -> No
     write_gguf(tmp_path / "model.gguf", config, halves, None, dtype="bf16")
     found = read_gguf(tmp_path / "model.gguf").tensors
     for name, tensor in halves.items():
-        assert torch.equal(found[name], tensor.float()), name
+        assert same_numbers(family, found[name], tensor.float()), name
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -243,15 +307,24 @@ def test_q8_0_is_within_half_a_step_of_each_block(family: str, tmp_path: Path) -
     width = {"n_embd": 64, "n_head": 2} if family == "gpt2" else {"hidden_size": 64, "head_dim": 16}
     width |= {"query_pre_attn_scalar": 16} if family.startswith("gemma") else {}
     heads = {} if family == "gpt2" else {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if family.startswith("deepseek"):
+        width, heads = {"hidden_size": 64}, {}
     config, tensors = drawn(family, tmp_path, **narrow, **width, **heads)
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="q8_0")
     found = read_gguf(tmp_path / "model.gguf").tensors
     changed = 0
     for name, tensor in tensors.items():
-        # GPT-2's projections lie transposed in the file.
-        flip = family == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-        source, read = (tensor.T, found[name].T) if flip else (tensor, found[name])
-        if name.endswith(("wpe.weight", ".gate.weight")) or tensor.dim() == 1:
+        # GPT-2's projections and gpt-oss' experts lie transposed in the file.
+        transposed = {
+            "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+            "gpt_oss": ("experts.gate_up_proj", "experts.down_proj"),
+        }
+        flip = name.endswith(transposed.get(family, ("no name",)))
+        source, read = (tensor.mT, found[name].mT) if flip else (tensor, found[name])
+        if name.endswith("kv_b_proj.weight"):
+            # Half of it lies transposed.
+            torch.testing.assert_close(read, source, atol=float(tensor.abs().max()) / 127, rtol=0)
+        elif name.endswith(_ALWAYS_FP32) or tensor.dim() == 1:
             assert same_numbers(family, read, source), name
         elif source.shape[-1] % 32:
             assert torch.equal(read, rounded(source, "f16")), name
@@ -496,7 +569,26 @@ _OTHER_BASE = {
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps is None"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "type 'dynamic' can't be put"),
         ("llama", {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "no llama with yarn of other"),
-        ("qwen3", {"rope_parameters": {**YARN, "truncate": False}}, "no qwen3 with yarn of other"),
+        ("qwen3", {"rope_parameters": {**YARN, "beta_fast": 8.0}}, "no qwen3 with yarn of other"),
+        ("deepseek_v3", {"attention_bias": True}, "no deepseek_v3 with attention_bias True"),
+        (
+            "deepseek_v2",
+            {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+            "topk_group 2 of n_group 4: only all groups",
+        ),
+        (
+            "deepseek_v2",
+            {"num_hidden_layers": 27, "q_lora_rank": 8},
+            "q_lora_rank in 27 layers: only null",
+        ),
+        ("deepseek_v3", {"rope_interleave": False}, "with rope_interleave False: only True"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "no gpt_oss with swiglu_limit 5.0: only 7.0"),
+        (
+            "qwen3_next",
+            {"linear_value_head_dim": 16, "linear_key_head_dim": 8},
+            "linear_value_head_dim 16: only linear_key_head_dim, 8",
+        ),
+        ("qwen3_next", {"mlp_only_layers": [0]}, r"no qwen3_next with mlp_only_layers \[0\]"),
         ("llama", {"rope_parameters": {**YARN, "factor": 0.5}}, "no llama with yarn of factor 0.5"),
         ("granite", {"rope_parameters": YARN}, "rope type 'yarn' can't be put into GGUF for gra"),
         ("llama", {"rope_parameters": {**LLAMA3, "factor": None}}, "settings' factor is None"),
@@ -507,7 +599,6 @@ _OTHER_BASE = {
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers \[0\]"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the"),
-        ("llama", {"model_type": "gpt_oss"}, "gpt_oss"),
         (
             "smollm3",
             {"no_rope_layers": [1, 0, 1, 1, 1]},
@@ -585,6 +676,14 @@ def test_notes_tell_where_llama_cpp_differs() -> None:
     qwen = transformers.Qwen2Config(sliding_window=64).to_dict()
     assert gguf_notes({**qwen, "sliding_window": 64}) == []
     assert len(gguf_notes({**qwen, "sliding_window": 64, "use_sliding_window": True})) == 1
+    gpt_oss = transformers.GptOssConfig().to_dict()
+    [note] = gguf_notes(gpt_oss)
+    assert "rounds the bounds between which YaRN blends" in note
+    assert gguf_notes({**gpt_oss, "rope_parameters": YARN}) == []
+    deepseek = transformers.DeepseekV3Config().to_dict()
+    assert gguf_notes({**deepseek, "rms_norm_eps": 1e-6}) == []
+    [note] = gguf_notes({**deepseek, "rms_norm_eps": 1e-5})
+    assert "takes rms_norm_eps 1e-05 for the norms within attention" in note
 
 
 def test_the_exact_gelu_is_remembered(tmp_path: Path) -> None:

@@ -287,21 +287,54 @@ def test_an_unknown_family_is_named_with_the_known_ones(family: Any, tmp_path: P
     ("like", "change", "said"),
     [
         ("llama", {"logit_scale": 2, "clip": 1}, "llama, which has no clip, logit_scale"),
-        ("arcee", {"hidden_act": "gelu"}, "llama, which has hidden_act 'silu'"),
-        ("gemma2", {"num_experts": 3}, "gemma2, which has no num_experts"),
-        ("olmo3", {}, "olmo3, which has the same keys"),
+        ("llama", {"hidden_act": "relu2"}, "arcee, which has the same keys"),
+        (
+            "llama",
+            {"num_local_experts": 8, "moe_k": 2, "route_scale": 2.0, "top_level": False},
+            "mixtral, which has no route_scale",
+        ),
+        (
+            "qwen3_next",
+            {"hidden_act": "relu", "decay": 1},
+            "which has no decay and has hidden_act",
+        ),
+        ("deepseek_v3", {"index_topk": 4, "id2label": {"0": "a"}}, "which has no index_topk"),
+        ("olmo3", {}, "olmo3, which has the same keys in config.json and another class"),
     ],
 )
 def test_an_unknown_family_is_compared_with_the_nearest_known_one(
     like: str, change: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    content = LlamaConfig.from_hf({"model_type": like}).to_hf()
+    content = FAMILIES[like].config.from_hf({"model_type": like}).to_hf()
     change = {**change, "model_type": "other"}
     (tmp_path / "config.json").write_text(json.dumps({**content, **change}))
-    assert f"model_type 'other' is not supported: the nearest is {said} (" in refusal(tmp_path)
+    line = refusal(tmp_path)
+    assert "model_type 'other' is not supported: the nearest is " in line
+    assert said in line
     nested = {"model_type": "other", "text_config": {**content, **change}}
     (tmp_path / "config.json").write_text(json.dumps(nested))
     assert "; of its parts only the text_config was compared (supported" in refusal(tmp_path)
+    nested["text_config"] = {**content, "model_type": like}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert f": its text_config is a {like}, and its other parts are not read (" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"is_encoder_decoder": True},
+            "; it is an encoder with a decoder, firstlight",
+        ),
+        ({"architectures": ["BertForMaskedLM"]}, "; its class BertForMaskedLM is no causal"),
+    ],
+)
+def test_a_model_that_continues_no_text_is_said_to_be_none(
+    config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    content = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 2, **config}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert said in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 100_000])

@@ -18,9 +18,9 @@ from firstlight.conversion.gguf_layout import (
     ROPE_FACTORS_SHORT,
     rope_of,
 )
-from firstlight.conversion.gguf_writer import KEPT, KEPT_KEYS
+from firstlight.conversion.gguf_metadata import KEPT, KEPT_KEYS
 from firstlight.errors import ModelError
-from firstlight.models import FAMILIES
+from firstlight.models import FAMILIES, DeepseekConfig, Qwen3NextConfig
 from firstlight.models.family import ExpertNames, FamilySpec
 from firstlight.models.rope import yarn_magnitude
 
@@ -29,6 +29,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 #: Fewest tensors of a layer.
 _LAYER_TENSORS = 5
+
+#: expert_gating_func of scores by sigmoids, llama.cpp's `llama_expert_gating_func_type`.
+_SIGMOID = 2
 
 #: The frequency factors of all published Llama 3.1, 3.2 and 3.3 models.
 _LLAMA3 = {
@@ -147,11 +150,15 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
     window, experts = values.whole("attention.sliding_window", 0), values.whole("expert_count", 0)
-    model_type = kept.get("model_type") or _family_of(values.architecture, experts, window)
-    family = FAMILIES[model_type].spec
+    model_type = kept.get("model_type") or _family_of(values, experts, window)
+    family, is_latent = FAMILIES[model_type].spec, FAMILIES[model_type].config is DeepseekConfig
     rotary_dim = values.whole("rope.dimension_count", head_dim)
     is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
-    if values.whole("attention.value_length", head_dim) != head_dim or not is_whole:
+    value_dim = values.whole("attention.value_length", head_dim)
+    if is_latent:
+        # llama.cpp's head is the compressed vector, Hugging Face's the rotated part.
+        head_dim = rotary_dim
+    elif value_dim != head_dim or not is_whole:
         raise ModelError("heads whose keys, values and rotary part differ in size: not supported")
     eps = "layer_norm_epsilon" if family.norm_kind == "layer" else "layer_norm_rms_epsilon"
     config: dict[str, Any] = {
@@ -160,7 +167,9 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "intermediate_size": values.whole("feed_forward_length"),
         "num_hidden_layers": values.whole("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": values.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": (
+            heads if is_latent else values.whole("attention.head_count_kv", heads)
+        ),
         "head_dim": head_dim,
         family.activation_key: family.activation,
         "max_position_embeddings": values.whole("context_length"),
@@ -175,11 +184,46 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
     config |= _layer_config(values, stored, family, config)
     if experts:
-        config |= _expert_config(values, stored, family.experts, experts)
+        fields = {*FAMILIES[model_type].config.model_fields, "num_local_experts"}
+        expert_config = _expert_config(values, stored, family.experts, experts)
+        config |= {key: value for key, value in expert_config.items() if key in fields}
+    if is_latent:
+        config |= _latent_config(values, rotary_dim)
+    if FAMILIES[model_type].config is Qwen3NextConfig:
+        config |= _linear_config(values)
+    for key, name in family.gguf.counts.items():
+        count = values.whole(name)
+        config[key] = None if key in family.gguf.optional and count == 0 else count
     numbers = family.gguf.numbers
     return config | {
         key: None if key in family.gguf.optional and values.get(name) is None else values.real(name)
         for key, name in numbers.items()
+    }
+
+
+def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
+    """Entries of DeepSeek's latent attention, and of how tokens choose experts."""
+    return {
+        "qk_nope_head_dim": values.whole("attention.key_length_mla") - rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
+        "norm_topk_prob": values.get("expert_weights_norm", False) is True,
+        "n_group": values.whole("expert_group_count", 1),
+        "topk_group": values.whole("expert_group_used_count", 1),
+    }
+
+
+def _linear_config(values: _Values) -> dict[str, Any]:
+    """Entries of Qwen3-Next's linear attention."""
+    layers, kinds = values.whole("block_count"), values.get("attention.recurrent_layers")
+    if not isinstance(kinds, list):
+        period = max(values.whole("full_attention_interval", 4), 1)
+        kinds = [(layer + 1) % period != 0 for layer in range(layers)]
+    heads = max(values.whole("ssm.time_step_rank"), 1)
+    return {
+        "linear_value_head_dim": values.whole("ssm.inner_size") // heads,
+        "layer_types": [
+            "linear_attention" if is_linear else "full_attention" for is_linear in kinds
+        ],
     }
 
 
@@ -213,13 +257,16 @@ def _families_of(architecture: str) -> list[str]:
     return [name for name in ARCHITECTURES if ARCHITECTURES[name] == architecture]
 
 
-def _family_of(architecture: str, experts: int, window: int) -> str:
+def _family_of(values: _Values, experts: int, window: int) -> str:
     """The first family of an architecture with the file's experts and window."""
-    named = _families_of(architecture)
+    named = _families_of(values.architecture)
+    if "deepseek_v3" in named:
+        return "deepseek_v3" if values.get("expert_gating_func") == _SIGMOID else "deepseek_v2"
     for name in named:
         family = FAMILIES[name].spec
         has_window = not window or "sliding_window" in family.own_keys
-        if has_window and (family.experts is not None) == (experts > 0):
+        has_experts = "num_experts" in FAMILIES[name].config.model_fields
+        if has_window and has_experts == (experts > 0):
             return name
     return named[0]
 
@@ -229,13 +276,14 @@ def _expert_config(
 ) -> dict[str, Any]:
     """The config entries of a mixture of experts."""
     layers = values.whole("block_count")
-    router = stored.get("blk.0.ffn_gate_inp.weight")
+    routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
+    router = next((shape for shape in routers if shape is not None), None)
     # Checked before the table of all tensors is made, as the number of layers is.
     numbers = sum(math.prod(shape) for shape in stored.values())
     if router is None or router[0] != experts or 3 * layers * experts > numbers:
         raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
     used = {"num_experts_per_tok": values.whole("expert_used_count")}
-    if names is not None and names.size == "intermediate_size":
+    if names is None or names.size == "intermediate_size":
         return {"num_local_experts": experts, **used}
     size = values.whole("expert_feed_forward_length", values.whole("feed_forward_length"))
     return {
@@ -301,12 +349,21 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     if isinstance(known, dict):
         return {**known, "rope_type": "yarn"}
     factor = values.real("rope.scaling.factor")
+    multiplier = values.real("rope.scaling.yarn_log_multiplier", 0.0)
     scaling = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": values.whole("rope.scaling.original_context_length"),
     }
     own = values.real("rope.scaling.attn_factor", 1.0)
+    if values.architecture == ARCHITECTURES["deepseek_v3"]:
+        if own != 1:
+            raise ModelError(f"yarn with an attn_factor of {own} is not supported: only 1 is")
+        # See `yarn_factors`; llama.cpp divides the multiplier by 0.1.
+        multiplier = round(multiplier / 0.1, 6)
+        if multiplier:
+            return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
+        return {**scaling, "attention_factor": yarn_magnitude(factor), "mscale_all_dim": 1.0}
     # llama.cpp multiplies it by YaRN's own magnitude.
     return scaling if own == 1 else {**scaling, "attention_factor": own * yarn_magnitude(factor)}
 

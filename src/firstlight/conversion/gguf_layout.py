@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
-from firstlight.models import FAMILIES
+from firstlight.models import FAMILIES, DeepseekConfig, Qwen3NextConfig
 from firstlight.models.family import FamilySpec
-from firstlight.models.rope import YarnRope
+from firstlight.models.rope import YarnRope, rope_magnitude, yarn_magnitude
 from firstlight.weights.huggingface import config_from_hf
 
 #: model_type of Hugging Face's config.json -> general.architecture
@@ -120,6 +120,14 @@ class ModelShape:
         return int(getattr(self.model, "rotary_dim", 0))
 
     @property
+    def cached_sizes(self) -> tuple[int, int, int]:
+        """Heads in llama.cpp's cache, and the sizes of their keys and values."""
+        if isinstance(self.model, DeepseekConfig):
+            rank = self.model.kv_lora_rank
+            return 1, rank + self.rotary_dim, rank
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
+    @property
     def architecture(self) -> str:
         """The value of general.architecture."""
         return self.family.gguf.architecture
@@ -166,10 +174,12 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     head_dim = family.hf_defaults.get("head_dim") if "head_dim" not in config else None
     experts = expert_size = 0
-    if family.experts is not None:
-        # transformers 5 writes num_local_experts for all.
-        experts = _positive(config, "num_local_experts", config.get("num_experts"))
-        expert_size = _positive(config, family.experts.size)
+    if "num_experts" in config_class.model_fields:
+        # transformers 5 writes num_local_experts for most.
+        key = family.json_names.get("num_experts", "num_local_experts")
+        experts = _positive(config, key, config.get("num_experts"))
+        inside = "intermediate_size" if family.experts is None else family.experts.size
+        expert_size = _positive(config, inside)
     width = (expert_size or None) if rotary else 4 * hidden
     sizes = {
         "vocab_size": size("vocab_size"),
@@ -224,8 +234,8 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
         wrong = "no_rope_layers of another pattern: only the family's own"
     rope = getattr(model, "rope_scaling", None)
     if isinstance(rope, YarnRope):
-        if (rope.beta_fast, rope.beta_slow, rope.truncate) != (32.0, 1.0, True):
-            wrong = "yarn of other bounds: only beta_fast 32, beta_slow 1 and truncate true"
+        if (rope.beta_fast, rope.beta_slow) != (32.0, 1.0):
+            wrong = "yarn of other bounds: only beta_fast 32 and beta_slow 1"
         if rope.factor < 1:
             wrong = f"yarn of factor {rope.factor}: only 1 and more"
     if getattr(model, "rotary_dim", 0) % 2:
@@ -239,8 +249,28 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
             scalar = model.hidden_size // model.num_attention_heads
         if model.query_pre_attn_scalar != scalar:
             wrong = f"query_pre_attn_scalar {model.query_pre_attn_scalar}: only {scalar}"
+    if isinstance(model, DeepseekConfig):
+        wrong = wrong or _wrong_latents(model)
+    if isinstance(model, Qwen3NextConfig):
+        sizes = model.linear_key_head_dim, model.linear_value_head_dim
+        if sizes[0] != sizes[1]:
+            wrong = f"linear_value_head_dim {sizes[1]}: only linear_key_head_dim, {sizes[0]}"
     if wrong:
         raise ModelError(f"llama.cpp has no {name} with {wrong} can be put into GGUF")
+
+
+def _wrong_latents(model: DeepseekConfig) -> str:
+    """What llama.cpp computes otherwise of a DeepSeek model; "" where there is nothing."""
+    layers, rope = model.num_hidden_layers, model.rope_scaling
+    # By these it knows models that have none, and does not read it.
+    lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
+    if model.q_lora_rank is not None and lacks_rank:
+        return f"q_lora_rank in {layers} layers: only null"
+    if model.topk_group < model.n_group and model.model_type == "deepseek_v2":
+        return f"topk_group {model.topk_group} of n_group {model.n_group}: only all groups"
+    if isinstance(rope, YarnRope) and rope.factor == 1 and rope_magnitude(rope, 1) != 1:
+        return f"attention_factor {rope.attention_factor} in yarn of factor 1: only 1"
+    return ""
 
 
 def _check_sizes(sizes: Mapping[str, int], *, rotary: bool) -> None:
@@ -268,15 +298,15 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
     """The rotary settings of a config.json, in the spelling of transformers 5 or 4.
 
     Raises:
-        ModelError: the kind is not default, linear or llama3, or llama.cpp lacks it for the
-            family; or a number is missing.
+        ModelError: llama.cpp lacks the kind for the family, or a number is missing.
     """
     # The order of transformers, if a file has both spellings.
-    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(settings, Mapping):
-        raise ModelError(f"config.json: the rotary settings are {settings!r}, not an object")
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
+    usual_settings = {} if family is None else family.spec.rope.default
+    settings = config.get("rope_scaling") or config.get("rope_parameters") or usual_settings
+    if not isinstance(settings, Mapping):
+        raise ModelError(f"config.json: the rotary settings are {settings!r}, not an object")
     # Settings of the layers without a window, where each kind of layer has its own.
     settings = settings.get("full_attention", settings)
     # The first Llamas' config.json leaves it out; the other families' always have it.
@@ -295,11 +325,9 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
     }
     kind = kind if family is None else family.spec.rope.other_kinds.get(kind, kind)
     if kind not in (() if family is None else family.spec.gguf.rope_kinds):
-        named = [n for n in ARCHITECTURES if "llama3" in FAMILIES[n].spec.gguf.rope_kinds]
-        raise ModelError(
-            f"rope type '{kind}' can't be put into GGUF for {model_type}: default and linear can, "
-            f"llama3 for {', '.join(named)}, and yarn for these and qwen2, qwen3 and qwen3_moe"
-        )
+        named = [n for n in ARCHITECTURES if kind in FAMILIES[n].spec.gguf.rope_kinds]
+        can = f"; it can for {', '.join(named)}" if named else ""
+        raise ModelError(f"rope type '{kind}' can't be put into GGUF for {model_type}{can}")
     scaling = {key: _number(settings, key) for key in keys[kind]}
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise ModelError("config.json: low_freq_factor must be less than high_freq_factor")
@@ -316,6 +344,19 @@ def rope_factors(shape: ModelShape, rope: Rope) -> dict[str, Tensor]:
         }
     factors = rope.factors(shape.rotary_dim)
     return {} if factors is None else {ROPE_FACTORS: factors}
+
+
+def yarn_factors(shape: ModelShape) -> tuple[float, float]:
+    """YaRN's factor of cos and sin for llama.cpp, which multiplies it by YaRN's own magnitude; and
+    the logarithm's factor m of DeepSeek's scores, which it multiplies by the square of what cos and
+    sin get and of 1 + 0.1 m ln(factor); with m other than 0 it leaves the magnitude out."""
+    model, rope = shape.model, shape.model.rope_scaling
+    wanted, own = rope_magnitude(rope, shape.max_positions), yarn_magnitude(rope.factor)
+    if not isinstance(model, DeepseekConfig) or rope.factor == 1:
+        return wanted / own, 0.0
+    scale = (model.attention_spec(0).scale or 1.0) * math.sqrt(model.head_dim)
+    multiplier = (math.sqrt(scale) / wanted - 1) / (0.1 * math.log(rope.factor))
+    return (wanted / own, 0.0) if abs(multiplier) < 1e-9 else (wanted, multiplier)
 
 
 def _positive(config: Mapping[str, Any], key: str, default: Any = None) -> int:

@@ -78,12 +78,12 @@ def read_gguf(path: Path) -> GGUFModel:
             rules = list(tensor_rules(shape))
             expected = {rule.gguf: rule.gguf_shape for rule in rules}
             require_tensors("the file", expected, shapes)
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for rule in rules:
                 values = parser.tensor(rule.gguf, stored[rule.gguf], data_start)
                 parts = values.unbind() if rule.stacked else (values,)
                 for source, part in zip(rule.sources, parts, strict=True):
-                    tensors[source] = rule.from_gguf(part).clone()
+                    rule.put_into(tensors, source, part)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     except OSError as error:

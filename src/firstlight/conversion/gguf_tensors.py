@@ -6,17 +6,27 @@ layouts are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from firstlight.conversion.gguf_layout import ModelShape
-from firstlight.models import FAMILIES
+from firstlight.models import FAMILIES, DeepseekConfig, GptOssConfig, Qwen3NextConfig
 from firstlight.models.family import ExpertNames
 
-Change = Literal["none", "transposed", "rotary", "interleaved", "one_plus"]
+Change = Literal[
+    "none",
+    "transposed",
+    "rotary",
+    "interleaved",
+    "one_plus",
+    "negative_exp",
+    "by_head",
+    "by_head_transposed",
+]
 
 
 @dataclass(frozen=True)
@@ -27,12 +37,17 @@ class TensorRule:
         gguf: name in the file.
         sources: Hugging Face name; for experts, the names of all, stacked in this order.
         shape: shape of each source.
-        change: "none"; "transposed"; "rotary", a reordering of rows, since llama.cpp's Llama
-            rotates neighbouring pairs where Hugging Face rotates halves; "interleaved", one from
-            the rows of each head's query, key and value to all queries, all keys and all values; or
-            "one_plus", a norm's weight to which Hugging Face's class adds 1.
-        heads: number of attention heads in the rows of a "rotary" or "interleaved" tensor.
+        change: "none"; "transposed", in the last two dimensions; "rotary", a reordering of rows,
+            since llama.cpp's Llama rotates neighbouring pairs where Hugging Face rotates halves;
+            "interleaved", one from the rows of each head's query, key and value to all queries, all
+            keys and all values; "one_plus", a norm's weight to which Hugging Face's class adds 1;
+            "negative_exp", -exp of the source; or "by_head", rows with a dimension of their own for
+            the heads, also "by_head_transposed" in the other two.
+        heads: number of attention heads in the rows, where `change` depends on them.
         stacked: True if the file's tensor has a first dimension for the sources.
+        taken: indices of the source's part that the tensor holds; () is the whole source.
+        axis: dimension of the source that `taken` counts.
+        dropped: dimension of the source, of size 1, that the file's tensor lacks; None is none.
     """
 
     gguf: str
@@ -41,24 +56,45 @@ class TensorRule:
     change: Change = "none"
     heads: int = 0
     stacked: bool = False
+    taken: Sequence[int] = ()
+    axis: int = 0
+    dropped: int | None = None
 
     @property
     def gguf_shape(self) -> tuple[int, ...]:
         """The shape in the file, outermost dimension first."""
-        shape = self.shape[::-1] if self.change == "transposed" else self.shape
-        return (len(self.sources), *shape) if self.stacked else shape
+        shape = list(self.shape)
+        if self.taken:
+            shape[self.axis] = len(self.taken)
+        if self.change in ("by_head", "by_head_transposed"):
+            shape[:1] = [self.heads, shape[0] // self.heads]
+        if self.change in ("transposed", "by_head_transposed"):
+            shape[-2:] = shape[:-3:-1]
+        if self.dropped is not None:
+            del shape[self.dropped]
+        return (len(self.sources), *shape) if self.stacked else tuple(shape)
 
     @property
     def small(self) -> bool:
-        """Whether llama.cpp needs the tensor in fp32 in every format: vectors, routers, learned
-        positions and the norms of heads."""
-        small_tables = ("position_embd.weight", "ffn_gate_inp.weight", "_norm.weight")
+        """Whether llama.cpp needs the tensor in fp32 in every format: vectors, biases, routers,
+        learned positions, convolutions and the norms of heads."""
+        small_tables = (
+            *("position_embd.weight", "ffn_gate_inp.weight", "_norm.weight"),
+            *(".bias", "ssm_conv1d.weight"),
+        )
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
         """A source tensor in the file's layout."""
+        if self.taken:
+            source = source.index_select(self.axis, torch.tensor(self.taken))
         if self.change == "transposed":
-            return source.T.contiguous()
+            return source.mT.contiguous()
+        if self.change in ("by_head", "by_head_transposed"):
+            heads = source.reshape(self.heads, -1, *source.shape[1:])
+            return (heads if self.change == "by_head" else heads.mT).contiguous()
+        if self.change == "negative_exp":
+            return -source.float().exp()
         if self.change == "rotary":
             halves = source.reshape(self.heads, 2, -1, *self.shape[1:])
             return halves.transpose(1, 2).reshape(self.shape)
@@ -66,18 +102,33 @@ class TensorRule:
             return source.reshape(self.heads, 3, -1).transpose(0, 1).reshape(self.shape)
         if self.change == "one_plus":
             return source.float() + 1
-        return source.contiguous()
+        return (source if self.dropped is None else source.squeeze(self.dropped)).contiguous()
+
+    def put_into(self, tensors: MutableMapping[str, Tensor], source: str, stored: Tensor) -> None:
+        """Put a tensor of the file, or one of those stacked in it, where its source was."""
+        values = self.from_gguf(stored)
+        if not self.taken:
+            tensors[source] = values.clone()
+            return
+        whole = tensors.setdefault(source, torch.zeros(self.shape))
+        whole.index_copy_(self.axis, torch.tensor(self.taken), values)
 
     def from_gguf(self, stored: Tensor) -> Tensor:
-        """The inverse of `to_gguf`."""
+        """The inverse of `to_gguf`: the source, or the part of it that is `taken`."""
         if self.change == "transposed":
-            return stored.T.contiguous()
+            return stored.mT.contiguous()
+        if self.change in ("by_head", "by_head_transposed"):
+            return (stored if self.change == "by_head" else stored.mT).flatten(0, 1)
+        if self.change == "negative_exp":
+            return (-stored).log()
         if self.change == "rotary":
             pairs = stored.reshape(self.heads, -1, 2, *self.shape[1:])
             return pairs.transpose(1, 2).reshape(self.shape)
         if self.change == "interleaved":
             return stored.reshape(3, self.heads, -1).transpose(0, 1).reshape(self.shape)
-        return stored - 1 if self.change == "one_plus" else stored
+        if self.change == "one_plus":
+            return stored - 1
+        return stored if self.dropped is None else stored.unsqueeze(self.dropped)
 
 
 def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
@@ -90,13 +141,44 @@ def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
         yield TensorRule("position_embd.weight", ("transformer.wpe.weight",), table)
     for i in range(shape.num_layers):
         theirs, ours = f"blk.{i}.", f"{model.layers_name}.{i}."
-        yield from (_named_rules if spec.gguf.block else _block_rules)(shape, theirs, ours)
+        yield from _layer_rules(shape, i, theirs, ours)
     yield from _norm_rules(shape, "output_norm", model.final_modules[0])
     head = (shape.vocab_size, shape.hidden_size)
     if not shape.tied:
         yield TensorRule("output.weight", (model.head_file_name,), head)
     elif spec.gguf.head == "written":
         yield TensorRule("output.weight", (f"{model.embedding_name}.weight",), head)
+
+
+def _layer_rules(shape: ModelShape, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """The tensors of a layer, counted from 0."""
+    model = shape.model
+    if shape.family.gguf.block:
+        yield from _named_rules(shape, theirs, ours)
+    elif isinstance(model, DeepseekConfig):
+        yield from _two_norm_rules(shape, theirs, ours, "ffn_norm")
+        yield from _latent_rules(model, theirs, f"{ours}self_attn.")
+        if model.has_experts(layer):
+            yield from _shared_expert_rules(shape, theirs, ours, "mlp.shared_experts.")
+        else:
+            yield from _mlp_rules(shape, theirs, f"{ours}mlp.")
+    elif isinstance(model, GptOssConfig):
+        yield from _two_norm_rules(shape, theirs, ours, "post_attention_norm")
+        yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
+        sinks = (f"{ours}self_attn.sinks",)
+        yield TensorRule(f"{theirs}attn_sinks.weight", sinks, (shape.num_heads,))
+        yield from _biased_expert_rules(shape, theirs, f"{ours}mlp.")
+    elif isinstance(model, Qwen3NextConfig):
+        yield from _two_norm_rules(shape, theirs, ours, "post_attention_norm")
+        if model.is_linear(layer):
+            yield from _delta_rules(model, theirs, f"{ours}linear_attn.")
+        else:
+            yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
+        yield from _shared_expert_rules(shape, theirs, ours, "mlp.shared_expert.")
+        gate, sizes = (f"{ours}mlp.shared_expert_gate.weight",), (1, shape.hidden_size)
+        yield TensorRule(f"{theirs}ffn_gate_inp_shexp.weight", gate, sizes, dropped=0)
+    else:
+        yield from _block_rules(shape, theirs, ours)
 
 
 def _norm_rules(shape: ModelShape, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
@@ -154,10 +236,13 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
         rows = sum(counts.values()) * D
         yield TensorRule(f"{theirs}attn_qkv.weight", (f"{ours}qkv_proj.weight",), (rows, C))
         counts = {}
+    # Beside each head's query Qwen3-Next has the gate of its output.
+    wide = 2 if isinstance(shape.model, Qwen3NextConfig) else 1
     for letter, heads in counts.items():
         change: Change = "rotary" if spec.gguf.rotates_pairs and letter != "v" else "none"
         for kind, rest in (("weight", (C,)), ("bias", ()))[: 2 if shape.qkv_bias else 1]:
-            name, sizes = f"{ours}{letter}_proj.{kind}", (heads * D, *rest)
+            rows = heads * D * (wide if letter == "q" else 1)
+            name, sizes = f"{ours}{letter}_proj.{kind}", (rows, *rest)
             yield TensorRule(f"{theirs}attn_{letter}.{kind}", (name,), sizes, change, heads=heads)
         if letter != "v":
             yield from _head_norm_rules(shape, f"{theirs}attn_{letter}_norm", ours, letter, heads)
@@ -207,3 +292,101 @@ def _expert_rules(
         yield TensorRule(
             f"{theirs}ffn_{word}_exps.weight", sources, (outputs, inputs), stacked=True
         )
+
+
+def _two_norm_rules(shape: ModelShape, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
+    """The norms before attention and MLP, the latter under llama.cpp's name for it."""
+    yield from _norm_rules(shape, f"{theirs}attn_norm", f"{ours}input_layernorm")
+    yield from _norm_rules(shape, theirs + second, f"{ours}post_attention_layernorm")
+
+
+def _latent_rules(model: DeepseekConfig, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """Multi-head latent attention, with keys and values apart."""
+    C, H, L, Q = (
+        model.hidden_size,
+        model.num_attention_heads,
+        model.kv_lora_rank,
+        model.q_lora_rank,
+    )
+    queries, keys, values = H * model.head_dim, model.qk_nope_head_dim, model.v_head_dim
+    parts: list[tuple[str, str, tuple[int, ...]]] = [("attn_q", "q_proj", (queries, C))]
+    if Q is not None:
+        parts = [("attn_q_a", "q_a_proj", (Q, C)), ("attn_q_a_norm", "q_a_layernorm", (Q,))]
+        parts.append(("attn_q_b", "q_b_proj", (queries, Q)))
+    parts += [
+        ("attn_kv_a_mqa", "kv_a_proj_with_mqa", (L + model.qk_rope_head_dim, C)),
+        ("attn_kv_a_norm", "kv_a_layernorm", (L,)),
+        ("attn_output", "o_proj", (C, H * values)),
+    ]
+    for word, name, sizes in parts:
+        yield TensorRule(f"{theirs}{word}.weight", (f"{ours}{name}.weight",), sizes)
+    rows, source = torch.arange(H * (keys + values)).view(H, -1), (f"{ours}kv_b_proj.weight",)
+    shape = (rows.numel(), L)
+    # llama.cpp multiplies queries by the keys' matrices, and wants those transposed.
+    split: tuple[tuple[str, Tensor, Change], ...] = (
+        ("attn_k_b", rows[:, :keys], "by_head_transposed"),
+        ("attn_v_b", rows[:, keys:], "by_head"),
+    )
+    for word, part, change in split:
+        taken = part.flatten().tolist()
+        yield TensorRule(f"{theirs}{word}.weight", source, shape, change, heads=H, taken=taken)
+
+
+def _shared_expert_rules(
+    shape: ModelShape, theirs: str, ours: str, shared: str
+) -> Iterator[TensorRule]:
+    """A layer's experts, and those that every token visits, as one MLP."""
+    if shape.family.experts is not None:
+        yield from _expert_rules(shape, shape.family.experts, theirs, ours)
+    C, model = shape.hidden_size, shape.model
+    if isinstance(model, DeepseekConfig):
+        size = model.moe_intermediate_size * model.n_shared_experts
+        if model.model_type == "deepseek_v3":
+            bias = (f"{ours}mlp.gate.e_score_correction_bias",)
+            yield TensorRule(f"{theirs}exp_probs_b.bias", bias, (model.num_experts,))
+    else:
+        size = model.shared_expert_intermediate_size
+    for word, sizes in (("gate", (size, C)), ("up", (size, C)), ("down", (C, size))):
+        source = (f"{ours}{shared}{word}_proj.weight",)
+        yield TensorRule(f"{theirs}ffn_{word}_shexp.weight", source, sizes)
+
+
+def _biased_expert_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """gpt-oss' router and experts, whose gates and ups take turns in one tensor."""
+    C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
+    for kind, router in (("weight", (E, C)), ("bias", (E,))):
+        yield TensorRule(f"{theirs}ffn_gate_inp.{kind}", (f"{ours}router.{kind}",), router)
+    gates, ups = range(0, 2 * F, 2), range(1, 2 * F, 2)
+    for word, name, inputs, outputs, taken in (
+        ("gate", "gate_up_proj", C, 2 * F, gates),
+        ("up", "gate_up_proj", C, 2 * F, ups),
+        ("down", "down_proj", F, C, ()),
+    ):
+        source, sizes = f"{ours}experts.{name}", (E, inputs, outputs)
+        to = f"{theirs}ffn_{word}_exps"
+        yield TensorRule(f"{to}.weight", (source,), sizes, "transposed", taken=taken, axis=2)
+        yield TensorRule(f"{to}.bias", (f"{source}_bias",), (E, outputs), taken=taken, axis=1)
+
+
+def _delta_rules(model: Qwen3NextConfig, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """Linear attention, with each key head's queries, keys, values and gates apart."""
+    C, G, H = model.hidden_size, model.linear_num_key_heads, model.linear_num_value_heads
+    D, E = model.linear_key_head_dim, model.linear_value_head_dim
+    channels, V = 2 * G * D + H * E, H * E
+    rows = torch.arange(channels + V).view(G, -1)
+    q, k, v, z = (part.flatten() for part in torch.split(rows, [D, D, V // G, V // G], 1))
+    source, sizes = (f"{ours}in_proj_qkvz.weight",), (channels + V, C)
+    for word, part in (("attn_qkv", torch.cat((q, k, v))), ("attn_gate", z)):
+        yield TensorRule(f"{theirs}{word}.weight", source, sizes, taken=part.tolist())
+    width = model.linear_conv_kernel_dim
+    others: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("ssm_ba.weight", "in_proj_ba.weight", (2 * H, C)),
+        ("ssm_conv1d.weight", "conv1d.weight", (channels, 1, width)),
+        ("ssm_dt.bias", "dt_bias", (H,)),
+        ("ssm_norm.weight", "norm.weight", (E,)),
+        ("ssm_out.weight", "out_proj.weight", (C, V)),
+    )
+    for word, name, shape in others:
+        dropped = 1 if name == "conv1d.weight" else None
+        yield TensorRule(theirs + word, (ours + name,), shape, dropped=dropped)
+    yield TensorRule(f"{theirs}ssm_a", (f"{ours}A_log",), (H,), "negative_exp")

@@ -9,7 +9,6 @@ tensors     names, shapes, types; then the data, one tensor after the other
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,18 +22,17 @@ from torch import Tensor
 from firstlight.conversion.check import first_names, is_finite, require_tensors
 from firstlight.conversion.gguf_layout import (
     ModelShape,
-    Rope,
     require_known,
     rope_factors,
     rope_of,
     shape_of,
 )
+from firstlight.conversion.gguf_metadata import add_model, window_of
 from firstlight.conversion.gguf_tensors import TensorRule, tensor_rules
 from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.files.atomic import replacing
-from firstlight.models import FAMILIES
-from firstlight.models.rope import rope_magnitude, yarn_magnitude
+from firstlight.models import FAMILIES, DeepseekConfig, Qwen3NextConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.loading import COMPUTED_BUFFERS
 
@@ -42,23 +40,6 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 GGUFDtype = Literal["f32", "f16", "bf16", "q8_0"]
-
-#: Keys of config.json that GGUF has no key for; firstlight.config has them unchanged.
-KEPT_KEYS = (
-    "model_type",
-    "activation_function",
-    "hidden_act",
-    "attn_pdrop",
-    "embd_pdrop",
-    "initializer_range",
-    "tie_word_embeddings",
-    "layer_types",
-    "max_window_layers",
-    "resid_pdrop",
-    "router_aux_loss_coef",
-    "use_sliding_window",
-)
-KEPT = "firstlight.config"
 
 #: general.file_type of each format (llama.cpp's `llama_ftype`).
 _FILE_TYPES: dict[GGUFDtype, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
@@ -106,7 +87,7 @@ def write_gguf(
     described = None if tokenizer is None else describe_tokenizer(tokenizer, shape.vocab_size)
     factors = {} if rope is None else rope_factors(shape, rope)
     writer = gguf.GGUFWriter(None, shape.architecture)
-    _add_model(writer, config, shape, rope)
+    add_model(writer, config, shape, rope)
     writer.add_name(_loadable_name(name, described))
     writer.add_file_type(_FILE_TYPES[dtype])
     if dtype == "q8_0":
@@ -163,13 +144,25 @@ def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) ->
             f"llama.cpp computes {shape.model_type}'s GELU by its tanh form, the model by the "
             "exact one: logits differ slightly"
         )
-    window, spec = _window(config), shape.family.gguf
+    window, spec = window_of(config), shape.family.gguf
     if window is not None and window < shape.max_positions and not spec.has_windows:
         notes.append(
             f"llama.cpp ignores {shape.model_type}'s sliding window of {window} tokens: longer "
             "texts get other logits"
         )
     scaling = getattr(shape.model, "rope_scaling", None)
+    if scaling is not None and scaling.rope_type == "yarn" and not scaling.truncate:
+        notes.append(
+            "llama.cpp rounds the bounds between which YaRN blends frequencies, the model does not "
+            "(truncate false): logits differ slightly"
+        )
+    if isinstance(shape.model, DeepseekConfig | Qwen3NextConfig):
+        eps = shape.model.rms_norm_eps
+        if eps != 1e-6:
+            notes.append(
+                f"llama.cpp takes rms_norm_eps {eps} for the norms within attention, too, where "
+                "the model has 1e-06: logits differ slightly"
+            )
     if scaling is not None and scaling.rope_type == "longrope":
         notes.append(
             "llama.cpp takes LongRoPE's long or short factors by the context it is opened with, "
@@ -191,15 +184,6 @@ def import_gguf() -> Any:
     except ImportError:
         raise MissingDependencyError("gguf", "interop", "writing and reading GGUF") from None
     return gguf
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    """The sliding window of attention, if the model has one and uses it."""
-    window = config.get("sliding_window")
-    family = FAMILIES[config["model_type"]].spec
-    always = "sliding_window" in family.own_keys and not family.has_window_switch
-    uses = config.get("use_sliding_window", always)
-    return window if uses and isinstance(window, int) and window > 0 else None
 
 
 def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
@@ -242,87 +226,6 @@ def _check_tensors(rules: list[TensorRule], tensors: Mapping[str, Tensor], unuse
     require_tensors("the model", expected, shapes)
     if broken:
         raise ModelError(f"the model has integer or not finite tensors: {first_names(broken)}")
-
-
-def _add_model(
-    writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape, rope: Rope | None
-) -> None:
-    writer.add_type("model")
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_context_length(shape.max_positions)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_block_count(shape.num_layers)
-    writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_head_count(shape.num_heads)
-    kept = {key: config[key] for key in KEPT_KEYS if config.get(key) is not None}
-    if rope is None:
-        writer.add_layer_norm_eps(_epsilon(config, "layer_norm_epsilon"))
-    else:
-        if shape.family.norm_kind == "layer":
-            writer.add_layer_norm_eps(shape.model.rms_norm_eps)
-        else:
-            writer.add_layer_norm_rms_eps(_epsilon(config, "rms_norm_eps"))
-        if "use_parallel_residual" in shape.family.own_keys:
-            writer.add_parallel_residual(shape.parallel)
-        writer.add_head_count_kv(shape.num_kv_heads)
-        writer.add_key_length(shape.head_dim)
-        writer.add_value_length(shape.head_dim)
-        writer.add_rope_dimension_count(shape.rotary_dim)
-        writer.add_rope_freq_base(rope.theta)
-        _add_kinds_of_layers(writer, config, shape)
-        if (part := shape.model.partial_rotary_factor) is not None:
-            kept["partial_rotary_factor"] = part
-        if rope.kind == "linear":
-            import gguf
-
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(rope.scaling["factor"])
-        if rope.kind == "llama3":
-            # They can't be computed from the tensor of the factors.
-            kept["rope_scaling"] = {"rope_type": rope.kind, **rope.scaling}
-        if rope.kind in ("longrope", "yarn"):
-            scaling = shape.model.rope_scaling
-            magnitude = rope_magnitude(scaling, shape.max_positions)
-            if rope.kind == "yarn":
-                import gguf
-
-                writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-                writer.add_rope_scaling_factor(scaling.factor)
-                # llama.cpp multiplies by YaRN's own magnitude anyway.
-                magnitude /= yarn_magnitude(scaling.factor)
-            writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
-            writer.add_rope_scaling_attn_factors(magnitude)
-            kept["rope_scaling"] = scaling.model_dump(exclude_none=True)
-    if shape.num_experts:
-        writer.add_expert_count(shape.num_experts)
-        writer.add_expert_used_count(shape.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(shape.expert_size)
-    for key, name in shape.family.gguf.numbers.items():
-        if (number := getattr(shape.model, key)) is not None:
-            writer.add_float32(f"{shape.architecture}.{name}", number)
-    writer.add_string(KEPT, json.dumps(kept))
-
-
-def _add_kinds_of_layers(writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape) -> None:
-    """The window, and the rotary base of the layers that have it."""
-    window, spec, model = _window(config), shape.family.gguf, shape.model
-    if spec.has_windows:
-        window = model.sliding_window
-        if window is None and spec.head == "tied":
-            # Gemma 2's layers have one in llama.cpp: one that covers all tokens.
-            window = shape.max_positions
-    if window is not None:
-        writer.add_sliding_window(window)
-    if spec.has_window_base:
-        name = f"{shape.architecture}.rope.freq_base_swa"
-        writer.add_float32(name, model.rope_local_base_freq)
-
-
-def _epsilon(config: Mapping[str, Any], key: str) -> float:
-    value = config.get(key)
-    if not isinstance(value, float) or not 0 < value < 1:
-        raise ModelError(f"config.json: {key} is {value!r}, not a small number above 0")
-    return value
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: GGUFTokenizer | None, shape: ModelShape) -> None:

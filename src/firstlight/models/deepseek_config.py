@@ -9,7 +9,13 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from firstlight.errors import ModelError
-from firstlight.models.family import AttentionSpec, ExpertNames, FamilySpec, RopeSpec
+from firstlight.models.family import (
+    AttentionSpec,
+    ExpertNames,
+    FamilySpec,
+    GGUFSpec,
+    RopeSpec,
+)
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_json import values_from_json
 from firstlight.models.rope import YarnRope
@@ -22,6 +28,24 @@ _EXPERTS = ExpertNames(
     size="moe_intermediate_size",
 )
 _JSON_NAMES = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
+_GGUF = GGUFSpec(
+    "deepseek2",
+    rope_kinds=("default", "yarn"),
+    fixed=(
+        ("attention_bias", (False,), False),
+        ("mlp_bias", (False,), False),
+        ("rope_interleave", (True,), True),
+    ),
+    numbers={"routed_scaling_factor": "expert_weights_scale"},
+    counts={
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "q_lora_rank": "attention.q_lora_rank",
+        "v_head_dim": "attention.value_length_mla",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "n_shared_experts": "expert_shared_count",
+    },
+    optional=("q_lora_rank",),
+)
 _SIZES = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -38,6 +62,7 @@ class DeepseekConfig(DecoderConfig):
     families: ClassVar[Mapping[str, FamilySpec]] = {
         "deepseek_v2": FamilySpec(
             "DeepseekV2ForCausalLM",
+            _GGUF,
             own_keys=("attention_bias", "mlp_bias"),
             json_names=_JSON_NAMES,
             hf_defaults={
@@ -58,6 +83,7 @@ class DeepseekConfig(DecoderConfig):
         ),
         "deepseek_v3": FamilySpec(
             "DeepseekV3ForCausalLM",
+            _GGUF,
             own_keys=("attention_bias",),
             json_names=_JSON_NAMES,
             hf_defaults={

@@ -72,7 +72,8 @@ class GGUFSpec:
         fixed: settings that llama.cpp computes one way only: (config.json's key, values that it
             computes with, value of a missing key).
         numbers: our key of a number -> GGUF's key.
-        optional: those of `numbers` that a model may lack.
+        counts: our key of a whole number -> GGUF's key.
+        optional: those of `numbers` and `counts` that a model may lack; for a count that is 0.
         block: GGUF's names of a layer's parts -> the family's, where a layer has biases everywhere
             and one matrix for queries, keys and values; {} is a layer as in Llama.
         head: "written" where llama.cpp wants a tensor for a tied head, too; "tied" where it knows
@@ -89,6 +90,7 @@ class GGUFSpec:
     rope_kinds: tuple[str, ...] = ("default", "linear")
     fixed: tuple[tuple[str, tuple[Any, ...], Any], ...] = ()
     numbers: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     block: Mapping[str, str] = field(default_factory=dict)
     head: Literal["", "written", "tied"] = ""

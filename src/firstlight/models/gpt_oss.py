@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from firstlight.models.family import AttentionSpec, FamilySpec, RopeSpec
+from firstlight.models.family import AttentionSpec, FamilySpec, GGUFSpec, RopeSpec
 from firstlight.models.llama import Llama, LlamaDecoder
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import LlamaBlock
@@ -31,6 +31,17 @@ class GptOssConfig(DecoderConfig):
     families: ClassVar[Mapping[str, FamilySpec]] = {
         "gpt_oss": FamilySpec(
             "GptOssForCausalLM",
+            GGUFSpec(
+                "gpt-oss",
+                rope_kinds=("default", "linear", "yarn"),
+                fixed=(
+                    ("attention_bias", (True,), True),
+                    ("swiglu_alpha", (1.702,), 1.702),
+                    ("swiglu_limit", (7.0,), 7.0),
+                ),
+                head="written",
+                has_windows=True,
+            ),
             own_keys=("attention_bias", "sliding_window", "layer_types"),
             hf_defaults={
                 "vocab_size": 201088,

@@ -7,7 +7,13 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from firstlight.models.family import AttentionSpec, ExpertNames, FamilySpec, RopeSpec
+from firstlight.models.family import (
+    AttentionSpec,
+    ExpertNames,
+    FamilySpec,
+    GGUFSpec,
+    RopeSpec,
+)
 from firstlight.models.llama_config import MoEConfig
 from firstlight.models.llama_json import values_from_json
 
@@ -25,6 +31,23 @@ class Qwen3NextConfig(MoEConfig):
     families: ClassVar[Mapping[str, FamilySpec]] = {
         "qwen3_next": FamilySpec(
             "Qwen3NextForCausalLM",
+            GGUFSpec(
+                "qwen3next",
+                rope_kinds=("default", "linear", "yarn"),
+                fixed=(
+                    ("attention_bias", (False,), False),
+                    ("norm_topk_prob", (True,), True),
+                    ("decoder_sparse_step", (1,), 1),
+                    ("mlp_only_layers", ([], None), None),
+                ),
+                counts={
+                    "linear_conv_kernel_dim": "ssm.conv_kernel",
+                    "linear_key_head_dim": "ssm.state_size",
+                    "linear_num_key_heads": "ssm.group_count",
+                    "linear_num_value_heads": "ssm.time_step_rank",
+                    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+                },
+            ),
             own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
             hf_defaults={
                 "vocab_size": 151936,

@@ -30,6 +30,7 @@ from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
 from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.loading import LoadingMode, count_tensors, load_weights
+from firstlight.weights.nearest_family import nearest_family
 from firstlight.weights.stored import FileState, stored_tensors
 
 CONFIG_NAME = "config.json"
@@ -223,7 +224,7 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
     if family is None:
         raise ModelError(
             f"{where}: model_type '{content.get('model_type')}' is not supported"
-            f"{_nearest(content)} (supported: {', '.join(FAMILIES)})"
+            f"{nearest_family(content)} (supported: {', '.join(FAMILIES)})"
         )
     try:
         return family.config.from_hf(content)
@@ -236,49 +237,6 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         raise ModelError(f"{where}: {error}") from error
     except (TypeError, ValueError) as error:
         raise ModelError(f"{where}: {error}") from error
-
-
-#: Keys of config.json that say nothing about the architecture.
-_NOT_OF_THE_ARCHITECTURE = frozenset(
-    (
-        *("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path"),
-        *("dtype", "torch_dtype", "use_cache", "pretraining_tp", "quantization_config"),
-        *(
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "attention_dropout",
-            "output_router_logits",
-        ),
-        *("initializer_range", "rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
-    )
-)
-
-
-def _nearest(content: Mapping[str, Any]) -> str:
-    """The known family with the most similar config.json, and the keys that it lacks, as the rest
-    of a sentence; "" where there is nothing to compare."""
-    text = content.get("text_config")
-    asked = text if isinstance(text, Mapping) else content
-    keys = {k for k, v in asked.items() if v is not None} - _NOT_OF_THE_ARCHITECTURE
-    found: list[tuple[int, str, dict[str, Any]]] = []
-    for name, family in FAMILIES.items():
-        known = family.config.from_hf({"model_type": name}).to_hf()
-        has = {key for key, value in known.items() if value is not None}
-        has -= _NOT_OF_THE_ARCHITECTURE
-        found.append((len(keys & has) - len(has - keys) - len(keys - known.keys()), name, known))
-    _, name, known = max(found, key=lambda one: one[0])
-    if not keys & known.keys():
-        return ""
-    lacks = sorted(keys - known.keys())
-    differs = [f"no {', '.join(lacks[:5])}" + (", ..." if len(lacks) > 5 else "")] if lacks else []
-    differs += [
-        f"{key} {known[key]!r}"
-        for key in ("hidden_act", "hidden_activation")
-        if key in known and asked.get(key) not in (None, known[key])
-    ]
-    own = "; of its parts only the text_config was compared" if asked is text else ""
-    return f": the nearest is {name}, which has {' and '.join(differs) or 'the same keys'}{own}"
 
 
 def _read_model_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""The known family that is nearest to a config.json of an unknown one, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+from firstlight.models import FAMILIES
+
+#: Keys of config.json that say nothing about the architecture.
+_NOT_OF_THE_ARCHITECTURE = frozenset(
+    (
+        *("architectures", "auto_map", "model_type", "transformers_version", "name_or_path"),
+        *("dtype", "torch_dtype", "use_cache", "pretraining_tp", "quantization_config"),
+        *("initializer_range", "init_std", "initializer_factor", "rescale_prenorm_residual"),
+        *("head_dim", "rope_parameters", "rope_scaling", "rope_theta", "sep_token_id"),
+        *("id2label", "label2id", "num_labels", "problem_type", "classifier_dropout"),
+        *("is_encoder_decoder", "is_decoder", "tie_encoder_decoder", "decoder_start_token_id"),
+        *(
+            "chunk_size_feed_forward",
+            "return_dict",
+            "task_specific_params",
+            "gradient_checkpointing",
+        ),
+        *("scale_attn_weights", "reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx"),
+        *("n_ctx", "sliding_window_pattern", "use_mamba_kernels", "use_mambapy"),
+        *("forced_eos_token_id", "forced_bos_token_id", "layerdrop"),
+    )
+)
+_NOT_OF_THE_ARCHITECTURE_ENDS = ("_token_id", "dropout", "_pdrop", "_dropout_prob", "loss_coef")
+_NOT_OF_THE_ARCHITECTURE_STARTS = ("_", "output_", "summary_", "tie_", "num_logits_to_keep")
+
+#: Other families' names of keys -> ours.
+_SAME_KEYS = {
+    **dict.fromkeys(("n_embd", "d_model", "hidden_dim"), "hidden_size"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads"), "num_attention_heads"),
+    **dict.fromkeys(("num_kv_heads", "n_head_kv"), "num_key_value_heads"),
+    **dict.fromkeys(("n_positions", "max_seq_len"), "max_position_embeddings"),
+    **dict.fromkeys(("n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"), "intermediate_size"),
+    **dict.fromkeys(("activation_function", "activation", "hidden_activation"), "hidden_act"),
+    **dict.fromkeys(("layer_norm_epsilon", "norm_epsilon", "norm_eps"), "layer_norm_eps"),
+    **dict.fromkeys(("conv_kernel", "d_conv", "mamba_d_conv"), "linear_conv_kernel_dim"),
+    **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), "partial_rotary_factor"),
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts"), "num_experts"),
+    **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_token"), "num_experts_per_tok"),
+}
+
+#: A trait of an architecture -> beginnings of keys that show it, and its weight in comparisons.
+_TRAITS = {
+    "experts": (("num_experts", "moe_", "expert"), 2),
+    "a state in place of attention": (
+        ("linear_conv", "ssm_", "state_size", "mamba_", "conv_", "conv1d", "lru_", "rwkv"),
+        3,
+    ),
+    "latent attention": (("kv_lora_rank",), 2),
+    "rotary positions": (("rope_", "rotary_", "partial_rotary"), 1),
+    "LayerNorm": (("layer_norm_eps",), 1),
+}
+
+#: Keys that count as much as a difference in one trait.
+_TRAIT_KEYS = 6
+_SHOWN = 8
+
+
+def nearest_family(content: Mapping[str, Any]) -> str:
+    """The known family with the most similar config.json, and what differs, as the rest of a
+    sentence; "" where there is nothing to compare.
+
+    Args:
+        content: the object in config.json.
+    """
+    text = content.get("text_config")
+    asked = text if isinstance(text, Mapping) else content
+    keys, kind = _keys_of(asked), str(asked.get("model_type"))
+    if kind in FAMILIES and asked is text:
+        return f": its text_config is a {kind}, and its other parts are not read"
+    found: list[tuple[int, str]] = []
+    for name, family in FAMILIES.items():
+        known = family.config.from_hf({"model_type": name}).to_hf()
+        has, all_keys = _keys_of(known), {_SAME_KEYS.get(key, key) for key in known}
+        apart = sum(
+            weight * (2 if trait in _traits(asked) else 1)
+            for trait, (_, weight) in _TRAITS.items()
+            if trait in _traits(asked) ^ _traits(known)
+        )
+        apart += _act_of(asked) not in (None, _act_of(known))
+        alike = len(keys & has) - len(has - keys) - len(keys - all_keys)
+        found.append((alike - _TRAIT_KEYS * apart, name))
+    _, name = max(found, key=lambda one: one[0])
+    known = FAMILIES[name].config.from_hf({"model_type": name}).to_hf()
+    all_keys = {_SAME_KEYS.get(key, key) for key in known}
+    if not keys & all_keys:
+        return ""
+    lacks = sorted(key for key in asked if _SAME_KEYS.get(key, key) in keys - all_keys)
+    more = f" and {len(lacks) - _SHOWN} more" if len(lacks) > _SHOWN else ""
+    differs = [f"has no {', '.join(lacks[:_SHOWN])}{more}"] if lacks else []
+    act = _act_of(known)
+    if _act_of(asked) not in (None, act):
+        differs.append(f"has hidden_act {act!r} in place of {_act_of(asked)!r}")
+    differs += [f"has {trait}" for trait in sorted(_traits(known) - _traits(asked))]
+    own = "; of its parts only the text_config was compared" if asked is text else ""
+    same = "has the same keys in config.json and another class"
+    said = f": the nearest is {name}, which {' and '.join(differs) or same}"
+    return said + own + _no_decoder(content)
+
+
+def _act_of(config: Mapping[str, Any]) -> str | None:
+    """The activation of a config.json, where it names one."""
+    for key, value in config.items():
+        if _SAME_KEYS.get(key, key) == "hidden_act" and isinstance(value, str):
+            return {"swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}.get(
+                value, value
+            )
+    return None
+
+
+def _keys_of(config: Mapping[str, Any]) -> set[str]:
+    """The keys that say something about an architecture, under our names; false, 0 and empty
+    values are what a model without the key has."""
+    return {
+        _SAME_KEYS.get(key, key)
+        for key, value in config.items()
+        if value
+        and key not in _NOT_OF_THE_ARCHITECTURE
+        and not key.startswith(_NOT_OF_THE_ARCHITECTURE_STARTS)
+        and not key.endswith(_NOT_OF_THE_ARCHITECTURE_ENDS)
+    }
+
+
+def _traits(config: Mapping[str, Any]) -> Set[str]:
+    """The traits of an architecture, by the keys of its config.json."""
+    keys = {_SAME_KEYS.get(key, key) for key, value in config.items() if value}
+    return {
+        trait
+        for trait, (starts, _) in _TRAITS.items()
+        if any(key.startswith(starts) for key in keys)
+    }
+
+
+def _no_decoder(content: Mapping[str, Any]) -> str:
+    """What a model is that does not continue texts, for a sentence; "" for others."""
+    if content.get("is_encoder_decoder"):
+        return "; it is an encoder with a decoder, firstlight has decoders alone"
+    classes = content.get("architectures")
+    if not isinstance(classes, list) or not classes or content.get("text_config"):
+        return ""
+    if any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes):
+        return ""
+    return f"; its class {classes[0]} is no causal language model"
