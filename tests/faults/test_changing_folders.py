@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -213,10 +214,43 @@ def test_a_checkpoint_of_another_run_is_refused_by_its_name_and_never_deleted(
     assert [problem.partition(" (")[0] for problem in problems] == [
         f"{theirs} is a checkpoint of another run"
     ]
-    prune_checkpoints(run, newest_own, CheckpointConfig(keep_last=1, keep_best=0))
+    config = CheckpointConfig(keep_last=1, keep_best=0)
+    prune_checkpoints(run, newest_own, config)
     verify_checkpoint(theirs)
+    manifest = theirs / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 8', b'"step": 9'))
+    damaged = run / "checkpoints" / "step-00000002"
+    shutil.copytree(newest_own, damaged)
+    assert list_checkpoints(run) == [damaged, newest_own, theirs]
+    prune_checkpoints(run, newest_own, config)
+    assert list_checkpoints(run) == [newest_own, theirs]
     theirs.rename(tmp_path / theirs.name)
     assert train(recipe, resume=True).step == 12
+
+
+def test_what_lies_in_the_place_of_a_runs_files_is_renamed_and_the_run_goes_on_exactly(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(recipe["run"]["dir"])
+    train(recipe)
+    whole = end_of(run)[:2]
+    shutil.rmtree(newest(run))
+    logs = ("metrics.jsonl", "samples.jsonl", "starts.jsonl", "events.jsonl")
+    others = ("recipe.yaml", "run.json", "report.png", "length.json")
+    for name in (*logs, *others):
+        (run / name).unlink(missing_ok=True)
+    for name in logs:
+        os.mkfifo(run / name)
+    for name in others:
+        (run / name).mkdir()
+    assert train(recipe, resume=True, progress=True).step == 12
+    assert end_of(run)[:2] == whole
+    said = capsys.readouterr().err
+    for name in (*logs, *others):
+        assert (run / f"{name}.damaged").exists()
+        assert f"warning: {run / name} is no file, and is now {run / name}.damaged" in said
+    assert [line["step"] for line in read_json_lines(run / "metrics.jsonl")] == [9, 10, 11, 12]
+    assert f"{run / 'metrics.jsonl'} has no lines of steps 1 to 8: " in said
 
 
 def test_the_id_of_a_run_is_found_again_where_its_file_was_lost(recipe: dict[str, Any]) -> None:

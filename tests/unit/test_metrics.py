@@ -93,7 +93,9 @@ def test_a_last_line_torn_at_any_byte_is_left_out(tmp_path: Path) -> None:
         assert read_json_lines(path) == expected
 
 
-@pytest.mark.parametrize("line", [b"{broken\n", b"\n", b"\xff\n"])
+@pytest.mark.parametrize(
+    "line", [b"{broken\n", b"\n", b"\xff\n", b"\0\0\0\n", b'{"step": 2, "text": "\\ud800"}\n']
+)
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(
     tmp_path: Path, line: bytes
 ) -> None:
@@ -145,6 +147,14 @@ def test_a_wrong_step_loses_its_own_line_alone(
     assert problem is not None
     assert f"{path} is damaged" in problem
     assert (tmp_path / "m.jsonl.damaged").read_bytes() == before
+
+
+def test_of_two_lines_of_a_step_the_first_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    own = [{"step": step, "seed": 1} for step in (1, 2, 3)]
+    write(path, *own, *({"step": step, "seed": 2} for step in (1, 2, 3)))
+    keep_until(path, 3)
+    assert read_json_lines(path) == own
 
 
 def test_samples_without_their_texts_are_dropped_and_those_of_one_step_kept(

@@ -34,7 +34,7 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.schedule import Schedule
 from firstlight.recipe import load_recipe, parse_recipe
-from firstlight.report.records import last_start, read_json_lines
+from firstlight.report.records import last_start, read_json_lines, read_run
 from firstlight.report.report import draw_report
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import TrainResult, train
@@ -678,6 +678,8 @@ def test_a_second_resume_is_as_exact_as_the_first(recipe: dict[str, Any], tmp_pa
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
+#: A step's metrics, as far as those who watch a run need them.
+_RECORD = {"step": 8, "learning_rate": 0.1, "tokens_per_second": 9.0, "memory_bytes": 9}
 _LOGS = ("metrics.jsonl", "samples.jsonl", "starts.jsonl")
 
 
@@ -708,12 +710,44 @@ def test_damaged_logs_never_keep_a_run_from_going_on(
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
+def test_a_log_that_is_damaged_while_the_run_goes_on_does_not_end_it(
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("firstlight.training.loop.draw_report", read_run)
+    expected = train(recipe)
+    other = changed(recipe, run={"dir": str(tmp_path / "other")})
+    path = run_folder(other) / "metrics.jsonl"
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 5:
+            path.write_bytes(b"spoiled\n" + path.read_bytes())
+
+    found = train(other, on_step=on_step, progress=True)
+    assert weights(found.checkpoint) == weights(expected.checkpoint)
+    assert f"warning: {path}:1 is damaged: " in capsys.readouterr().err
+    assert found.summary.step_seconds is None
+    assert train(other, resume=True).summary.step_seconds is not None
+
+
 @pytest.mark.parametrize(
     "spoiled, message",
     [
         ({"pending": {"step": 8}}, "pending holds no metrics of step 8"),
         ({"pending": {"step": "8"}}, "pending holds no metrics of step 8"),
+        ({"pending": {**_RECORD, "train/loss": 10**400}}, "pending holds no metrics of step 8"),
         ({"micro_batch_rows": 99}, "micro_batch_rows is 99, and a micro-batch has 4 rows"),
+        ({"micro_batch_rows": 3}, "micro_batch_rows is 3, and a micro-batch has 4 rows"),
+        ({"loader": {"rows_seen": 10**30}}, "rows_seen is 1000"),
+        ({"skipped_steps": 9}, "9 of 8 steps were skipped"),
+        ({"events": [{"step": 3, "event": None}]}, "an event has no name or no step"),
+        ({"random": {}}, "random-number states are damaged: only a part of python's is there"),
+        (
+            {"random": {"python": {"version": 3, "next_gauss": "1"}, "numpy": {}}},
+            "random-number states are damaged: Python's next_gauss is '1'",
+        ),
         (
             {"random": {"python": {"version": 3, "next_gauss": None}, "numpy": {"position": 625}}},
             "random-number states are damaged: numpy's position is 625",
@@ -721,6 +755,8 @@ def test_damaged_logs_never_keep_a_run_from_going_on(
         ({"rng.cpu": torch.zeros(3, dtype=torch.uint8)}, "random-number states are damaged"),
         ({"rng.cpu": torch.zeros(5056)}, "random-number states are damaged"),
         ({"rng.python": torch.full((625,), -1)}, "random-number states are damaged"),
+        ({"rng.numpy": torch.zeros(10_000, dtype=torch.int64)}, "no 624 words of 32 bits"),
+        ({"rng.numpy": torch.full((624,), -1)}, "no 624 words of 32 bits"),
     ],
 )
 def test_a_sealed_checkpoint_of_bad_values_is_refused_in_one_line(

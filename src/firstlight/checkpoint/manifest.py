@@ -27,8 +27,10 @@ from typing import Any
 
 from firstlight.errors import CheckpointError, InputError, describe_os_error
 from firstlight.files.atomic import (
+    MAX_JSON_BYTES,
     json_text,
     new_folder,
+    read_file,
     read_json,
     storage_errors,
 )
@@ -136,6 +138,15 @@ def _complete(run_folder: Path) -> list[Saved]:
             run_id = manifest.get("run_id")
             found.append(Saved(folder, step, sequence, parent, manifest["val_loss"], run_id))
     return found
+
+
+def names_run(saved: Saved, run_id: str | None) -> bool:
+    """Whether a checkpoint's manifest, which may be damaged, names a run; True without an id."""
+    if run_id is None:
+        return True
+    with contextlib.suppress(InputError):
+        return run_id.encode() in read_file(saved.folder / MANIFEST_NAME, MAX_JSON_BYTES)
+    return False
 
 
 def run_id_of(run_folder: Path) -> str | None:

@@ -13,7 +13,9 @@ from firstlight.checkpoint.manifest import (
     MANIFEST_NAME,
     Saved,
     best_first,
+    names_run,
     own_past,
+    run_id_of,
     saved_checkpoints,
     step_folders,
 )
@@ -84,7 +86,7 @@ def prune_checkpoints(
     """Delete the checkpoints that are not to be kept, and unfinished folders of killed runs.
 
     Checkpoints of a dead branch and checkpoints with a damaged manifest never count, and go. Those
-    of another run stay.
+    of another run stay, and so does one whose damaged manifest does not name this run.
 
     Args:
         newest: the checkpoint saved last, which has been verified since.
@@ -101,6 +103,8 @@ def prune_checkpoints(
     stay |= set(averaged_checkpoints(past, config))
     kept = {one.folder for one in stay}
     kept.add(newest)
+    run_id = run_id_of(run_folder)
+    kept |= {one.folder for one in saved if not one.sequence and not names_run(one, run_id)}
     # The oldest first: what tells that one is of a dead branch was saved after it.
     for one in saved:
         if one.folder not in kept:

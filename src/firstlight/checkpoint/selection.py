@@ -54,8 +54,8 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
         saved = saved_checkpoints(run_folder)
         past = own_past(saved)
         dead = [one for one in saved if one.sequence and one not in past]
-        unreadable = [one for one in saved if not one.sequence]
-        return [*reversed(unreadable), *reversed(past), *reversed(dead)]
+        # Those with a damaged manifest among them, which are only named.
+        return [*reversed([one for one in saved if one not in dead]), *reversed(dead)]
 
     folder, problems = _first_sound(newest_first)
     problems = [*foreign_checkpoints(run_folder), *problems]

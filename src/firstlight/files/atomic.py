@@ -213,7 +213,8 @@ def set_aside(path: Path) -> Path:
     replaced.
 
     It has both names until then, so that a process that is killed in between leaves what can be
-    read of it in its place. A file system without hard links renames it.
+    read of it in its place. What is no file, and could not be replaced, is renamed; so is a file
+    where the file system has no hard links.
 
     Returns:
         the new name.
@@ -225,9 +226,12 @@ def set_aside(path: Path) -> Path:
     names = (path.with_name(path.name + ending) for ending in endings)
     aside = next(name for name in names if not os.path.lexists(name))
     with storage_errors(path):
-        try:
-            seam.disk.link(path, aside)
-        except OSError:
+        linked = False
+        if path.is_file():
+            with contextlib.suppress(OSError):
+                seam.disk.link(path, aside)
+                linked = True
+        if not linked:
             seam.disk.rename(path, aside)
         seam.disk.sync_folder(path.parent)
     return aside

@@ -155,10 +155,14 @@ def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    record = json.loads(line)
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
+    text = line.decode("utf-8-sig")
+    record = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(record, ensure_ascii=False).encode()  # half of a pair can't be written again
+    step = record.get("step") if isinstance(record, dict) else None
+    if type(step) is not int or abs(step) > MAX_STEP:
         raise ValueError("it is no object with a step")
-    return record
+    return dict(record)
 
 
 def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
@@ -166,8 +170,6 @@ def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
     for line in lines:
         if not all(isinstance(line.get(key), str) for key in texts):
             raise CheckpointError(f"{path} is damaged: a line has no {' and '.join(texts)}")
-        if abs(line["step"]) > MAX_STEP:
-            raise CheckpointError(f"{path} is damaged: a step is above {MAX_STEP:,}")
     return lines
 
 

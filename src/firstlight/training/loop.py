@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.console import notebook_display
-from firstlight.errors import DataError, FirstlightError
+from firstlight.errors import CheckpointError, DataError, FirstlightError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.optim.eight_bit import compiles_update
 from firstlight.parallel import find_world
@@ -325,7 +325,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
         run.tell(text)
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed
-    ended = on_main(run.engine, lambda: _reported(run.folder))
+    ended = on_main(run.engine, lambda: _reported(run))
     summary = RunSummary(elapsed, *ended["medians"])
     run.tell(f"summary: {summary}")
     return TrainResult(
@@ -348,18 +348,30 @@ def _reported_if_diverged(run: Run) -> Iterator[None]:
     try:
         yield
     except DivergedError:
-        on_main(run.engine, lambda: _reported(run.folder))
+        on_main(run.engine, lambda: _reported(run))
         raise
 
 
-def _reported(run_folder: Path) -> dict[str, Any]:
+def _reported(run: Run) -> dict[str, Any]:
     """Draw the report; return findings, best checkpoint and median times as JSON values."""
-    draw_report(run_folder)
-    best, found = best_checkpoint(run_folder), read_run(run_folder)
+    best = best_checkpoint(run.folder)
+    ended: dict[str, Any] = {
+        "findings": [],
+        "medians": [None, None, None],
+        "best_checkpoint": None if best is None else str(best.folder),
+    }
+    try:
+        draw_report(run.folder)
+        found = read_run(run.folder)
+    except CheckpointError as error:
+        run.tell(
+            f"warning: {error}: it was damaged while the run went on, and there is no report; the "
+            "checkpoint is saved, and --resume drops the damaged lines and draws the report"
+        )
+        return ended
     numbers = final_numbers(found)
     medians = ("step_seconds", "samples_per_second", "tokens_per_second")
-    return {
+    return ended | {
         "findings": [dataclasses.asdict(one) for one in findings_of(found)],
         "medians": [numbers[key] for key in medians],
-        "best_checkpoint": None if best is None else str(best.folder),
     }

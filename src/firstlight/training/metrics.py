@@ -5,22 +5,48 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import CheckpointError
+from firstlight.checkpoint.manifest import RUN_NAME
 from firstlight.files.atomic import remove_file, set_aside, storage_errors, write_file
 from firstlight.files.disk import AppendedFile
+from firstlight.report.length import LENGTH_NAME
 from firstlight.report.records import (
     EVENTS_NAME,
     METRICS_NAME,
+    RECIPE_NAME,
     SAMPLES_NAME,
     STARTS_NAME,
     read_json_lines,
     sound_json_lines,
 )
+from firstlight.report.report import HTML_NAME, REPORT_NAME
+from firstlight.training.forecast import FORECAST_NAME
 from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
+
+
+#: What a run writes into its folder beside its checkpoints, and can go on without.
+_DERIVED = (
+    *(METRICS_NAME, SAMPLES_NAME, EVENTS_NAME, STARTS_NAME, RECIPE_NAME, RUN_NAME),
+    *(LENGTH_NAME, FORECAST_NAME, REPORT_NAME, HTML_NAME),
+)
+
+
+def clear_file_names(folder: Path) -> Iterator[str]:
+    """Rename folders, pipes and devices of a run folder that have the name of a file which a run
+    writes there.
+
+    Yields:
+        a warning for each.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    for path in (folder / name for name in _DERIVED):
+        if path.exists() and not path.is_file():
+            yield f"warning: {path} is no file, and is now {set_aside(path)}"
 
 
 class JsonLines:
@@ -57,8 +83,8 @@ class JsonLines:
 
 def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
     """Drop the lines after `step`, since the run is about to do those steps again, and damaged
-    ones: the reports read what stays. A damaged file is kept under another name. A link is
-    replaced by a file.
+    ones: the reports read what stays. A damaged file, or what is none, is kept under another name.
+    A link is replaced by a file.
 
     Args:
         samples: it is samples.jsonl, whose lines hold texts, several of one step; else a step has
@@ -69,14 +95,11 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
         None if nothing was).
 
     Raises:
-        CheckpointError: it is a folder, a pipe or a device.
         StorageError: the disk refuses.
     """
     if not path.exists():
         remove_file(path)  # a link to nothing, that would be written through
         return [], None
-    if not path.is_file():
-        raise CheckpointError(f"{path} is no regular file: move it away, and resume")
     records, problem = sound_json_lines(path)
     there = [record for record in records if record["step"] <= step]
     sound = [record for record in there if record["step"] >= 0]
@@ -108,8 +131,10 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
     for place, step in enumerate(steps):
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
-        ends[length : length + 1] = [step]
-        places[length : length + 1] = [place]
+        # Of two lines of one step the first one stays: others were added to the file.
+        if ends[length : length + 1] != [step]:
+            ends[length : length + 1] = [step]
+            places[length : length + 1] = [place]
     chosen, place = [], places[-1] if places else -1
     while place >= 0:
         chosen.append(place)
@@ -138,6 +163,7 @@ class RunLogs:
         last_step: the last step whose lines stay; -1 drops all.
         events: the lines of events.jsonl; a file that is there is replaced. Without any, there
             is no such file.
+        is_branch: the run branches off another one after `last_step`, and has no lines yet.
         tensorboard: write all of it into the folder's tensorboard/, too; else what is there stays.
         tell: called with a message for each file in which lines are damaged or missing: logs are
             derived, and never keep a run from going on.
@@ -152,10 +178,11 @@ class RunLogs:
         last_step: int,
         events: Sequence[Mapping[str, Any]] = (),
         *,
+        is_branch: bool = False,
         tensorboard: bool = False,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._folder, self._tell = folder, tell
+        self._folder, self._is_branch, self._tell = folder, is_branch, tell
         self._tensorboard = TensorBoardLog(folder / TENSORBOARD_NAME) if tensorboard else None
         self._open(last_step)
         self.write_events(events)
@@ -218,7 +245,8 @@ class RunLogs:
             return
         # A run that branched off another one, or goes on in its schedule, begins at a later step.
         starts, _ = sound_json_lines(self._folder / STARTS_NAME)
-        first = starts[0]["step"] + 1 if starts else min(steps, default=last_step + 1)
+        begins = starts[0]["step"] if starts else last_step if self._is_branch else 0
+        first = begins + 1 if starts or not steps else min(steps)
         if gaps := missing_steps(steps, first, last_step):
             self._tell(
                 f"warning: {self._folder / name} has no lines of steps {gaps}: weights and later "

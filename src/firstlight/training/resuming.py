@@ -65,7 +65,7 @@ def take_up(run: Run, folder: Path) -> None:
     # A person who sets another size wants it tried, whatever memory has left of the last one.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
-    if run.state.micro_batch_rows > run.recipe.batch.rows:
+    if run.recipe.batch.rows % run.micro_batch_size:
         raise CheckpointError(
             f"{folder}: trainer_state.json is damaged: micro_batch_rows is "
             f"{run.state.micro_batch_rows}, and a micro-batch has {run.recipe.batch.rows} rows"

@@ -33,7 +33,7 @@ from firstlight.training.course import Course
 from firstlight.training.datasets import origin
 from firstlight.training.guard import Guard
 from firstlight.training.length import LoopTimes, TimeBudget
-from firstlight.training.metrics import RunLogs, SilentLogs
+from firstlight.training.metrics import RunLogs, SilentLogs, clear_file_names
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
@@ -253,6 +253,9 @@ class Run:
     def _make_folder_ready(self) -> None:
         run_id = None
         if self.held is not None:
+            self.held.require()
+            for warning in clear_file_names(self.folder):
+                self.tell(warning)
             self.held.claim()
             run_id = self.held.run_id
         for folder in (self.folder, self.folder / CHECKPOINTS):
@@ -276,6 +279,7 @@ class Run:
             return SilentLogs()
         return RunLogs(
             *(self.folder, self.logged_step, self.state.events),
+            is_branch=self.branch_from is not None,
             tensorboard="tensorboard" in self.recipe.run.trackers,
             tell=self.tell,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,6 +32,10 @@ from firstlight.weights.loading import file_name, file_tensors
 
 _RNG_PREFIX = "rng."
 
+#: Floats count up to here, and no run comes near.
+_MOST_COUNTED = 2**53
+#: Words of the state of numpy's generator, MT19937.
+_NUMPY_WORDS = 624
 #: Keys that the metrics of every step have, of every version, with a number.
 _RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")
 
@@ -210,24 +215,37 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
             pending=saved.get("pending"),
             events=list(saved.get("events", [])),
         )
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
+    except TypeError as error:
+        raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
     for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
         count = getattr(state, name)
         # Not isinstance: JSON's true would pass for the number 1.
-        if type(count) is not int or count < 0:
+        if type(count) is not int or not 0 <= count <= _MOST_COUNTED:
             raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
+    if state.skipped_steps > state.step:
+        raise CheckpointError(
+            f"trainer_state.json is damaged: {state.skipped_steps} of {state.step} steps were "
+            "skipped"
+        )
     if type(state.best_val_loss) not in (float, type(None)):
         raise CheckpointError(
             f"trainer_state.json is damaged: best_val_loss is {state.best_val_loss!r:.100}"
         )
-    if not all(isinstance(line, dict) for line in state.events):
-        raise CheckpointError("trainer_state.json is damaged: an event is no object")
+    if not all(map(_is_event, state.events)):
+        raise CheckpointError("trainer_state.json is damaged: an event has no name or no step")
     if state.pending is not None and not _is_record(state.pending, state.step):
         raise CheckpointError(
             f"trainer_state.json is damaged: pending holds no metrics of step {state.step}"
         )
     return state
+
+
+def _is_event(line: Any) -> bool:
+    """Whether something is a line of events.jsonl, with the keys that all who read it need."""
+    is_named = isinstance(line, dict) and isinstance(line.get("event"), str)
+    return is_named and type(line.get("step")) is int
 
 
 def _is_record(pending: Any, step: int) -> bool:
@@ -236,6 +254,8 @@ def _is_record(pending: Any, step: int) -> bool:
         isinstance(pending, dict)
         and pending.get("step") == step
         and all(type(value) in (int, float, bool, type(None)) for value in pending.values())
+        # Floats are written; an int beyond them ends the run where it is shown.
+        and all(abs(value or 0) <= sys.float_info.max for value in pending.values())
         # Before the first step there is nothing but what its evaluation finds.
         and (step == 0 or all(type(pending.get(key)) in (int, float) for key in _RECORDED))
         and (step == 0 or "train/loss" in pending)
@@ -366,14 +386,23 @@ def _python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
     """Put back what `_python_random_states` gave; what is missing stays as it is."""
+    for name in ("python", "numpy"):
+        if (name in rest) != (f"{_RNG_PREFIX}{name}" in words):
+            raise ValueError(f"only a part of {name}'s is there")
     if "python" in rest:
         python = tuple(words[f"{_RNG_PREFIX}python"].tolist())
-        random.setstate((rest["python"]["version"], python, rest["python"]["next_gauss"]))
+        found = rest["python"]
+        # Python would notice a wrong one when the next number is drawn.
+        if type(found["next_gauss"]) not in (float, type(None)):
+            raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
+        random.setstate((found["version"], python, found["next_gauss"]))
     if "numpy" in rest:
-        keys = words[f"{_RNG_PREFIX}numpy"].numpy().astype(np.uint32)
+        keys = words[f"{_RNG_PREFIX}numpy"]
         found = rest["numpy"]
-        # numpy reads beyond its words for any other.
-        if not 0 <= found["position"] <= len(keys):
+        # numpy hangs with more words, and reads beyond them for any other position.
+        if len(keys) != _NUMPY_WORDS or (keys >> 32).any():
+            raise ValueError(f"numpy's are no {_NUMPY_WORDS} words of 32 bits")
+        if type(found["position"]) is not int or not 0 <= found["position"] <= len(keys):
             raise ValueError(f"numpy's position is {found['position']!r:.100}")
         legacy = (found["position"], found["has_gauss"], found["next_gauss"])
-        np.random.set_state(("MT19937", keys, *legacy))
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *legacy))
