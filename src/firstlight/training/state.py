@@ -399,8 +399,8 @@ def _restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str
     if "numpy" in rest:
         keys = words[f"{_RNG_PREFIX}numpy"]
         found = rest["numpy"]
-        # numpy hangs with more words, and reads beyond them for any other position.
-        if len(keys) != _NUMPY_WORDS or (keys >> 32).any():
+        # From zeros numpy draws for ever, and it reads beyond the words for any other position.
+        if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
             raise ValueError(f"numpy's are no {_NUMPY_WORDS} words of 32 bits")
         if type(found["position"]) is not int or not 0 <= found["position"] <= len(keys):
             raise ValueError(f"numpy's position is {found['position']!r:.100}")
