@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 
 from firstlight.conversion.gguf_layout import ARCHITECTURES, Rope
+from firstlight.conversion.gguf_config import config_of
 from firstlight.conversion.gguf_reader import GGUFParser, read_gguf
 from firstlight.conversion.gguf_writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
@@ -722,6 +723,39 @@ def test_counts_that_the_file_can_not_hold_are_refused_at_once(whole: Path) -> N
         whole.write_bytes(huge)
         with pytest.raises(ModelError, match=message):
             read_gguf(whole)
+
+
+def _gguf(entries: bytes, count: int = 1, tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + entries
+
+
+def _entry(key: str, kind: int, value: bytes) -> bytes:
+    """An entry of the metadata."""
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (_gguf(b"", count=2_000_001), "has 2,000,001 values, and 2,000,000 are read at most"),
+        (_gguf(_entry("x", 9, struct.pack("<IQ", 0, 2_000_000) + bytes(2_000_000))), "2,000,001 v"),
+        (_gguf(_entry("x", 9, struct.pack("<IQ", 8, 2_000_000) + bytes(9))), "2,000,001 values"),
+        (_gguf(b"", tensors=20_001), "20,001 tensors, and 20,000 are read at most"),
+    ],
+)
+def test_what_would_take_many_times_the_bytes_of_the_file_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    path = tmp_path / "bomb.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        read_gguf(path)
+
+
+def test_a_kept_config_that_is_nested_too_deep_is_refused() -> None:
+    metadata = {"general.architecture": "llama", "firstlight.config": "[" * 100_000}
+    with pytest.raises(ModelError, match=r"firstlight\.config is not JSON"):
+        config_of(metadata, {}, {})
 
 
 def test_damaged_bytes_are_an_error_or_other_numbers_but_nothing_else(

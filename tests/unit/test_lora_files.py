@@ -304,6 +304,8 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
     [
         (_with_config(base_model_name_or_path=None), "names no base model: set base_model"),
         (_with_config(base_model_name_or_path="../gone"), "is not there: model folder ../gone"),
+        (_with_config(base_model_name_or_path="x" * 300), "is not there: .*File name too long"),
+        (_with_config(base_model_name_or_path="x/" * 5000), "base_model_name_or_path: String"),
         (_with_config(base_model_name_or_path="."), "which is the adapter itself"),
         (_with_config(peft_type="IA3"), "peft_type: .*'IA3'.*only LoRA and DoRA"),
         (_with_config(task_type="SEQ_CLS"), "task_type: .*'SEQ_CLS'"),

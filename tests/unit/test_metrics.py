@@ -94,7 +94,7 @@ def test_a_last_line_torn_at_any_byte_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"{broken\n", b"\n", b"\xff\n", b"\0\0\0\n", b'{"step": 2, "text": "\\ud800"}\n']
+    "line", [b"{broken\n", b"\n", b"\xff\n", b"\0\0\0\n", b'{"step": -1%s}\n' % (b"0" * 99)]
 )
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(
     tmp_path: Path, line: bytes
@@ -147,6 +147,14 @@ def test_a_wrong_step_loses_its_own_line_alone(
     assert problem is not None
     assert f"{path} is damaged" in problem
     assert (tmp_path / "m.jsonl.damaged").read_bytes() == before
+
+
+def test_half_of_a_surrogate_pair_stays_in_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "text": "\\ud800"}\n{"step": 2, "text": "é"}\n', encoding="utf-8")
+    before = path.read_bytes()
+    assert keep_until(path, 2) == ([1, 2], None)
+    assert path.read_bytes() == before
 
 
 def test_of_two_lines_of_a_step_the_first_one_stays(tmp_path: Path) -> None:

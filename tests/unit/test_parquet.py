@@ -79,6 +79,23 @@ def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path:
     assert plan_of(write(tmp_path / "b.parquet", few)) == (1024, [])
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.nulls(10_000, pyarrow.string()),
+        pyarrow.ListArray.from_arrays([0, 100_000], shared("a", [0] * 100_000)),
+    ],
+)
+def test_rows_and_values_that_take_no_bytes_are_counted(
+    tmp_path: Path, column: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", column)
+    assert len(values_of(path, None)) == len(column)
+    monkeypatch.setattr("firstlight.data.opening._MOST_UNPACKED_BYTES", 10_000)
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        values_of(path, None)
+
+
 def test_numbers_of_lists_are_counted(tmp_path: Path) -> None:
     numbers = pyarrow.ListArray.from_arrays([0, 7_000_000], pyarrow.array([7] * 7_000_000))
     path = write(tmp_path / "a.parquet", numbers)

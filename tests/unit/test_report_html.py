@@ -249,7 +249,7 @@ def test_a_logarithmic_axis_leaves_out_what_it_has_no_place_for(tmp_path: Path) 
         ("metrics.jsonl", "broken\n{}\n", r"metrics\.jsonl:1 is damaged"),
         ("samples.jsonl", '{"step": 1}\n', r"samples\.jsonl is damaged: a line has no prompt"),
         ("events.jsonl", '{"step": 1}\n', r"events\.jsonl is damaged: a line has no event"),
-        ("events.jsonl", '{"step": 1%s, "event": "x"}' % ("0" * 999), "a step is above 9,007"),
+        ("events.jsonl", '{"step": 1%s, "event": "x"}\n\n' % ("0" * 99), "step up to 9,007"),
         ("starts.jsonl", "1\n2\n", r"starts\.jsonl:1 is damaged"),
         ("recipe.yaml", "a: [\n", r"recipe\.yaml is damaged"),
         ("recipe.yaml", "text\n", r"recipe\.yaml is damaged: it has no sections"),

@@ -59,6 +59,8 @@ def test_paths_without_a_tokenizer_say_what_was_expected(tmp_path: Path) -> None
         (bytes(100), "is not a sentencepiece BPE model"),
         (random.Random(0).randbytes(1000), "is neither"),
         (b"\xff" * 30, "is neither"),
+        (b"\x10\0" * 600_001, "is neither"),  # more fields than pieces that any model has
+        (b"\x0a\x2d\x0a\x01a" + b"\x20\0" * 21, "is neither"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes, message: str) -> None:

@@ -119,7 +119,7 @@ def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The entries of firstlight.config; empty in files of other programs."""
     try:
         kept = json.loads(metadata.get(KEPT, "{}"))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ModelError(f"the file is damaged: {KEPT} is not JSON") from error
     if not isinstance(kept, dict) or (
         "model_type" in kept and ARCHITECTURES.get(str(kept["model_type"])) != architecture

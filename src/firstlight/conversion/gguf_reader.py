@@ -34,6 +34,11 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 #: GGUF's number types -> struct's letters
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
+#: Values in a file's metadata, some 100 bytes each once they are read: those of a vocabulary of
+#: 262,144 tokens and its merges are 1.3 million.
+_MOST_VALUES = 2_000_000
+#: Tensors of a file, experts stacked: models have up to 3,000.
+_MOST_TENSORS = 20_000
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,7 @@ class GGUFParser:
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
+        self._position = self._values = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
         """Metadata, tensors by name, and the position of the tensors' data."""
@@ -123,6 +129,9 @@ class GGUFParser:
         if version not in _VERSIONS:
             raise ModelError(f"GGUF version {version} is not supported: 2 and 3 are")
         tensor_count, entry_count = self._number("Q"), self._number("Q")
+        if tensor_count > _MOST_TENSORS:
+            raise ModelError(f"{tensor_count:,} tensors, and {_MOST_TENSORS:,} are read at most")
+        self._count(entry_count)
         metadata: dict[str, Any] = {}
         for _ in range(entry_count):
             key = self._string()
@@ -138,7 +147,7 @@ class GGUFParser:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"the file is damaged: general.alignment is {alignment!r}")
-        return metadata, stored, -(-self._file.tell() // alignment) * alignment
+        return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
         """Refuse tensors that lie over each other, which could take any amount of memory.
@@ -172,7 +181,7 @@ class GGUFParser:
         """A tensor's numbers as fp32."""
         gguf = import_gguf()
         kind, row_bytes = self._kind_of(name, stored)
-        self._file.seek(min(data_start + stored.offset, self._size))
+        self._position = self._file.seek(min(data_start + stored.offset, self._size))
         data = np.frombuffer(self._take(math.prod(stored.shape[:-1]) * row_bytes), dtype=np.uint8)
         try:
             values = gguf.quants.dequantize(data.reshape(*stored.shape[:-1], row_bytes), kind)
@@ -182,9 +191,18 @@ class GGUFParser:
 
     def _take(self, count: int) -> bytes:
         # Checked before reading: a damaged length must not demand all of the memory.
-        if count > self._size - self._file.tell():
+        if count > self._size - self._position:
             raise ModelError("the file is damaged or cut short")
+        self._position += count
         return self._file.read(count)
+
+    def _count(self, values: int) -> None:
+        """Count values of the metadata before they are read."""
+        self._values += values
+        if self._values > _MOST_VALUES:
+            raise ModelError(
+                f"the metadata has {self._values:,} values, and {_MOST_VALUES:,} are read at most"
+            )
 
     def _number(self, letter: str) -> Any:
         return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
@@ -200,6 +218,7 @@ class GGUFParser:
         if kind != _ARRAY:
             raise ModelError(f"the file is damaged: a value of the unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
+        self._count(count)
         if kind == _STRING:
             return [self._string() for _ in range(count)]
         if kind not in _SCALARS:

@@ -25,6 +25,8 @@ _BATCH_BYTES = 1 << 24
 _COPIED_BYTES = 1 << 26
 #: Bytes of a page's head that hold its type and its size; bytes that are read at a time to see one.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
+#: What a row, and a value in a list, count for at least: in a file they may take no bytes.
+_ROW_BYTES, _PLACE_BYTES = 16, 4
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 
 
@@ -52,7 +54,8 @@ def read_parquet(
     try:
         footer = parquet.read_metadata(path)
         groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
-        require_unpacked_size(path, sum(group.total_byte_size for group in groups))
+        stored = sum(group.total_byte_size for group in groups)
+        require_unpacked_size(path, max(stored, _ROW_BYTES * footer.num_rows))
         names = footer.schema.to_arrow_schema().names
         if text_key is not None and text_key not in names:
             yield 1, without_text(names, text_key, "column")
@@ -106,6 +109,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
             longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]
         copies = _COPIED_BYTES // max([1, *longest])
         values = max((chunk.num_values for chunk in chunks), default=0)
+        if is_nested:
+            require_unpacked_size(path, values * _PLACE_BYTES)
         if not is_nested:
             if can_share and copies < _FEW_ROWS:
                 shared.append(leaf.path)

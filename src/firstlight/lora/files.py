@@ -69,7 +69,7 @@ class PeftConfig(BaseModel):
 
     peft_type: Literal["LORA"]
     task_type: Literal["CAUSAL_LM"] | None = None
-    base_model_name_or_path: str | None = None
+    base_model_name_or_path: Annotated[str, Field(max_length=4096)] | None = None
     revision: str | None = None
     r: int = Field(8, ge=1)
     lora_alpha: float = Field(8, gt=0)
@@ -179,14 +179,14 @@ def _base_of(folder: Path) -> Path:
             f"{path} names no base model: set base_model_name_or_path to the folder or hub id of "
             "the model that was adapted"
         )
-    if (folder / name).is_dir():
-        return folder / name
     try:
+        if (folder / name).is_dir():
+            return folder / name
         # A hub id with a revision is written as a name with @ here, in two fields by PEFT.
         return find_model_folder(
             f"{name}@{config.revision}" if config.revision else name, typed=False
         )
-    except ModelError as error:
+    except (ModelError, OSError) as error:  # such as a name that is too long
         raise ModelError(
             f"{path} names a base model that is not there: {error}; correct base_model_name_or_path"
         ) from error

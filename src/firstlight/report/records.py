@@ -155,13 +155,10 @@ def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    text = line.decode("utf-8-sig")
-    record = json.loads(text)
-    if "\\ud" in text.lower():
-        json.dumps(record, ensure_ascii=False).encode()  # half of a pair can't be written again
+    record = json.loads(line.decode("utf-8-sig"))
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or abs(step) > MAX_STEP:
-        raise ValueError("it is no object with a step")
+        raise ValueError(f"it is no object with a step up to {MAX_STEP:,}")
     return dict(record)
 
 

@@ -18,6 +18,10 @@ from firstlight.errors import TokenizerError
 from firstlight.tokenizer.limits import require_short
 from firstlight.tokenizer.parts import TokenizerParts, add_special_tokens, prepend_bos
 
+#: Fields of a message: of a model one for each piece, of which the largest have 262,144, and of a
+#: piece three.
+_MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
+
 
 def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
     """(piece, score, type) of each entry of a sentencepiece `ModelProto`.
@@ -30,7 +34,7 @@ def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
     """
     for field, value in _protobuf_fields(content):
         if field == 1 and isinstance(value, bytes):
-            entry = dict(_protobuf_fields(value))
+            entry = dict(_protobuf_fields(value, _MOST_PIECE_FIELDS))
             text, score, kind = entry.get(1), entry.get(2, b"\0\0\0\0"), entry.get(3, 1)
             is_score = isinstance(score, bytes) and len(score) == 4
             if not isinstance(text, bytes) or not is_score or kind not in range(7):
@@ -63,9 +67,9 @@ def unsupported_features(content: bytes) -> list[str]:
     return [feature for feature, asked in checks.items() if asked]
 
 
-def _protobuf_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) pairs of one protobuf message."""
-    position = 0
+def _protobuf_fields(content: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple[int, int | bytes]]:
+    """(field number, value) pairs of one protobuf message, of `most` fields at most."""
+    position = count = 0
 
     def varint() -> int:
         nonlocal position
@@ -81,6 +85,9 @@ def _protobuf_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
                 raise ValueError("varint too long")
 
     while position < len(content):
+        count += 1
+        if count > most:
+            raise ValueError("too many fields")
         key = varint()
         field, wire_type = key >> 3, key & 7
         if wire_type == 0:

@@ -26,7 +26,6 @@ from firstlight.report.report import HTML_NAME, REPORT_NAME
 from firstlight.training.forecast import FORECAST_NAME
 from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
 
-
 #: What a run writes into its folder beside its checkpoints, and can go on without.
 _DERIVED = (
     *(METRICS_NAME, SAMPLES_NAME, EVENTS_NAME, STARTS_NAME, RECIPE_NAME, RUN_NAME),
@@ -67,9 +66,8 @@ class JsonLines:
         Raises:
             StorageError: the disk is full or not writable; the file is as before.
         """
-        line = json.dumps(record, ensure_ascii=False) + "\n"
         with storage_errors(self._path):
-            self._file.append(line.encode())
+            self._file.append(json_line(record).encode())
 
     def sync(self) -> None:
         """Force the lines to the disk."""
@@ -79,6 +77,17 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """A line of a log; escaped where it holds half of a surrogate pair, which UTF-8 has no bytes
+    for."""
+    line = json.dumps(record, ensure_ascii=False) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return json.dumps(record) + "\n"
+    return line
 
 
 def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
@@ -111,8 +120,7 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
         problem = problem or f"{path} is damaged: a line has no texts or not the step of its place"
     if problem is not None:
         problem += f"; the old file is now {set_aside(path)}"
-    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
-    write_file(path, "".join(lines))
+    write_file(path, "".join(map(json_line, kept)))
     return [record["step"] for record in kept], problem
 
 
@@ -208,7 +216,7 @@ class RunLogs:
         """Make events.jsonl these lines."""
         path = self._folder / EVENTS_NAME
         if events:
-            write_file(path, "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in events))
+            write_file(path, "".join(map(json_line, events)))
         else:
             remove_file(path)
 

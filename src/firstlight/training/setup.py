@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import math
 import os
 import platform
@@ -47,6 +46,7 @@ from firstlight.report.records import STARTS_NAME, sound_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.fit import largest_micro_batch
+from firstlight.training.metrics import json_line
 from firstlight.training.minutes import budget_of
 from firstlight.training.preference import for_pairs, give_references
 from firstlight.training.processes import on_main
@@ -359,7 +359,7 @@ def record_start(run: Run) -> None:
             "machine": _machine(run.program.hardware),
         }
     )
-    write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    write_file(path, "".join(map(json_line, lines)))
 
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
