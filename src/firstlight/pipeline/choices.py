@@ -331,7 +331,8 @@ def _length_choices(
         minutes = round(length.seconds / 60, 3)
         reason = "of the training; measured steps decide their number, once"
         yield Choice("schedule.max_minutes", minutes, reason)
-        if epochs > 1:
+        # Beside busy programs a machine is timed at a small part of its speed.
+        if epochs > settings.MOST_EPOCHS / 16:
             reason = "passes over the text at most: more would not help"
             yield Choice("schedule.epochs", settings.MOST_EPOCHS, reason)
     else:
