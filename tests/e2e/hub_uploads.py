@@ -17,8 +17,11 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 if TYPE_CHECKING:
     from hub_server import Hub, _Handler
@@ -28,6 +31,8 @@ _BATCH = re.compile(r"/((?:datasets/)?[^/]+/[^/]+)\.git/info/lfs/objects/batch")
 _COMMIT = re.compile(r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/commit/main")
 _OBJECT = re.compile(r"/lfs/([0-9a-f]{64})")
 _LOCK = threading.Lock()
+#: Some of the licences that a card may name.
+_LICENCES = ("apache-2.0", "cc0-1.0", "cc-by-4.0", "mit", "other")
 
 
 def answer_upload(handler: _Handler, hub: Hub, path: str) -> None:
@@ -40,7 +45,9 @@ def answer_upload(handler: _Handler, hub: Hub, path: str) -> None:
     if token not in hub.writers:
         handler.send(401, {"X-Error-Message": "Invalid username or password."})
     elif path == "/api/validate-yaml":
-        handler.send_json({"errors": [], "warnings": []})
+        problems = [{"message": text} for text in _problems(json.loads(body)["content"])]
+        answer = json.dumps({"errors": problems, "warnings": []}).encode()
+        handler.send(400 if problems else 200, {"Content-Type": "application/json"}, answer)
     elif path == "/api/repos/create":
         _create(handler, hub, token, json.loads(body))
     else:
@@ -56,6 +63,24 @@ def _answer_in_repository(handler: _Handler, hub: Hub, token: str, path: str, bo
                 answer(handler, hub, match[1], body)
             return
     handler.send(404)
+
+
+def _problems(card: str) -> Iterator[str]:
+    """What the hub finds wrong with the metadata of a card."""
+    found = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    values = yaml.safe_load(found[1]) if found else {}
+    if values.get("license", "other") not in _LICENCES:
+        yield f'"license" must be one of [{", ".join(_LICENCES)}]'
+    base = values.get("base_model", "owner/name")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) is None:
+        yield f'"base_model" with value "{base}" is not valid. Use a model id from hf.co/models.'
+    for entry in values.get("model-index", ()):
+        for number, result in enumerate(entry["results"]):
+            parts = {"task": ["type"], "dataset": ["name", "type"], "metrics": ["type", "value"]}
+            for part, keys in parts.items():
+                one = result[part][0] if part == "metrics" else result[part]
+                missing = [key for key in keys if one.get(key) is None]
+                yield from (f'"results[{number}].{part}.{key}" is required' for key in missing)
 
 
 def _body(handler: BaseHTTPRequestHandler) -> bytes:

@@ -154,6 +154,24 @@ def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
     assert all(one.metric_args is None for one in other.data.eval_results)
 
 
+def test_a_local_starting_model_is_not_taken_for_one_of_the_hub(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run / "checkpoints" / "step-00000004", "ada/start")
+    values = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
+    values["run"]["dir"] = "onward"
+    values["schedule"]["max_steps"] = 0
+    (tmp_path / "onward.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    firstlight.train("onward.yaml", init_from="ada/start")
+    shutil.rmtree("ada")
+    assert main(["card", "onward", "ada/tiny", "--out", "card.md"]) == 0
+    card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
+    assert card.data.base_model is None
+    assert "on from `start`" in card.text
+    assert "huggingface.co/ada/start" not in card.text
+
+
 def test_the_card_of_a_run_on_texts_has_its_call_without_folders_of_this_machine(
     run: Path, tmp_path: Path
 ) -> None:
@@ -206,19 +224,20 @@ def test_the_card_of_conversations_says_which_are_for_validation(
 def test_an_upload_that_breaks_off_goes_on_with_the_same_command(
     hub: Hub, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["push", str(run), "ada/tiny", "--gguf", "f32"]
+    # Named as the folder that the GGUF file is made in could be.
+    command = ["push", str(run), "ada/gguf", "--gguf", "f32"]
     hub.uploads_left = 1
     assert "give the same command again" in refusal(capfd, *command)
-    assert (len(hub.objects), files_of(hub, "ada/tiny")) == (1, {})
+    assert (len(hub.objects), files_of(hub, "ada/gguf")) == (1, {})
     hub.uploads_left, begun = None, len(hub.requests)
     assert main(command) == 0
-    assert len(files_of(hub, "ada/tiny")) == 9
+    assert len(files_of(hub, "ada/gguf")) == 9
     sent = [one for one in hub.requests[begun:] if one.method == "PUT"]
     assert len(sent) == len(hub.objects) - 1 == 2
-    commits, begun = len(hub.repositories["ada/tiny"].commits), len(hub.requests)
+    commits, begun = len(hub.repositories["ada/gguf"].commits), len(hub.requests)
     assert main(command) == 0
     assert not [one for one in hub.requests[begun:] if one.method == "PUT"]
-    assert len(hub.repositories["ada/tiny"].commits) == commits
+    assert len(hub.repositories["ada/gguf"].commits) == commits
 
 
 def test_weights_of_an_earlier_upload_do_not_stay_beside_the_new_ones(
@@ -250,6 +269,9 @@ def test_what_the_hub_or_the_model_does_not_allow_is_one_line(
         assert f"{taken} can't be uploaded: the hub does not let this token write there" in said
     said = refusal(capfd, "push", str(run), "ada/public", "--private")
     assert "ada/public is there already and public" in said
+    said = refusal(capfd, "push", str(run), "ada/tiny", "--license", "none at all")
+    assert "the hub refuses the card: " in said
+    assert '"license" must be one of [apache-2.0, ' in said
     (tmp_path / "empty").mkdir()
     assert "empty" in refusal(capfd, "push", str(tmp_path / "empty"), "ada/empty")
     assert "ada/empty" not in hub.repositories

@@ -74,7 +74,14 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     assert values["schedule"]["max_steps"] == 3
     assert values["model"]["hidden_size"] == 64
     assert "  # given\n  hidden_size: 64" in recipe
-    assert "bits for a byte" in "\n".join(result_lines(run))
+    lines = list(result_lines(run))
+    metrics = (run.run_folder / "metrics.jsonl").read_text().splitlines()
+    losses = [line["train/loss"] for line in map(json.loads, metrics) if line["step"]]
+    assert lines[0] == "training loss"
+    assert lines[8].startswith(f"  {min(losses):.3f} ")
+    assert lines[9].split() == ["step", "1", "3"]
+    assert "bits for a byte" in lines[10]
+    assert list(result_lines(run, with_curve=False)) == lines[10:]
     commands = {words[1]: words[1:] for words in (shlex.split(c) for c, _ in run.next_commands)}
     assert list(commands) == ["generate", "chat", "serve", "convert", "train"]
     assert main([*commands["generate"], "--max-new-tokens", "4"]) == 0

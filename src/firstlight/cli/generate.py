@@ -120,7 +120,7 @@ def generate_command(
         show_table(_choice_rows(loaded, result.choices))
     limit = loaded.model.config.max_position_embeddings
     if result.prompt_tokens + len(result.token_ids) == limit and not config.slide:
-        say(f"the model's context of {limit} tokens is full")
+        say(f"the model's context of {limit} tokens is full: --slide goes on beyond it")
     return dataclasses.asdict(result)
 
 

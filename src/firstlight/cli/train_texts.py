@@ -14,7 +14,7 @@ import click
 import psutil
 
 from firstlight.cli.output import show
-from firstlight.console import parse_time, say
+from firstlight.console import console, parse_time, say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ def train_texts_command(
     )
     from firstlight.pipeline.result import result_lines
 
-    for line in result_lines(run):
+    # On a terminal the last picture of the live view stays.
+    for line in result_lines(run, with_curve=run.training is None or not console().is_interactive):
         show(line)
     found = dataclasses.asdict(dataclasses.replace(run, training=None))
     stopped_by = None if run.training is None else run.training.stopped_by

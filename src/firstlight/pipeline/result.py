@@ -16,11 +16,14 @@ from firstlight.pipeline.run_folder import Call
 from firstlight.report.findings import best_checkpoint
 from firstlight.report.length import read_length
 from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
+from firstlight.training.course import LossCurve
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 
+#: Columns and rows of the curve of the loss.
+_CURVE_COLUMNS, _CURVE_ROWS = 80, 8
 #: The last evaluation is worse than the best one from this share of its bits on.
 _WORSE = 0.02
 
@@ -123,8 +126,21 @@ def _next_commands(call: Call, request: Request, *, best: bool) -> Iterator[tupl
     yield f"firstlight train {inputs} --budget {longer}{more}", "train longer, beside this run"
 
 
-def result_lines(run: TextRun) -> Iterator[str]:
-    """The result for people."""
+def _curve_lines(folder: Path) -> Iterator[str]:
+    """The training losses of a run, over all its calls; nothing for a run of a single step."""
+    curve = LossCurve()
+    for line in read_json_lines(folder / METRICS_NAME):
+        if line.get("train/loss") is not None:
+            curve.add(line["step"], line["train/loss"])
+    if curve.last_step > curve.first_step:
+        yield "training loss"
+        yield from curve.lines(_CURVE_COLUMNS, _CURVE_ROWS)
+
+
+def result_lines(run: TextRun, *, with_curve: bool = True) -> Iterator[str]:
+    """The result for people, with the curve of the training loss unless that was shown before."""
+    if with_curve:
+        yield from _curve_lines(run.run_folder)
     if run.bits_per_byte is not None:
         beside = [
             f"{name}: {value:.3f}"

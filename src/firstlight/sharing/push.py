@@ -202,14 +202,16 @@ def _write_model(
     card: str | Path | None,
 ) -> tuple[str, ...]:
     """Write all that is shared of a model into a folder; return remarks for people."""
-    # The name of the folder is that of the model in a GGUF file.
-    plain = folder / repository.rpartition("/")[2]
+    # The name of the folder is that of the model in a GGUF file. No repository's name begins with a
+    # dot, so the folder around it has another name than any file.
+    staging = folder / ".model"
+    plain = staging / repository.rpartition("/")[2]
     notes = list(convert(facts.folder, plain).notes)
     for name in _CONFIGS:
         _forget_folders(plain / name)
     file = None
     if gguf is not None:
-        made = convert(plain, folder / "gguf", to="gguf", dtype=gguf)
+        made = convert(plain, staging / ".gguf", to="gguf", dtype=gguf)
         assert made.file is not None
         notes += [note for note in made.notes if note not in notes]
         file = made.file.name
@@ -218,6 +220,7 @@ def _write_model(
     for path in list(plain.iterdir()):
         path.rename(folder / path.name)
     plain.rmdir()
+    staging.rmdir()
     if facts.run is not None:
         write_file(folder / PICTURE_NAME, loss_picture(facts.run))
     if facts.run is not None and facts.run.recipe:

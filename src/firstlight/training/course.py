@@ -91,6 +91,16 @@ class LossCurve:
         texts = ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
         return [text.rstrip() for text in texts], high, low
 
+    def lines(self, columns: int, rows: int) -> Iterator[str]:
+        """The curve in `rows` lines with the losses at its edges, and a line of its steps."""
+        label = 8
+        drawn, high, low = self.drawn(columns - label - 1, rows)
+        for number, row in enumerate(drawn):
+            edge = {0: f"{high:.3f}", rows - 1: f"{low:.3f}"}.get(number, "")
+            yield f"{edge:>{label - 1}} {row}"
+        first, last = f"step {self.first_step:,}", f"{self.last_step:,}"
+        yield " " * label + f"{first}{last:>{columns - label - 1 - len(first)}}"
+
 
 def _edges(points: list[float]) -> tuple[float, float]:
     """The loss that a twentieth of the points is above, and the lowest one: the loss of guessing,
@@ -253,17 +263,8 @@ class Course:
         sample = self.sample_lines(columns)[: max(min(free - 1, _SAMPLE_ROWS), 0)]
         height = min(free - len(sample) - 2, _CURVE_ROWS)
         if columns >= _LEAST_COLUMNS and rows >= _LEAST_ROWS and self.curve.last_step:
-            yield from self._curve_lines(columns, height)
+            yield from self.curve.lines(columns, height)
         yield from sample
-
-    def _curve_lines(self, columns: int, rows: int) -> Iterator[str]:
-        label = 8
-        drawn, high, low = self.curve.drawn(columns - label - 1, rows)
-        for number, row in enumerate(drawn):
-            edge = {0: f"{high:.3f}", rows - 1: f"{low:.3f}"}.get(number, "")
-            yield f"{edge:>{label - 1}} {row}"
-        first, last = f"step {self.curve.first_step:,}", f"{self.curve.last_step:,}"
-        yield " " * label + f"{first}{last:>{columns - label - 1 - len(first)}}"
 
     def sample_lines(self, columns: int) -> list[str]:
         """The lines of the last sample text but blank ones, each cut to so many columns."""

@@ -61,6 +61,7 @@ from firstlight.training.run import Run
 from firstlight.training.starting_model import attach, first_model
 from firstlight.training.trackers import require_trackers
 from firstlight.training.validation import tasks_of
+from firstlight.weights.hub import is_hub_id
 from firstlight.weights.huggingface import export_notes
 
 
@@ -149,6 +150,9 @@ def _assembled(
     # From here on random numbers are for dropout, which differs from row to row.
     torch.manual_seed(resolved.run.seed + engine.rank)
     origin = None if init_from is None else str(init_from)
+    if origin is not None and not is_hub_id(origin):
+        # Later and elsewhere the name of a local folder could be read as one of the hub.
+        origin = os.path.abspath(Path(origin).expanduser())
     # An earlier attempt without a checkpoint has used time, too.
     resumed = newest is not None or bool(earlier)
     rows = dataset.num_rows(resolved.data.seq_len)
