@@ -26,8 +26,10 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.hardware.device import find_hardware
 from firstlight.recipe.conflicts import require_combination
 from firstlight.tokenizer import Tokenizer
+from firstlight.training import loop
 from firstlight.training.run import Run
 from firstlight.training.saving import captured
+from firstlight.training.start import open_run
 from firstlight.weights.huggingface import load_model
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -134,13 +136,12 @@ def _require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 def _captured(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, torch.Tensor]]:
     """What one process has loaded, as its checkpoint would have it."""
     found = {}
-    opened = Run.open
 
     def open_and_look(run: Run, *, shown: bool) -> Any:
         state = captured(run)
         for name, tensors in (("model", state.model), ("optimizer", state.optimizer)):
             found[f"{name}.safetensors"] = {n: t.clone() for n, t in tensors.items()}
-        return opened(run, shown=shown)
+        return open_run(run, shown=shown)
 
     # Its loader stands at the beginning only once it is open.
     class Loader:
@@ -150,7 +151,7 @@ def _captured(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[st
             return {"rows_seen": 0}
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "open", open_and_look)
+        patch.setattr(loop, "open_run", open_and_look)
         patch.setattr(Run, "loader", Loader(), raising=False)
         firstlight.train(recipe, resume=True)
     return found

@@ -16,8 +16,10 @@ import torch
 
 import firstlight
 import firstlight.training.loop
+from firstlight.training import loop
 from firstlight.training.run import Run
 from firstlight.training.saving import captured
+from firstlight.training.start import open_run
 
 
 def main(request: dict[str, Any]) -> None:
@@ -59,11 +61,10 @@ def _die_at(rank: int, step: int, how: str) -> None:
 
 def _capture_first(folder: Path) -> None:
     """Have what was loaded written down, as a checkpoint would be, before the first step."""
-    plain = Run.open
 
     @contextlib.contextmanager
     def opened(run: Run, *, shown: bool) -> Iterator[None]:
-        with plain(run, shown=shown):
+        with open_run(run, shown=shown):
             state = captured(run)
             if run.engine.is_main:
                 folder.mkdir()
@@ -74,7 +75,7 @@ def _capture_first(folder: Path) -> None:
                 (folder / "loader.json").write_text(loader, encoding="utf-8")
             yield
 
-    Run.open = opened  # type: ignore[assignment]
+    loop.open_run = opened  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

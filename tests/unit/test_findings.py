@@ -19,7 +19,7 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.evaluation.perplexity import load_for_evaluation
+from firstlight.evaluation.inputs import load_for_evaluation
 from firstlight.report.compare import compare, comparison_page, warnings_of
 from firstlight.report.findings import findings_of
 from firstlight.report.html import run_page

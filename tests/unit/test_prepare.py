@@ -322,7 +322,7 @@ def test_the_size_of_the_corpus_chooses_the_number_of_workers(
     with open(tmp_path / "a.txt", "wb") as file:
         file.truncate(megabytes << 20)
     monkeypatch.setattr(module, "encode_in_order", encode)
-    monkeypatch.setattr(module, "_usable_cpus", lambda: cpus)
+    monkeypatch.setattr(module, "usable_cpus", lambda: cpus)
     with pytest.raises(InputError):
         prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out")
     assert seen == [workers]
@@ -583,12 +583,8 @@ def test_a_document_too_short_to_share_goes_to_one_split_only(tmp_path: Path) ->
 
 
 def _preparation(fraction: Fraction) -> Any:
-    from firstlight.console import progress_bar
-
-    bar = progress_bar(shown=False)
-    task = bar.add_task("")
     writer = CorpusWriter(Path(), TOKENIZER, 1000)
-    return module._Preparation(writer, float(fraction), None, bar, task)
+    return module._Preparation(writer, module._Selection(float(fraction)))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from firstlight.bench.process import answer, ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
 from firstlight.console import parse_time, rounded, say
 from firstlight.errors import ConfigError
-from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
+from firstlight.evaluation.inputs import load_for_evaluation
+from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware
 from firstlight.pipeline.run import train_texts

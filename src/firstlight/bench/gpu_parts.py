@@ -47,7 +47,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import os
 import platform
 import shutil
 import subprocess
@@ -64,6 +63,7 @@ from firstlight.bench.process import answer
 from firstlight.bench.runner import Outcomes, Row, RowOutcome
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
+from firstlight.hardware.environment import usable_cpus
 from firstlight.hardware.gpus import GPU, find_gpu
 
 _GIB = 2**30
@@ -235,7 +235,7 @@ def find_machine(request: Mapping[str, Any]) -> dict[str, Any]:
         python=platform.python_version(),
         packages=_packages(),
         cpu=cpu.name,
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        cpus=usable_cpus(),
         cpu_memory_bytes=psutil.virtual_memory().total,
     ).to_json()
 

@@ -37,7 +37,8 @@ from firstlight.bench.training_once import library_corpus
 from firstlight.console import say
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
-from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
+from firstlight.evaluation.inputs import load_for_evaluation
+from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware
 from firstlight.recipe import Recipe, parse_recipe

@@ -61,6 +61,7 @@ from firstlight.bench.process import answer
 from firstlight.errors import FirstlightError
 from firstlight.generation.engine import DTYPES
 from firstlight.hardware.device import find_hardware, is_out_of_memory, synchronize
+from firstlight.hardware.environment import usable_cpus
 from firstlight.planner.memory.kernels import (
     Layout,
     Operator,
@@ -353,13 +354,12 @@ def predicting(
         beside: True takes processes of their own, where there are cores for them; else predictions
             are made when they are waited for.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    if not calls or not beside or cores < _MANY_CORES:
+    if not calls or not beside or usable_cpus() < _MANY_CORES:
         yield lambda: [_answer(*call) for call in calls]
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    pool = context.Pool(min(len(calls), cores // 2), _without_gpu, maxtasksperchild=1)
+    pool = context.Pool(min(len(calls), usable_cpus() // 2), _without_gpu, maxtasksperchild=1)
     try:
         asked = [pool.apply_async(_answer, call) for call in calls]
         yield lambda: _answers(asked)

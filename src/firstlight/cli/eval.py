@@ -115,26 +115,14 @@ def eval_command(
     for option, value in (("--beside", beside), ("--picture", picture)):
         if value:
             raise ConfigError(f"{option} is for --by-position: name it too")
-    from firstlight.evaluation.perplexity import evaluate, evaluated_folder, load_for_evaluation
-    from firstlight.evaluation.tasks import evaluate_tasks
+    from firstlight.evaluation.inputs import evaluated_folder, load_for_evaluation
+    from firstlight.evaluation.perplexity import evaluate
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": str(loaded.folder)}
     # Tasks come first: their errors show at once, while a loss may take long.
     if tasks:
-        scores = _with_bar(
-            "scoring",
-            lambda show: evaluate_tasks(
-                loaded,
-                tasks,
-                items=items,
-                task_folder=task_folder,
-                batch_size=batch_size or _TEXTS,
-                on_texts=show,
-            ),
-        )
-        _show_scores(scores)
-        result["tasks"] = {one.task: {"items": one.items, **one.figures()} for one in scores}
+        result["tasks"] = _scored(loaded, tasks, items, task_folder, batch_size or _TEXTS)
     if with_loss:
         folder = evaluated_folder(loaded, data, given.get("split", "val"), progress=True)
         found = _with_bar(
@@ -149,6 +137,24 @@ def eval_command(
     return result
 
 
+def _scored(
+    loaded: LoadedModel,
+    tasks: tuple[str, ...],
+    items: int | None,
+    task_folder: str | None,
+    batch_size: int,
+) -> dict[str, Any]:
+    """Show the scores in tasks; return them by the task's name."""
+    from firstlight.evaluation.tasks import evaluate_tasks
+
+    options: dict[str, Any] = {"items": items, "task_folder": task_folder, "batch_size": batch_size}
+    scores = _with_bar(
+        "scoring", lambda show: evaluate_tasks(loaded, tasks, **options, on_texts=show)
+    )
+    _show_scores(scores)
+    return {one.task: {"items": one.items, **one.figures()} for one in scores}
+
+
 def _by_position(
     checkpoints: tuple[str, ...],
     data: str | None,
@@ -157,7 +163,7 @@ def _by_position(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Show the loss of each model by position, on the rows of the first one's data and length."""
-    from firstlight.evaluation.perplexity import evaluated_folder, load_for_evaluation
+    from firstlight.evaluation.inputs import evaluated_folder, load_for_evaluation
     from firstlight.evaluation.positions import ByPosition, evaluate_by_position
 
     if len(set(checkpoints)) < len(checkpoints):

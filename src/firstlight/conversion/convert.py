@@ -169,34 +169,54 @@ def convert(
     model = with_qkv_biases(model) if to != "hf" else model
     own_config = config_from_hf(model.config, model.name)
     _require_fit(model, own_config)
+    if dtype in QUANTISED and model.tokenizer is None:
+        raise ModelError(f"{dtype} is checked on a text: give a tokenizer with --tokenizer")
+    with new_folder(out) as folder:
+        return _converted(model, own_config, folder, out, to, dtype, text, tolerance)
+
+
+def _converted(
+    model: Source,
+    config: ModelConfig,
+    folder: Path,
+    out: Path,
+    to: str,
+    dtype: str,
+    text: str | None,
+    tolerance: float | None,
+) -> Conversion:
+    """Write the model and compare the result with the source.
+
+    Args:
+        model, config: the source, and its config.
+        folder: temporary folder, which becomes `out`.
+        to, dtype, tolerance: see `convert`.
+        text: the calibration text.
+    """
     quantised = dtype if dtype in QUANTISED else None
-    if quantised and model.tokenizer is None:
-        raise ModelError(f"{quantised} is checked on a text: give a tokenizer with --tokenizer")
     chosen, rounding = _result_dtype(model.tensors, "auto" if quantised else dtype, to)
     file = f"{model.name}-{quantised or chosen}.gguf" if to != "hf" else None
     notes, loss = _notes(model, to), None
-    with new_folder(out) as folder:
-        if file is None:
-            result = _write_folder(model, folder, None if dtype == "auto" else dtype)
-        else:
-            plain = folder / (f"plain-{file}" if quantised else file)
-            result = _write_gguf(model, plain, chosen)
-        limit = None if quantised else tolerance
-        difference, largest, more = _compare(model, own_config, result, rounding, limit)
-        if quantised:
-            loss = quantise_source(model, plain, folder / str(file), quantised, text, tolerance)
-            difference, largest = loss.difference, loss.largest
-        if to == "ollama":
-            content, said = modelfile(
-                str(file), model.tokenizer, own_config.max_position_embeddings
-            )
-            (folder / MODELFILE).write_text(content, encoding="utf-8")
-            more += said
+    if file is None:
+        result = _write_folder(model, folder, None if dtype == "auto" else dtype)
+    else:
+        plain = folder / (f"plain-{file}" if quantised else file)
+        result = _write_gguf(model, plain, chosen)
+    # A quantised file's tolerance is one of the perplexity; its source is rounded by nothing.
+    limit = None if quantised else tolerance
+    difference, largest, more = _compare(model, config, result, rounding, limit)
+    if quantised:
+        loss = quantise_source(model, plain, folder / str(file), quantised, text, tolerance)
+        difference, largest = loss.difference, loss.largest
+    if to == "ollama":
+        content, said = modelfile(str(file), model.tokenizer, config.max_position_embeddings)
+        (folder / MODELFILE).write_text(content, encoding="utf-8")
+        more += said
     return Conversion(
         out=out,
         file=None if file is None else out / file,
         program=model.program,
-        model_type=own_config.model_type,
+        model_type=config.model_type,
         parameters=sum(tensor.numel() for tensor in model.tensors.values()),
         dtype=quantised or chosen,
         largest_difference=difference,

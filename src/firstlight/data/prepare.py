@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from rich.progress import Progress, TaskID, TextColumn
+from rich.progress import TextColumn
 
 from firstlight.console import progress_bar
 from firstlight.data import ray_engine
@@ -30,19 +30,21 @@ from firstlight.data.random_tokens import prepare_random, requested_tokens
 from firstlight.data.records import REASONS, Record, nothing_read, read_documents
 from firstlight.data.shards import TokenArray
 from firstlight.data.sources import (
-    TEXT_SUFFIXES,
     DataSource,
     find_sources,
+    text_bytes,
     unread_files,
     write_sources,
 )
 from firstlight.data.writer import CorpusWriter, require_replaceable
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import new_folder
+from firstlight.hardware.environment import usable_cpus
 from firstlight.tokenizer import Tokenizer
 
 Engine = Literal["local", "ray"]
-#: The split of a document by its text; see `prepare`.
+#: The split of a document by its text; "tail" holds its last `val_fraction` out, None rejects it
+#: as a duplicate.
 SplitOf = Callable[[str], Literal["train", "val", "tail"] | None]
 
 #: Corpora below this many bytes are encoded in this process: starting others takes longer.
@@ -72,65 +74,45 @@ def prepare(
     """Write the token shards of a corpus into the folder `out`; return their manifest.
 
     Args:
-        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]", see `find_sources`;
-            or what that has returned; or "random:TOKENS[:SEED]" alone, see `random_tokens`.
+        inputs: names of texts as for `find_sources`, its results, or "random:TOKENS[:SEED]" alone.
         tokenizer: a tokenizer, or the folder or file of one.
         out: the folder to write.
         val_fraction: share of the text's bytes that is held out for validation, in whole
             documents; of fewer than 1/val_fraction documents, the last part of each document.
-        split_of: decides for the text of each document in place of that: "train", "val", "tail" for
-            its last `val_fraction` alone, or None for a duplicate, which is rejected.
-        workers: processes that encode; None chooses by the size of the corpus. More than one
-            needs the caller's script to be importable (`if __name__ == "__main__":`).
-        engine: "local" encodes in `workers` processes of this machine, "ray" on a Ray cluster
-            (see `ray_engine`), with the same result.
-        ray_address: address of the Ray cluster; None is Ray's own choice.
+        split_of: see `SplitOf`; None splits by `val_fraction` alone.
+        workers, engine, ray_address: "local" encodes in `workers` processes (None chooses; several
+            import the caller's script: `if __name__ == "__main__":`), "ray" on a Ray cluster.
         text_key: the field with the text in JSONL lines, Parquet columns and datasets.
         max_documents: number of documents after which nothing further is read; None is no limit.
-        max_tokens: tokens of both splits together, separators included; `val_fraction` of them are
-            for validation. The document that passes a split's number is cut there, and nothing
-            further is read once both splits have theirs. None is no limit.
-        strip_gutenberg: leave out Project Gutenberg's header, credits and licence around texts that
-            have its marks.
+        max_tokens: tokens of both splits, separators included, `val_fraction` of them for
+            validation; a document that passes a split's number is cut there. None is no limit.
+        strip_gutenberg: leave out Project Gutenberg's header, credits and licence around a text.
         overwrite: replace `out` if it is a prepared corpus.
         shard_tokens: tokens after which the next shard is begun.
         progress: show a progress bar on stderr.
 
     Raises:
-        InputError: an input is missing or unreadable, or there is no text at all.
-        TokenizerError: the tokenizer can't be loaded.
-        ConfigError: an argument is out of range or of the other engine; no Ray cluster is there.
-        MissingDependencyError: a package that the inputs or the engine need is not installed.
-        StorageError: the disk is full or not writable; nothing is left behind.
-        DataError: encoding failed for good: processes are killed, or a node lacks something.
+        InputError, TokenizerError: an input or the tokenizer can't be read, or there is no text.
+        ConfigError, MissingDependencyError: an argument is invalid, a package or cluster missing.
+        DataError, StorageError: encoding or writing failed for good; nothing is left behind.
     """
-    _require_valid(val_fraction, workers, engine, ray_address)
-    _require_positive(shard_tokens=shard_tokens, max_documents=max_documents, max_tokens=max_tokens)
+    _require_valid(engine, ray_address, workers=workers, shard_tokens=shard_tokens)
+    chosen = _Selection(val_fraction, split_of, max_documents, max_tokens, strip_gutenberg)
     out, drawn = Path(out).expanduser(), requested_tokens(inputs)
     names, sources = ([], []) if drawn else _sources_of(inputs)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_pretrained(tokenizer)
     require_replaceable(out, overwrite)
     if drawn is not None:
-        if max_documents or max_tokens or strip_gutenberg or split_of:
-            raise ConfigError(f"{drawn.name} has no texts to leave out: its number is in its name")
-        fraction = Fraction(str(val_fraction))
-        return prepare_random(drawn, tokenizer, out, fraction, overwrite, shard_tokens)
+        chosen.require_all_of(drawn.name)
+        return prepare_random(drawn, tokenizer, out, chosen.fraction, overwrite, shard_tokens)
     with (
         _encoder(tokenizer, sources, workers, engine, ray_address, max_tokens) as encode,
         new_folder(out, replace=overwrite, synced=True) as folder,
-        progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
-        closing(read_documents(sources, text_key)) as records,
     ):
-        total = None if max_documents or max_tokens else _text_bytes(sources)
-        task = bar.add_task("tokenizing", total=total, done="")
-        writer = CorpusWriter(folder, tokenizer, shard_tokens)
-        preparation = _Preparation(
-            writer, val_fraction, split_of, bar, task, max_documents, max_tokens, strip_gutenberg
-        )
-        preparation.run(records, encode)
-        write_sources(folder, names, [] if text_key == "text" else ["--text-key", text_key])
-        return preparation.manifest(unread_files(names))
+        preparation = _Preparation(CorpusWriter(folder, tokenizer, shard_tokens), chosen)
+        preparation.run(sources, text_key, encode, progress=progress)
+        return preparation.finish(folder, names, text_key)
 
 
 def _sources_of(
@@ -145,11 +127,9 @@ def _sources_of(
 
 
 def _require_valid(
-    val_fraction: float, workers: int | None, engine: str, address: str | None
+    engine: str, address: str | None, *, workers: int | None, shard_tokens: int
 ) -> None:
-    if not 0 <= val_fraction < 1:
-        raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
-    _require_positive(workers=workers)
+    _require_positive(workers=workers, shard_tokens=shard_tokens)
     if engine not in get_args(Engine):
         raise ConfigError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine}")
     if engine == "ray" and workers is not None:
@@ -176,26 +156,11 @@ def _encoder(
         return ray_engine.encoder(tokenizer, ray_address)
     if workers is None:
         small = sum(source.size for source in sources) < _SMALL_CORPUS_BYTES
-        workers = 1 if small else _usable_cpus()
+        workers = 1 if small else usable_cpus()
     here = functools.partial(
         encode_in_order, tokenizer=tokenizer, workers=workers, max_tokens=max_tokens
     )
     return nullcontext(here)
-
-
-def _text_bytes(sources: Sequence[DataSource]) -> int | None:
-    """The bytes of text to encode; None if a source does not show them by its size."""
-    plain = (*TEXT_SUFFIXES, ".jsonl")
-    if all(s.path is not None and s.path.suffix in plain for s in sources):
-        return sum(source.size for source in sources)
-    return None
-
-
-def _usable_cpus() -> int:
-    """The number of processors for this process: a container may allow fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
@@ -212,29 +177,49 @@ def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, I
     return len(seen) >= wanted, itertools.chain(seen, documents)
 
 
+@dataclass(frozen=True)
+class _Selection:
+    """The documents that are written, and their splits.
+
+    Attributes:
+        val_fraction, split_of, max_documents, max_tokens, strip_gutenberg: see `prepare`.
+    """
+
+    val_fraction: float
+    split_of: SplitOf | None = None
+    max_documents: int | None = None
+    max_tokens: int | None = None
+    strip_gutenberg: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.val_fraction < 1:
+            raise ConfigError(
+                f"val_fraction must be at least 0 and below 1, not {self.val_fraction}"
+            )
+        _require_positive(max_documents=self.max_documents, max_tokens=self.max_tokens)
+
+    @property
+    def fraction(self) -> Fraction:
+        """The share that is held out, exactly as it is written."""
+        return Fraction(str(self.val_fraction))
+
+    def require_all_of(self, name: str) -> None:
+        """Refuse what random tokens do not know: documents that are left out."""
+        if self != _Selection(self.val_fraction):
+            raise ConfigError(f"{name} has no texts to leave out: its number is in its name")
+
+
 class _Preparation:
     """The state of one run of `prepare`: the split by bytes, the document being put together.
 
     Documents are numbered in the order in which they are read, from 1, rejected ones left out.
     """
 
-    def __init__(
-        self,
-        writer: CorpusWriter,
-        val_fraction: float,
-        split_of: SplitOf | None,
-        bar: Progress,
-        task: TaskID,
-        max_documents: int | None = None,
-        max_tokens: int | None = None,
-        strip_gutenberg: bool = False,
-    ) -> None:
+    def __init__(self, writer: CorpusWriter, chosen: _Selection) -> None:
         self.writer, self.tokenizer, self.dtype = writer, writer.tokenizer, writer.dtype
-        self.fraction = Fraction(str(val_fraction))
-        self.split_of = split_of
-        self.bar, self.task = bar, task
-        self.max_documents, self.max_tokens = max_documents, max_tokens
-        self.strip_gutenberg = strip_gutenberg
+        self.fraction, self.split_of = chosen.fraction, chosen.split_of
+        self.max_documents, self.max_tokens = chosen.max_documents, chosen.max_tokens
+        self.strip_gutenberg = chosen.strip_gutenberg
         self.separators = len(self._with_separators([]))
         self.accepted = self.written = self.last_written = 0
         #: Numbers of the documents that had a header, and how many of them were written.
@@ -245,8 +230,15 @@ class _Preparation:
         self.split_by = "none"
         self.gzip_bytes = 0
 
-    def run(self, records: Iterable[Record], encode: Encode) -> None:
+    def run(
+        self, sources: Sequence[DataSource], text_key: str, encode: Encode, *, progress: bool
+    ) -> None:
         """Write everything.
+
+        Args:
+            sources: the texts.
+            text_key, progress: see `prepare`.
+            encode: encodes pieces of text, in their order.
 
         Raises:
             InputError: there is no text.
@@ -254,15 +246,25 @@ class _Preparation:
         """
         # The same container as gzip -9 writes, to compare a model's bits per byte with.
         compressor = zlib.compressobj(9, wbits=31)
-        with self.writer.open(), ExitStack() as stack:
+        with (
+            progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
+            closing(read_documents(sources, text_key)) as records,
+            self.writer.open(),
             # Closed on the way out of an error: what works elsewhere ends before the folder goes.
-            encoded = stack.enter_context(closing(encode(self._pieces(self._accepted(records)))))
+            closing(encode(self._pieces(self._accepted(records)))) as encoded,
+        ):
+            total = None if self.max_documents or self.max_tokens else text_bytes(sources)
+            task = bar.add_task("tokenizing", total=total, done="")
             parts: list[TokenArray] = []
             for piece, tokens in self._within_limits(encoded):
                 parts.append(tokens)
-                self._count(piece)
+                text = piece.text.encode("utf-8")
+                self.writer.counts[piece.split]["text_bytes"] += len(text)
+                size = sum(count["text_bytes"] for count in self.writer.counts.values())
+                done = f"{self.written:,} documents, {size / 1e6:,.0f} MB"
+                bar.update(task, advance=len(text), done=done)
                 if piece.split == "val":
-                    self.gzip_bytes += len(compressor.compress(piece.text.encode("utf-8")))
+                    self.gzip_bytes += len(compressor.compress(text))
                 if piece.last:
                     self.writer.write(piece.split, self._with_separators(parts))
                     parts = []
@@ -272,15 +274,16 @@ class _Preparation:
                 raise ConfigError(f"max_tokens {self.max_tokens} has no room for text: give more")
             raise InputError(nothing_read(self.writer.rejected, self.writer.first_rejected))
 
-    def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
+    def finish(self, folder: Path, names: Sequence[str | Path], text_key: str) -> dict[str, Any]:
         """Complete the folder; return its manifest."""
+        write_sources(folder, names, [] if text_key == "text" else ["--text-key", text_key])
         limits: dict[str, Any] = {
             "max_documents": self.max_documents,
             "max_tokens": self.max_tokens,
             "gutenberg_stripped": self.stripped if self.strip_gutenberg else None,
         }
         return self.writer.finish(
-            *(self.written, self.fraction, self.split_by, unread),
+            *(self.written, self.fraction, self.split_by, unread_files(names)),
             gzip_bytes=self.gzip_bytes,
             **{name: number for name, number in limits.items() if number is not None},
         )
@@ -383,14 +386,6 @@ class _Preparation:
             seen += size
             held_out += size if split == "val" else 0
             yield document, split
-
-    def _count(self, piece: TextPiece) -> None:
-        size = len(piece.text.encode("utf-8"))
-        counts = self.writer.counts
-        counts[piece.split]["text_bytes"] += size
-        total = sum(count["text_bytes"] for count in counts.values())
-        done = f"{self.written:,} documents, {total / 1e6:,.0f} MB"
-        self.bar.update(self.task, advance=size, done=done)
 
     def _with_separators(self, parts: list[TokenArray]) -> TokenArray:
         before = [self.tokenizer.bos_token_id] if self.tokenizer.add_bos else []

@@ -349,3 +349,11 @@ def text_size(source: DataSource) -> float:
     """Bytes of text in a file, about; 0 for a dataset."""
     packed = (*COMPRESSIONS[1:], ".parquet")
     return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)
+
+
+def text_bytes(sources: Sequence[DataSource]) -> int | None:
+    """The bytes of text to encode; None if a source does not show them by its size."""
+    plain = (*TEXT_SUFFIXES, ".jsonl")
+    if all(s.path is not None and s.path.suffix in plain for s in sources):
+        return sum(source.size for source in sources)
+    return None

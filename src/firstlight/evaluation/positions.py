@@ -14,7 +14,7 @@ from torch import Tensor
 
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
 from firstlight.errors import ConfigError, DataError, ModelError
-from firstlight.evaluation.perplexity import (
+from firstlight.evaluation.inputs import (
     loaded_for_evaluation,
     open_evaluated_split,
     options_of_training,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, nearest
-from firstlight.evaluation.perplexity import loaded_for_evaluation
+from firstlight.evaluation.inputs import loaded_for_evaluation
 from firstlight.evaluation.scores import (
     Metric,
     Progress,

@@ -1,7 +1,7 @@
-"""Environment variables for torch's thread library and allocator.
+"""Environment variables for torch's thread library and allocator, and the processors there are.
 
-Both read them when they are loaded, so the command line sets them first; variables that are set
-already stay.
+Both read the variables when they are loaded, so the command line sets them first; variables that
+are set already stay.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ def _cores_are_busy() -> bool:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)
     except (OSError, ValueError, IndexError):
         return False
+
+
+def usable_cpus() -> int:
+    """Number of processors for this process: a container may allow fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _running() -> int:

@@ -117,6 +117,13 @@ class GatedDeltaNet(nn.Module):
         return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
 
 
+def _in_chunks(x: Tensor, size: int) -> Tensor:
+    """[B, T, H, ...] to chunks [B, H, N, size, ...], with zeros behind the last token."""
+    x = x.transpose(1, 2)
+    x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, -x.shape[2] % size))
+    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
+
+
 def gated_delta_rule(
     q_BTHD: Tensor,
     k_BTHD: Tensor,
@@ -126,8 +133,7 @@ def gated_delta_rule(
     state_BHDE: Tensor | None,
     places_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The rule's outputs [B, T, H, E], and the state [B, H, D, E] after the last token, in fp32 at
-    least.
+    """Outputs [B, T, H, E], and the state [B, H, D, E] after the last token, in fp32 at least.
 
     A token takes the state S to exp(g) S + beta k' (v - k exp(g) S), with a key k of length 1, and
     its output is q S, with a query q of length 1 / sqrt(D). A chunk's updates hang on each other by
@@ -144,22 +150,15 @@ def gated_delta_rule(
     """
     B, T, H, D = k_BTHD.shape
     size = min(_CHUNK_TOKENS, T)
-
-    def in_chunks(x: Tensor) -> Tensor:
-        """[B, T, H, ...] to [B, H, N, S, ...], with zeros behind the last token."""
-        x = x.transpose(1, 2)
-        x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, -T % size))
-        return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
-
-    q, k, v, g, beta = map(
-        in_chunks, map(at_least_fp32, (q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH))
+    q, k, v, g, beta = (
+        _in_chunks(at_least_fp32(x), size) for x in (q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH)
     )
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, g = q * D**-0.5, g.cumsum(-1)
     from_start, to_end, whole = g.exp(), (g[..., -1:] - g).exp(), g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if places_BT is not None:
-        documents = in_chunks((places_BT == 0).cumsum(1)[..., None])[:, 0][:, None]
+        documents = _in_chunks((places_BT == 0).cumsum(1)[..., None], size)[:, 0][:, None]
         last_BN = documents[..., -1]
         open_BN = F.pad(last_BN[..., :-1], (1, 0), value=1)
         seen = seen & (documents[..., :, None] == documents[..., None, :])

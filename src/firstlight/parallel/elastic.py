@@ -42,6 +42,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from firstlight.console import say
 from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
+from firstlight.hardware.environment import usable_cpus
 from firstlight.parallel import rank_start
 from firstlight.parallel.rendezvous import ROUND, RankError, announce
 
@@ -130,9 +131,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     Raises:
         RankError: a rank failed, or the machines did not find each other.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     # Ranks that each start a thread a core would wait for each other's.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // options.nproc)))
     # A rank that crashes inside of a library says where.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(

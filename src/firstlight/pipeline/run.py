@@ -83,8 +83,7 @@ def train_texts(
     ask: Ask | None = None,
     began: float | None = None,
 ) -> TextRun:
-    """Train a model on texts: tokenizer, shards, settings, training, evaluation, report. With
-    `init_from`, train that model on, on texts or on conversations.
+    """Train a model on texts: tokenizer, shards, settings, training, evaluation, report.
 
     A second call with the same inputs and options goes on with a run that was not finished, and one
     with other options begins a run beside it with the same tokenizer and shards.
@@ -97,7 +96,7 @@ def train_texts(
         tokens: number of tokens to train on, such as "10M".
         steps: number of optimizer steps.
         size: "tiny", "small", "medium", "large", "xl" or parameters such as "10M"; None chooses.
-        init_from: model folder, run or hub id to start from; None trains a new model.
+        init_from: model folder, run or hub id to train on; None trains a new model.
         run_dir: run folder; None is runs/NAME, with the name of the first input.
         overrides: values of the recipe by `section.key`; the other choices follow.
         text_key: field of the text in JSONL lines, tables and datasets.

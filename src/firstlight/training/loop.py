@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.console import notebook_display
-from firstlight.errors import CheckpointError, DataError, FirstlightError
+from firstlight.errors import CheckpointError, DataError
 from firstlight.evaluation.perplexity import Evaluation
-from firstlight.optim.eight_bit import compiles_update
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed import with_deepspeed_file
@@ -27,7 +26,7 @@ from firstlight.report.report import REPORT_NAME, draw_report
 from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
-from firstlight.training.minutes import decide_length, predict_length
+from firstlight.training.minutes import decide_length
 from firstlight.training.notebook import show_picture
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.processes import (
@@ -40,7 +39,8 @@ from firstlight.training.processes import (
 )
 from firstlight.training.run import Run
 from firstlight.training.saving import RunCheckpoints
-from firstlight.training.setup import describe_start, record_start, set_up
+from firstlight.training.setup import set_up
+from firstlight.training.start import begin_run, open_run
 from firstlight.training.step import train_step
 from firstlight.training.validation import evaluate
 
@@ -125,36 +125,31 @@ def train(
 ) -> TrainResult:
     """Train a model as a recipe says.
 
-    Started as one of several processes (`firstlight train --nproc`, torchrun, srun, ...), it trains
-    together with the others as the recipe's `distributed` section says; all get the same result.
-    From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run when the step
-    at hand is done, with a checkpoint to go on from; a second signal ends it at once.
+    Processes that were started together (`firstlight train --nproc`, torchrun, srun, ...) train one
+    model, as `distributed` says, and all get the same result. From the first step on, SIGTERM,
+    SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run after a checkpoint; a second one at once.
 
     Args:
         recipe: a recipe, its values, or its file.
-        resume: go on from the run folder's newest complete checkpoint, exactly as if the run
-            had not stopped; from the start if there is none yet.
+        resume: go on from the run folder's newest checkpoint, if any, as if it had not stopped.
         init_from: model folder, run or hub id to start from; replaces the recipe's `model`.
         new_rows: rows for the tokens that the data's tokenizer has beyond that of `init_from`:
             "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
         branch_from: checkpoint of another run to go on from with all of its state, in a folder
-            that has no checkpoint yet (else `resume` takes that one). See `cooldown_recipe`.
-        on_step: called with each step's metrics, in the main process, from step 1 on. It may draw
-            from the global generators of Python, numpy and torch: their states are seeded, saved
-            and resumed.
-        progress: show the run and its messages to a person: on stderr, in a notebook as one output
-            of the cell, with the report's picture at the end. None does so in a notebook only.
+            without a checkpoint (else `resume` takes that one). See `cooldown_recipe`.
+        on_step: called with each step's metrics, in the main process, from step 1 on. The global
+            generators of Python, numpy and torch, which it may use, are seeded, saved and resumed.
+        progress: show the run to a person: on stderr, or in a notebook as one output of the cell
+            with the report's picture at the end. None does so in a notebook only.
         forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: something does not fit; raised
-            before the first step, with nothing written.
-        DataError: a shard was changed or cut short while the run read it; a checkpoint is saved.
-        CheckpointError: the run folder was moved or removed; nothing is written in its place.
+        ConfigError, DataError, ModelError, CheckpointError: before the first step, something does
+            not fit, and nothing is written. Later, a shard was changed (DataError; a checkpoint is
+            saved), or the run folder moved (CheckpointError; nothing is written in its place).
         RankError: another process of the run failed, or is gone.
-        DivergedError: loss or gradients are not finite, and the `guard` section knows no way back.
-        TrainingError, StorageError: not even one row fits into memory; the disk refused. As after
-            a DivergedError, the last checkpoint is untouched.
+        DivergedError, TrainingError, StorageError: loss or gradients are not finite and `guard`
+            knows no way back; no row fits into memory; the disk refused. The checkpoints stay.
     """
     recipe = _read_recipe(recipe)
     if progress is None:
@@ -163,23 +158,20 @@ def train(
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
         ForecastComparison(hardware) as comparison,  # before the run takes any memory
+        set_up(recipe, resume, init_from, new_rows, branch_from, hardware, engine, progress) as run,
+        open_run(run, shown=progress),
+        RunCheckpoints(run) as checkpoints,
+        _reported_if_diverged(run),
     ):
-        show = progress and engine.is_main
-        with (
-            set_up(recipe, resume, init_from, new_rows, branch_from, hardware, engine, show) as run,
-            run.open(shown=show),
-            RunCheckpoints(run) as checkpoints,
-            _reported_if_diverged(run),
-        ):
-            _begin(run, forecaster, comparison)
-            training_loop(run, checkpoints, stopping, _watched(run, comparison, on_step))
-            checkpoints.finish()
-            wait_for_main(engine, run.write_budget)
-            write_average(run)
-            result = _result(run, stopping, comparison)
-        if show:
-            show_picture(result.run_folder / REPORT_NAME)
-        return result
+        begin_run(run, forecaster, comparison)
+        training_loop(run, checkpoints, stopping, _watched(run, comparison, on_step))
+        checkpoints.finish()
+        wait_for_main(engine, run.write_budget)
+        write_average(run)
+        result = _result(run, stopping, comparison)
+    if progress and engine.is_main:
+        show_picture(result.run_folder / REPORT_NAME)
+    return result
 
 
 def training_loop(
@@ -190,11 +182,8 @@ def training_loop(
 ) -> None:
     """Train until the last step, or until there is a reason to stop (`run.stopped_by`).
 
-    Args:
-        run: the run, open.
-        checkpoints: saves the run, and takes it back to a checkpoint after a divergence.
-        stopping: reasons to end early.
-        show: called with each step's metrics once they are written down.
+    `checkpoints` also takes the run back to a checkpoint after a divergence; `show` is called with
+    each step's metrics once they are written down.
 
     Raises:
         DivergedError, TrainingError: see `RunCheckpoints.go_back`, `smaller_micro_batches`.
@@ -252,45 +241,6 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     if recipe.distributed.deepspeed_config is not None:
         recipe = with_deepspeed_file(recipe, find_world().size)
     return recipe
-
-
-def _begin(run: Run, forecaster: Forecaster | None, comparison: ForecastComparison) -> None:
-    """Record the start of a run that has anything left to do, and predict what its steps take."""
-    run.await_first_evaluation()
-    if not run.goes_on:
-        return
-    if forecaster is not None and run.has_steps_left:
-        wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
-    forecast = comparison.forecast
-    rates = None if forecast is None else forecast.tokens_per_second
-    predict_length(run, None if rates is None else rates[1])
-    wait_for_main(run.engine, lambda: record_start(run))
-    for line in describe_start(run):
-        run.tell(line)
-
-
-def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -> None:
-    hardware, size = run.program.hardware, run.engine.world.size
-    comparison.label_share = run.dataset.label_share(run.seq_len)
-    comparison.seq_len = run.seq_len
-    comparison.forecast = _asked(lambda: forecaster.forecast(run.recipe, hardware, size), run.tell)
-    compiles = run.recipe.efficiency.compile or compiles_update(run.recipe.optimizer)
-    comparison.predict_process(run.held_bytes, compiles=compiles)
-    if comparison.forecast is not None:
-        run.tell(f"predicted: {comparison.forecast.in_words}")
-        run.bar.predict_memory(comparison.forecast.process_bytes or comparison.forecast.peak_bytes)
-    run.advise = lambda: _asked(lambda: forecaster.advise(run.recipe_now, hardware, size), run.tell)
-
-
-def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
-    """The forecaster's answer; None in place of an error, since no run is to end for what was
-    only asked beside it."""
-    try:
-        return question()
-    except Exception as error:  # noqa: BLE001
-        kind = "" if isinstance(error, FirstlightError) else f"{type(error).__name__}: "
-        tell(f"memory and speed can't be predicted: {kind}{error}")
-        return None
 
 
 def _watched(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,30 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from firstlight.checkpoint.checkpoint import Checkpoint, copy_checkpoint
-from firstlight.checkpoint.manifest import CHECKPOINTS
+from firstlight.checkpoint.checkpoint import Checkpoint
 from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.errors import ConfigError, DataError
+from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
-from firstlight.files.atomic import remove_file, remove_leftovers, write_file
 from firstlight.hardware.device import peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import PredictedLength, Schedule, resolve_schedule
 from firstlight.parallel.engine import Engine
-from firstlight.recipe import ResolvedRecipe, load_recipe
-from firstlight.report.length import LENGTH_NAME
-from firstlight.report.records import RECIPE_NAME
+from firstlight.recipe import ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.course import Course
 from firstlight.training.datasets import origin
 from firstlight.training.guard import Guard
 from firstlight.training.length import LoopTimes, TimeBudget
-from firstlight.training.metrics import RunLogs, SilentLogs, clear_file_names
+from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
@@ -211,90 +203,6 @@ class Run:
         if self.held is not None:
             self.held.require()
 
-    @contextlib.contextmanager
-    def open(self, *, shown: bool) -> Iterator[None]:
-        """Make the run folder ready: drop what a killed run left; open data, logs and progress.
-
-        Args:
-            shown: show the progress to a person.
-        """
-        wait_for_main(self.engine, self._make_folder_ready)
-        data = self.recipe.data
-        on_gpu = self.program.hardware.device.type == "cuda"
-        with (
-            TokenLoader(
-                self.dataset,
-                self.seq_len,
-                self.recipe.batch.rows,
-                self.recipe.run.seed,
-                rows_seen=self.state.rows_seen,
-                document_masking=data.document_masking,
-                rank=self.engine.rank,
-                world_size=self.engine.size,
-                workers=data.workers,
-                # A step takes all its micro-batches at its beginning.
-                prefetch=max(data.prefetch, self._micro_batches_of(self.max_steps)),
-                pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
-            ) as self.loader,
-            self._open_logs() as self.logs,
-            self._trackers() as self.trackers,
-            TrainingProgress(self._course(), shown=shown) as self.bar,
-        ):
-            yield
-
-    def _course(self) -> Course:
-        # A run whose length is open is not over where it was predicted to be.
-        def steps() -> int:
-            return max(self.max_steps, self.state.step + self.schedule.is_open)
-
-        minutes = self.recipe.schedule.max_minutes or self.recipe.run.max_minutes
-        return Course(steps, self.state.step, minutes)
-
-    def _make_folder_ready(self) -> None:
-        run_id = None
-        if self.held is not None:
-            self.held.require()
-            for warning in clear_file_names(self.folder):
-                self.tell(warning)
-            self.held.claim()
-            run_id = self.held.run_id
-        for folder in (self.folder, self.folder / CHECKPOINTS):
-            remove_leftovers(folder)
-        # Before the recipe: whoever finds that can go on with it.
-        if self.branch_from is not None:
-            copy_checkpoint(self.branch_from, self.folder, run_id)
-        # What was decided stands also for a run that is killed before its first checkpoint. A file
-        # that says the same keeps its comments.
-        if not _says(self.folder / RECIPE_NAME, self.recipe):
-            text = yaml.safe_dump(self.recipe.model_dump(), sort_keys=False, allow_unicode=True)
-            write_file(self.folder / RECIPE_NAME, text)
-        # Before the logs lose the lines of steps that took time and will be made again.
-        if self.budget is None:
-            remove_file(self.folder / LENGTH_NAME)
-        else:
-            self.budget.write(self.folder)
-
-    def _open_logs(self) -> RunLogs | SilentLogs:
-        if not self.engine.is_main:
-            return SilentLogs()
-        return RunLogs(
-            *(self.folder, self.logged_step, self.state.events),
-            is_branch=self.branch_from is not None,
-            tensorboard="tensorboard" in self.recipe.run.trackers,
-            tell=self.tell,
-        )
-
-    def _trackers(self) -> Trackers:
-        config = self.recipe.run
-        return Trackers(
-            config.trackers if self.engine.is_main else [],
-            self.folder,
-            self.recipe.model_dump(mode="json"),
-            self.tell,
-            is_new=self.logged_step < 0,
-            with_checkpoint=config.tracker_checkpoints,
-        )
-
     def take_length(self, length: PredictedLength) -> None:
         """Take over the number of steps of a run in minutes; it is on the disk when this ends."""
         budget = self.budget
@@ -320,14 +228,14 @@ class Run:
         batches = []
         # All at once: no micro-batch of a step is trained on when another can't be read.
         try:
-            count = self._micro_batches_of(self.state.step)
+            count = self.micro_batches_of(self.state.step)
             batches = [self.loader.next_batch() for _ in range(count)]
         except DataError as error:
             self.unreadable = str(error)
         self._data_wait_seconds = time.perf_counter() - self._step_began
         return batches
 
-    def _micro_batches_of(self, step: int) -> int:
+    def micro_batches_of(self, step: int) -> int:
         """Micro-batches that the loader gives this process for a step, counted from 0."""
         return self.batch.at(step) // (self.recipe.batch.rows * self.engine.size)
 
@@ -429,11 +337,3 @@ class Run:
         self.require_folder()
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)
-
-
-def _says(path: Path, recipe: ResolvedRecipe) -> bool:
-    """Whether a file is there and holds all of a recipe."""
-    try:
-        return path.is_file() and load_recipe(path).model_dump() == recipe.model_dump()
-    except ConfigError:
-        return False

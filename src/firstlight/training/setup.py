@@ -6,10 +6,8 @@ Whatever is refused is refused here, before a run has cost anything or written a
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import os
-import platform
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,19 +17,15 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from torch import Tensor, nn
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes
 from firstlight.checkpoint.run_folder import held
 from firstlight.checkpoint.selection import resolve_model_folder
-from firstlight.console import own_version, say
+from firstlight.console import say
 from firstlight.data.corpus import Corpus
 from firstlight.errors import ConfigError, DataError, StorageError
-from firstlight.files.atomic import set_aside, write_file
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
-from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.optim.groups import Kind, decay_counts, describe_groups, parameter_kinds
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
     DEFAULT_ROWS,
@@ -42,11 +36,9 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.conflicts import ineffective
 from firstlight.recipe.resolve import facts_here, for_new_model, resolve, sequence_length
-from firstlight.report.records import STARTS_NAME, sound_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.fit import largest_micro_batch
-from firstlight.training.metrics import json_line
 from firstlight.training.minutes import budget_of
 from firstlight.training.preference import for_pairs, give_references
 from firstlight.training.processes import on_main
@@ -82,7 +74,7 @@ def set_up(
         recipe, resume, init_from, new_rows, branch_from: see `train`.
         hardware: the hardware of this process.
         engine: the engine by which the processes of the run share the model.
-        shown: show messages and progress to a person.
+        shown: show messages to a person, from the main process.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, StorageError: something does not
@@ -99,7 +91,7 @@ def set_up(
     # YAML knows no home folder: without this, ~/runs would be a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
     recipe = _with(recipe, "run", dir=str(folder))
-    tell = say if shown else lambda _: None
+    tell = say if shown and engine.is_main else lambda _: None
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
@@ -333,77 +325,3 @@ def _require_disk(run: Run) -> None:
             f"about {needed / 1e6:,.0f} MB: free some space, choose another run.dir, "
             "or lower checkpoint.keep_last"
         )
-
-
-def record_start(run: Run) -> None:
-    """Add a line to the run's starts.jsonl; one without a checkpoint begins the file anew."""
-    path = Path(run.folder) / STARTS_NAME
-    lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
-    if problem is not None:
-        run.tell(
-            f"warning: {problem}; the old file is now {set_aside(path)}; the run goes on without "
-            "the damaged lines"
-        )
-    held_out = run.validation
-    splits = [split for split in (run.dataset, held_out) if split is not None]
-    conversations = [record for split in splits for record in split.records(run.seq_len)]
-    lines.append(
-        {
-            "step": run.state.step,
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **({} if run.schedule.is_open else {"max_steps": run.max_steps}),
-            "warmup_steps": run.schedule.warmup_steps,
-            "init_from": run.init_from,
-            **({"branched_from": str(run.branch_from)} if run.branch_from else {}),
-            "parameters": count_parameters(meta_model(run.program.model.config)).total,
-            "weight_decay": decay_counts(*_trained(run), run.recipe.optimizer),
-            "tokenizer_sha256": run.tokenizer.fingerprint,
-            "gzip_bits_per_byte": held_out.gzip_bits_per_byte if held_out else None,
-            **({"conversations": conversations} if conversations else {}),
-            "machine": _machine(run.program.hardware),
-        }
-    )
-    write_file(path, "".join(map(json_line, lines)))
-
-
-def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
-    """The parameters that are trained, whole, and their kinds; without memory where engines hold
-    parts of them."""
-    model: nn.Module = run.program.model
-    if run.recipe.lora is None:
-        model = meta_model(run.program.model.config)
-    return {n: p for n, p in model.named_parameters() if p.requires_grad}, parameter_kinds(model)
-
-
-def describe_start(run: Run) -> Iterator[str]:
-    """How long a run is, and the rates and weight decay of each group of parameters."""
-    schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
-    if not run.has_steps_left and not run.state.step:
-        yield "schedule: no steps (schedule.max_steps 0): the model is evaluated and saved as it is"
-        return
-    epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
-    peak, count = optimizer.learning_rate, f"{schedule.max_steps:,} steps"
-    if schedule.is_open:
-        count = f"about {count} (decided later) in {run.recipe.schedule.max_minutes:g} min"
-    yield (
-        f"schedule: {count} of {batch.in_words} x {run.seq_len} tokens "
-        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
-        f"{schedule.in_words(peak)}"
-    )
-    yield from describe_groups(*_trained(run), optimizer)
-
-
-def _machine(hardware: Hardware) -> dict[str, Any]:
-    # Not platform.platform(), which starts a program to ask.
-    system = os.uname()
-    return {
-        "device": str(hardware.device),
-        "name": hardware.name,
-        "memory_bytes": hardware.memory_bytes,
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "firstlight": own_version(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": f"{system.sysname} {system.release} {system.machine}",
-    }

@@ -1,0 +1,249 @@
+"""The start of a run: its folder made ready, its memory and length predicted, its record."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from firstlight.checkpoint.checkpoint import copy_checkpoint
+from firstlight.checkpoint.manifest import CHECKPOINTS
+from firstlight.console import own_version
+from firstlight.data.loader import TokenLoader
+from firstlight.errors import ConfigError, FirstlightError
+from firstlight.files.atomic import remove_file, remove_leftovers, set_aside, write_file
+from firstlight.hardware.device import Hardware
+from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.optim.eight_bit import compiles_update
+from firstlight.optim.groups import Kind, decay_counts, describe_groups, parameter_kinds
+from firstlight.recipe import ResolvedRecipe, load_recipe
+from firstlight.report.length import LENGTH_NAME
+from firstlight.report.records import RECIPE_NAME, STARTS_NAME, sound_json_lines
+from firstlight.training.course import Course
+from firstlight.training.forecast import ForecastComparison, Forecaster
+from firstlight.training.metrics import RunLogs, SilentLogs, clear_file_names, json_line
+from firstlight.training.minutes import predict_length
+from firstlight.training.processes import wait_for_main
+from firstlight.training.progress import TrainingProgress
+from firstlight.training.run import Run
+from firstlight.training.trackers import Trackers
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def open_run(run: Run, *, shown: bool) -> Iterator[None]:
+    """Make the run folder ready: drop what a killed run left; open data, logs and progress.
+
+    Args:
+        shown: show the progress to a person, from the main process.
+    """
+    wait_for_main(run.engine, lambda: _make_folder_ready(run))
+    data = run.recipe.data
+    on_gpu = run.program.hardware.device.type == "cuda"
+    with (
+        TokenLoader(
+            run.dataset,
+            run.seq_len,
+            run.recipe.batch.rows,
+            run.recipe.run.seed,
+            rows_seen=run.state.rows_seen,
+            document_masking=data.document_masking,
+            rank=run.engine.rank,
+            world_size=run.engine.size,
+            workers=data.workers,
+            # A step takes all its micro-batches at its beginning.
+            prefetch=max(data.prefetch, run.micro_batches_of(run.max_steps)),
+            pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
+        ) as run.loader,
+        _open_logs(run) as run.logs,
+        _trackers(run) as run.trackers,
+        TrainingProgress(_course(run), shown=shown and run.engine.is_main) as run.bar,
+    ):
+        yield
+
+
+def _course(run: Run) -> Course:
+    # A run whose length is open is not over where it was predicted to be.
+    def steps() -> int:
+        return max(run.max_steps, run.state.step + run.schedule.is_open)
+
+    minutes = run.recipe.schedule.max_minutes or run.recipe.run.max_minutes
+    return Course(steps, run.state.step, minutes)
+
+
+def _make_folder_ready(run: Run) -> None:
+    run_id = None
+    if run.held is not None:
+        run.held.require()
+        for warning in clear_file_names(run.folder):
+            run.tell(warning)
+        run.held.claim()
+        run_id = run.held.run_id
+    for folder in (run.folder, run.folder / CHECKPOINTS):
+        remove_leftovers(folder)
+    # Before the recipe: whoever finds that can go on with it.
+    if run.branch_from is not None:
+        copy_checkpoint(run.branch_from, run.folder, run_id)
+    # What was decided stands also for a run that is killed before its first checkpoint. A file
+    # that says the same keeps its comments.
+    if not _says(run.folder / RECIPE_NAME, run.recipe):
+        text = yaml.safe_dump(run.recipe.model_dump(), sort_keys=False, allow_unicode=True)
+        write_file(run.folder / RECIPE_NAME, text)
+    # Before the logs lose the lines of steps that took time and will be made again.
+    if run.budget is None:
+        remove_file(run.folder / LENGTH_NAME)
+    else:
+        run.budget.write(run.folder)
+
+
+def _open_logs(run: Run) -> RunLogs | SilentLogs:
+    if not run.engine.is_main:
+        return SilentLogs()
+    return RunLogs(
+        *(run.folder, run.logged_step, run.state.events),
+        is_branch=run.branch_from is not None,
+        tensorboard="tensorboard" in run.recipe.run.trackers,
+        tell=run.tell,
+    )
+
+
+def _trackers(run: Run) -> Trackers:
+    config = run.recipe.run
+    return Trackers(
+        config.trackers if run.engine.is_main else [],
+        run.folder,
+        run.recipe.model_dump(mode="json"),
+        run.tell,
+        is_new=run.logged_step < 0,
+        with_checkpoint=config.tracker_checkpoints,
+    )
+
+
+def _says(path: Path, recipe: ResolvedRecipe) -> bool:
+    """Whether a file is there and holds all of a recipe."""
+    try:
+        return path.is_file() and load_recipe(path).model_dump() == recipe.model_dump()
+    except ConfigError:
+        return False
+
+
+def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastComparison) -> None:
+    """Record the start of a run that has anything left to do, and predict what its steps take."""
+    run.await_first_evaluation()
+    if not run.goes_on:
+        return
+    if forecaster is not None and run.has_steps_left:
+        wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
+    forecast = comparison.forecast
+    rates = None if forecast is None else forecast.tokens_per_second
+    predict_length(run, None if rates is None else rates[1])
+    wait_for_main(run.engine, lambda: _record_start(run))
+    for line in _describe_start(run):
+        run.tell(line)
+
+
+def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -> None:
+    hardware, size = run.program.hardware, run.engine.world.size
+    comparison.label_share = run.dataset.label_share(run.seq_len)
+    comparison.seq_len = run.seq_len
+    comparison.forecast = _asked(lambda: forecaster.forecast(run.recipe, hardware, size), run.tell)
+    compiles = run.recipe.efficiency.compile or compiles_update(run.recipe.optimizer)
+    comparison.predict_process(run.held_bytes, compiles=compiles)
+    if comparison.forecast is not None:
+        run.tell(f"predicted: {comparison.forecast.in_words}")
+        run.bar.predict_memory(comparison.forecast.process_bytes or comparison.forecast.peak_bytes)
+    run.advise = lambda: _asked(lambda: forecaster.advise(run.recipe_now, hardware, size), run.tell)
+
+
+def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
+    """The forecaster's answer; None in place of an error, since no run is to end for what was
+    only asked beside it."""
+    try:
+        return question()
+    except Exception as error:  # noqa: BLE001
+        kind = "" if isinstance(error, FirstlightError) else f"{type(error).__name__}: "
+        tell(f"memory and speed can't be predicted: {kind}{error}")
+        return None
+
+
+def _record_start(run: Run) -> None:
+    """Add a line to the run's starts.jsonl; one without a checkpoint begins the file anew."""
+    path = Path(run.folder) / STARTS_NAME
+    lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
+    if problem is not None:
+        run.tell(
+            f"warning: {problem}; the old file is now {set_aside(path)}; the run goes on without "
+            "the damaged lines"
+        )
+    held_out = run.validation
+    splits = [split for split in (run.dataset, held_out) if split is not None]
+    conversations = [record for split in splits for record in split.records(run.seq_len)]
+    lines.append(
+        {
+            "step": run.state.step,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **({} if run.schedule.is_open else {"max_steps": run.max_steps}),
+            "warmup_steps": run.schedule.warmup_steps,
+            "init_from": run.init_from,
+            **({"branched_from": str(run.branch_from)} if run.branch_from else {}),
+            "parameters": count_parameters(meta_model(run.program.model.config)).total,
+            "weight_decay": decay_counts(*_trained(run), run.recipe.optimizer),
+            "tokenizer_sha256": run.tokenizer.fingerprint,
+            "gzip_bits_per_byte": held_out.gzip_bits_per_byte if held_out else None,
+            **({"conversations": conversations} if conversations else {}),
+            "machine": _machine(run.program.hardware),
+        }
+    )
+    write_file(path, "".join(map(json_line, lines)))
+
+
+def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
+    """The parameters that are trained, whole, and their kinds; without memory where engines hold
+    parts of them."""
+    model: nn.Module = run.program.model
+    if run.recipe.lora is None:
+        model = meta_model(run.program.model.config)
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}, parameter_kinds(model)
+
+
+def _describe_start(run: Run) -> Iterator[str]:
+    """How long a run is, and the rates and weight decay of each group of parameters."""
+    schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
+    if not run.has_steps_left and not run.state.step:
+        yield "schedule: no steps (schedule.max_steps 0): the model is evaluated and saved as it is"
+        return
+    epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
+    peak, count = optimizer.learning_rate, f"{schedule.max_steps:,} steps"
+    if schedule.is_open:
+        count = f"about {count} (decided later) in {run.recipe.schedule.max_minutes:g} min"
+    yield (
+        f"schedule: {count} of {batch.in_words} x {run.seq_len} tokens "
+        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
+        f"{schedule.in_words(peak)}"
+    )
+    yield from describe_groups(*_trained(run), optimizer)
+
+
+def _machine(hardware: Hardware) -> dict[str, Any]:
+    # Not platform.platform(), which starts a program to ask.
+    system = os.uname()
+    return {
+        "device": str(hardware.device),
+        "name": hardware.name,
+        "memory_bytes": hardware.memory_bytes,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "firstlight": own_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": f"{system.sysname} {system.release} {system.machine}",
+    }
