@@ -15,7 +15,12 @@ from typing import Any
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import PlannerCase, dry_grid, gpu_grid
 from firstlight.bench.pictures import draw_peaks, draw_shares, markdown_table, new_figure, png_of
-from firstlight.bench.planner_memory import ALLOWED_ERROR, ALLOWED_SHORTAGE, summary
+from firstlight.bench.planner_memory import (
+    ALLOWED_ERROR,
+    ALLOWED_SHORTAGE,
+    draw_memory_errors,
+    summary,
+)
 from firstlight.bench.planner_speed import GOAL, percentile
 from firstlight.bench.planner_steps import STEPS_MODULE, steps_request, unpacked
 from firstlight.bench.runner import Row
@@ -361,10 +366,7 @@ def _draw(memory: Sequence[Mapping[str, Any]], fit: SpeedFit | None) -> bytes:
     good = [one for one in memory if not one["reason"]]
     figure = new_figure(13, 4.6)
     draw_peaks(figure.add_subplot(1, 3, 1), good)
-    errors: Any = figure.add_subplot(1, 3, 2)
-    draw_shares(errors, [100 * one["error"] for one in good], "tab:blue", "memory")
-    errors.axvspan(-100 * ALLOWED_SHORTAGE, 100 * ALLOWED_ERROR, color="tab:green", alpha=0.12)
-    errors.set(xlabel="error of memory, %", ylabel="share of configurations")
+    draw_memory_errors(figure.add_subplot(1, 3, 2), good, "error of memory, %")
     speed: Any = figure.add_subplot(1, 3, 3)
     if fit is not None:
         for title, found, color in (

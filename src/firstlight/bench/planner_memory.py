@@ -215,12 +215,16 @@ def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
     good = [one for one in results if not one["reason"]]
     figure = new_figure(11, 4.6)
     draw_peaks(figure.add_subplot(1, 2, 1), good)
-    right: Any = figure.add_subplot(1, 2, 2)
-    draw_shares(right, [100 * one["error"] for one in good], "tab:blue", "")
-    right.axvspan(-100 * ALLOWED_SHORTAGE, 100 * ALLOWED_ERROR, color="tab:green", alpha=0.12)
-    right.set(xlabel="error, % of the measured peak", ylabel="share of configurations")
+    draw_memory_errors(figure.add_subplot(1, 2, 2), good, "error, % of the measured peak")
     figure.suptitle(f"memory: {len(good)} configurations; green is what is allowed")
     return png_of(figure)
+
+
+def draw_memory_errors(axes: Any, good: Sequence[Mapping[str, Any]], xlabel: str) -> None:
+    """Draw the spread of the errors of predicted memory before the errors that are allowed."""
+    draw_shares(axes, [100 * one["error"] for one in good], "tab:blue", "")
+    axes.axvspan(-100 * ALLOWED_SHORTAGE, 100 * ALLOWED_ERROR, color="tab:green", alpha=0.12)
+    axes.set(xlabel=xlabel, ylabel="share of configurations")
 
 
 #: Answers in a sequence of preference pairs.

@@ -206,10 +206,7 @@ def llama_config(
     """The config.json of a Llama-like model, and notes of what was filled in.
 
     Args:
-        path: the file, for messages.
-        shape: shape of the model, from its tensors.
-        given: the caller's settings.
-        settings: settings in the program's files.
+        path, shape, given, settings: see `gpt2_config`.
         program: name of the program.
 
     Raises:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
@@ -19,7 +18,7 @@ from firstlight.evaluation.inputs import (
     open_evaluated_split,
     options_of_training,
 )
-from firstlight.evaluation.scores import sampled_rows
+from firstlight.evaluation.scores import sampled_rows, token_losses
 from firstlight.models import Model
 from firstlight.models.ops import document_positions
 from firstlight.weights.huggingface import LoadedModel
@@ -119,14 +118,7 @@ def _sums_by_position(
 ) -> tuple[Tensor, Tensor]:
     """The summed losses, fp64 [T], and the predicted tokens, int64 [T], at each position, on the
     CPU."""
-    logits_BTV = model(input_ids, document_ids=document_ids)
-    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-    losses = F.cross_entropy(
-        logits_BTV.to(wide).flatten(0, 1),
-        labels.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="none",
-    )
+    losses = token_losses(model, input_ids, labels, document_ids).flatten()
     T = labels.shape[1]
     positions_BT = torch.arange(T, device=labels.device).expand_as(labels)
     if document_ids is not None:

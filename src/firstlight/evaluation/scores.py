@@ -33,17 +33,28 @@ def row_losses(model: Model) -> LossFunction:
     """
 
     def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        logits_BTV = model(input_ids, document_ids=document_ids)
-        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-        losses_BT = F.cross_entropy(
-            logits_BTV.to(wide).flatten(0, 1),
-            labels.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="none",
-        ).view_as(labels)
-        return losses_BT.double().sum(1)
+        return token_losses(model, input_ids, labels, document_ids).double().sum(1)
 
     return losses
+
+
+def token_losses(
+    model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None
+) -> Tensor:
+    """The loss of each token in nats [B, T], fp32 at least; 0 where a label is -100.
+
+    Args:
+        model: the model.
+        input_ids, labels, document_ids: int64 [B, T]; see `LanguageModel.forward`.
+    """
+    logits_BTV = model(input_ids, document_ids=document_ids)
+    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+    return F.cross_entropy(
+        logits_BTV.to(wide).flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    ).view_as(labels)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from firstlight.errors import ModelError
 from firstlight.models.family import (
+    QWEN_EXPERTS,
     AttentionSpec,
-    ExpertNames,
     FamilySpec,
     GGUFSpec,
     RopeSpec,
@@ -20,13 +20,6 @@ from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_json import values_from_json
 from firstlight.models.rope import YarnRope
 
-_EXPERTS = ExpertNames(
-    gate="mlp.experts.{}.gate_proj.weight",
-    up="mlp.experts.{}.up_proj.weight",
-    down="mlp.experts.{}.down_proj.weight",
-    router="mlp.gate.weight",
-    size="moe_intermediate_size",
-)
 _JSON_NAMES = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
 _GGUF = GGUFSpec(
     "deepseek2",
@@ -79,7 +72,7 @@ class DeepseekConfig(DecoderConfig):
             },
             rope=RopeSpec(turns_neighbours=True, in_fp32=True),
             divides_width=True,
-            experts=_EXPERTS,
+            experts=QWEN_EXPERTS,
         ),
         "deepseek_v3": FamilySpec(
             "DeepseekV3ForCausalLM",
@@ -105,7 +98,7 @@ class DeepseekConfig(DecoderConfig):
                 "routed_scaling_factor": 2.5,
             },
             rope=RopeSpec(turns_neighbours=True),
-            experts=_EXPERTS,
+            experts=QWEN_EXPERTS,
             has_buffers=True,
         ),
     }
@@ -176,8 +169,9 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
+    # In place of the base's: groups limit the choice further.
     @model_validator(mode="after")
-    def _check_experts(self) -> Self:
+    def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
             raise ValueError(
                 f"num_experts {self.num_experts} must be a multiple of n_group {self.n_group}, and "
@@ -196,16 +190,6 @@ class DeepseekConfig(DecoderConfig):
                 f"first_k_dense_replace {self.first_k_dense_replace} leaves no layer with experts"
             )
         return self
-
-    @property
-    def expert_count(self) -> int:
-        """Experts of a layer that has some."""
-        return self.num_experts
-
-    @property
-    def router_loss_coefficient(self) -> float:
-        """Weight of the load-balancing loss in training."""
-        return self.router_aux_loss_coef
 
     @property
     def rotary_dim(self) -> int:

@@ -59,6 +59,16 @@ class ExpertNames:
     size: str
 
 
+#: The names that Qwen and DeepSeek share.
+QWEN_EXPERTS = ExpertNames(
+    gate="mlp.experts.{}.gate_proj.weight",
+    up="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+    router="mlp.gate.weight",
+    size="moe_intermediate_size",
+)
+
+
 @dataclass(frozen=True)
 class GGUFSpec:
     """Form of a family in llama.cpp's files.
@@ -259,7 +269,7 @@ class FamilyConfig(Section):
     @property
     def expert_count(self) -> int:
         """Experts of a layer that has some; 0 for dense models."""
-        return 0
+        return getattr(self, "num_experts", 0)
 
     @property
     def visited_experts(self) -> int:
@@ -286,11 +296,11 @@ class FamilyConfig(Section):
     @property
     def router_loss_coefficient(self) -> float:
         """Weight of the load-balancing loss in training; 0 for dense models."""
-        return 0.0
+        return getattr(self, "router_aux_loss_coef", 0.0)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer (counted from 0) has experts in place of an MLP."""
-        return False
+        return self.expert_count > 0
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """Attention of a layer, counted from 0."""

@@ -12,10 +12,10 @@ Shape letters as in `models/moe.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from firstlight.models.family import AttentionSpec, FamilySpec, GGUFSpec, RopeSpec
@@ -90,29 +90,6 @@ class GptOssConfig(DecoderConfig):
     """bound of an expert's gates from above, and of its ups on both sides."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
     """weight of the load-balancing loss in training (Fedus et al. 2021)."""
-
-    @model_validator(mode="after")
-    def _check_experts(self) -> Self:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} is more than "
-                f"num_experts {self.num_experts}"
-            )
-        return self
-
-    @property
-    def expert_count(self) -> int:
-        """Experts of each layer."""
-        return self.num_experts
-
-    @property
-    def router_loss_coefficient(self) -> float:
-        """Weight of the load-balancing loss in training."""
-        return self.router_aux_loss_coef
-
-    def has_experts(self, layer: int) -> bool:
-        """Every layer has experts."""
-        return True
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """Attention of a layer, counted from 0."""

@@ -150,6 +150,19 @@ class LanguageModel(nn.Module):
             if rows is not None:
                 parameter[rows:].zero_()
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast floating-point parameters and buffers, but for modules with `keeps_precision`.
+
+        Each stays the tensor that it is, with other values: `nn.Module.to` would put others in
+        the place of fake tensors, on which the planner traces a step.
+        """
+        for module in self.modules():
+            if getattr(module, "keeps_precision", False):
+                continue
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
+
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
         """An empty key-value cache on the model's device."""
         return KVCache(

@@ -174,6 +174,15 @@ class DecoderConfig(FamilyConfig):
         self._check_rope()
         return self
 
+    @model_validator(mode="after")
+    def _check_visited(self) -> Self:
+        if self.visited_experts > self.expert_count:
+            raise ValueError(
+                f"num_experts_per_tok {self.visited_experts} is more than "
+                f"num_experts {self.expert_count}"
+            )
+        return self
+
     def _check_rope(self) -> None:
         kinds, scaling = self.family.rope.kinds, self.rope_scaling
         if scaling is not None and kinds and scaling.rope_type not in kinds:
@@ -353,11 +362,6 @@ class MoEConfig(DecoderConfig):
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} is more than "
-                f"num_experts {self.num_experts}"
-            )
         if self.model_type == "mixtral" and (
             self.moe_intermediate_size != self.intermediate_size
             or not self.norm_topk_prob
@@ -371,16 +375,6 @@ class MoEConfig(DecoderConfig):
         if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
             raise ValueError("no layer has experts: use a dense model_type")
         return self
-
-    @property
-    def expert_count(self) -> int:
-        """Experts of a layer that has some."""
-        return self.num_experts
-
-    @property
-    def router_loss_coefficient(self) -> float:
-        """Weight of the load-balancing loss in training."""
-        return self.router_aux_loss_coef
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer (counted from 0) has experts in place of an MLP."""

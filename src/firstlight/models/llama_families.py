@@ -6,7 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstlight.models.family import BlockNorms, ExpertNames, FamilySpec, GGUFSpec, RopeSpec
+from firstlight.models.family import (
+    QWEN_EXPERTS,
+    BlockNorms,
+    ExpertNames,
+    FamilySpec,
+    GGUFSpec,
+    RopeSpec,
+)
 
 #: Values of keys that config.json leaves out, as in Hugging Face's config classes, where a recipe
 #: has another default. A family's own values stand in its entry.
@@ -361,13 +368,7 @@ ROUTED: dict[str, FamilySpec] = {
         },
         qk_norm="head",
         has_window_switch=True,
-        experts=ExpertNames(
-            gate="mlp.experts.{}.gate_proj.weight",
-            up="mlp.experts.{}.up_proj.weight",
-            down="mlp.experts.{}.down_proj.weight",
-            router="mlp.gate.weight",
-            size="moe_intermediate_size",
-        ),
+        experts=QWEN_EXPERTS,
     ),
 }
 

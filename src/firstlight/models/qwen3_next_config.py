@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from firstlight.models.family import (
+    QWEN_EXPERTS,
     AttentionSpec,
-    ExpertNames,
     FamilySpec,
     GGUFSpec,
     RopeSpec,
@@ -71,13 +71,7 @@ class Qwen3NextConfig(MoEConfig):
             qk_norm="head",
             norm_kind="one_plus",
             rope=RopeSpec(partial_factor=0.25),
-            experts=ExpertNames(
-                gate="mlp.experts.{}.gate_proj.weight",
-                up="mlp.experts.{}.up_proj.weight",
-                down="mlp.experts.{}.down_proj.weight",
-                router="mlp.gate.weight",
-                size="moe_intermediate_size",
-            ),
+            experts=QWEN_EXPERTS,
             # Layers that predict further tokens, which transformers leaves out, too.
             left_out=("mtp.",),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -72,25 +73,12 @@ def _write_samples(run: Run, check: Callable[[], None]) -> None:
 
 def _validate(run: Run, check: Callable[[], None]) -> None:
     config, record = run.recipe.evaluation, _record(run)
+    measured = functools.partial(evaluate_dataset, run.program, seq_len=run.seq_len, check=check)
     if run.validation is not None:
-        found, by_corpus = evaluate_dataset(
-            run.program,
-            run.validation,
-            run.seq_len,
-            check,
-            key="val/loss",
-            max_rows=config.max_rows,
-        )
+        found, by_corpus = measured(run.validation, key="val/loss", max_rows=config.max_rows)
         record |= _take_validation(run, found, by_corpus)
     if config.train_rows:
-        found, by_corpus = evaluate_dataset(
-            run.program,
-            run.dataset,
-            run.seq_len,
-            check,
-            key="train_eval/loss",
-            max_rows=config.train_rows,
-        )
+        found, by_corpus = measured(run.dataset, key="train_eval/loss", max_rows=config.train_rows)
         record |= {
             "train_eval/loss": found.loss,
             **run.program.preference_metrics("train_eval"),
