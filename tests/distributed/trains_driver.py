@@ -8,13 +8,15 @@ import sys
 
 import train_driver
 
+from firstlight.training import loop
 from firstlight.training.run import Run
+from firstlight.training.start import open_run
 
 if __name__ == "__main__":
-    plain = {name: getattr(Run, name) for name in ("open", "begin_step")}
+    plain = ((loop, "open_run", open_run), (Run, "begin_step", Run.begin_step))
     for request in json.loads(sys.argv[1]):
         os.environ["MASTER_PORT"] = str(request["port"])
         train_driver.main(request)
         # It puts its own in their place.
-        for name, method in plain.items():
-            setattr(Run, name, method)
+        for owner, name, function in plain:
+            setattr(owner, name, function)

@@ -312,7 +312,7 @@ def test_adapters_are_fp32_beside_a_bf16_base_and_the_stream_stays_bf16(
         model = adapted(some_model("llama"), dora=dora)
         parameters = lora_parameters(model)
         before = {n: p.detach().clone() for n, p in parameters.items()}
-        model.to(torch.bfloat16)
+        model.cast(torch.bfloat16)
         assert all(p is parameters[n] for n, p in lora_parameters(model).items())
         assert all(torch.equal(p, before[n]) for n, p in parameters.items())
     else:

@@ -118,7 +118,7 @@ def test_zero_cuts_by_its_stage_and_moves_what_is_offloaded() -> None:
 
 def test_what_is_sent_counts_micro_batches_and_what_waits_on_the_host() -> None:
     found = exchange_of(recipe(3, engine="fsdp"), 1000, 2, host_bytes=50)
-    assert (found.engine, found.micro_batches, found.gradient_bytes) == ("fsdp", 3, 4000)
+    assert (found.gathers_weights, found.micro_batches, found.gradient_bytes) == (True, 3, 4000)
     assert found.offloaded_bytes == 2 * 50 * 3
 
 

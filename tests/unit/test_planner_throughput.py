@@ -261,16 +261,16 @@ def test_a_calibrated_machine_without_times_goes_by_its_reference() -> None:
 
 
 def test_each_gradient_goes_twice_through_a_ring_but_for_its_own_share() -> None:
-    ddp = Exchange("ddp", 4, gradient_bytes=100.0)
+    ddp = Exchange(processes=4, gradient_bytes=100.0)
     assert overlapping_bytes(ddp) == 150
-    fsdp = Exchange("fsdp", 4, weight_bytes=50.0, gradient_bytes=100.0, micro_batches=3)
+    fsdp = Exchange(True, 4, weight_bytes=50.0, gradient_bytes=100.0, micro_batches=3)
     assert overlapping_bytes(fsdp) == pytest.approx(3 * 0.75 * 200)
     sums = Exchange(tensor_parallel=2, hidden_bytes=10.0, layers=12)
     assert waiting_bytes(sums) == 4 * 12 * 10
 
 
 def test_what_is_sent_beside_computing_is_not_waited_for() -> None:
-    ddp = Exchange("ddp", 2, gradient_bytes=1e9)
+    ddp = Exchange(processes=2, gradient_bytes=1e9)
     shares = replace(IDEAL, overlap=Range.exact(0.5))
     waited = exchange_seconds(ddp, 1e9, Range.exact(1.0), shares)
     assert waited == Range.exact(0.5)
@@ -455,7 +455,7 @@ def _of(sizes: tuple[int, int, int], machine: GPU, compiled: bool) -> SpeedPredi
         (op("add.Tensor", [((m, n), FP32)] * 2, [((m, n), FP32)]), 5),
         (mm(k, m, n, "backward"), 2),
     )
-    exchange = Exchange("ddp", 4, gradient_bytes=4.0 * k * n)
+    exchange = Exchange(processes=4, gradient_bytes=4.0 * k * n)
     return predict_speed(counts, Workload(m, 1e3, "bf16", compiled, exchange=exchange), machine)
 
 

@@ -149,8 +149,7 @@ def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> R
             "--micro-batch-size, and only batch.micro_batch_size to cut the step otherwise"
         )
     if recipe.batch.micro_batch_size == "auto":
-        batch = recipe.batch.model_copy(update={"micro_batch_size": 1})
-        recipe = recipe.model_copy(update={"batch": batch})
+        recipe = recipe.with_keys("batch", micro_batch_size=1)
     decided = resolve(recipe, facts_here(hardware, epoch_tokens=EPOCH_TOKENS))
     # Raises an error where the micro-batches don't make up the step.
     decided.batch.accumulation(seq_len)

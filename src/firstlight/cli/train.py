@@ -367,17 +367,8 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     folder = Path(recipe.run.dir)
     if resume and list_checkpoints(folder) and (folder / RECIPE_NAME).is_file():
         before = load_recipe(folder / RECIPE_NAME)
-        optimizer = recipe.optimizer.model_copy(
-            update={
-                "name": before.optimizer.name,
-                "eight_bit_library": before.optimizer.eight_bit_library,
-            }
-        )
-        return recipe.model_copy(
-            update={
-                "batch": before.batch,
-                "efficiency": before.efficiency,
-                "optimizer": optimizer,
-            }
+        kept = {key: getattr(before.optimizer, key) for key in ("name", "eight_bit_library")}
+        return recipe.with_keys("optimizer", **kept).model_copy(
+            update={"batch": before.batch, "efficiency": before.efficiency}
         )
     return planned_elsewhere(recipe, find_hardware(recipe.run.device), say, init_from)

@@ -4,8 +4,8 @@ merging them, and their parameters under the names of PEFT's files."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +65,8 @@ class LoraLinear(nn.Module):
 
     (Hu et al. 2021; Liu et al. 2024). |.| are the norms of the weight's rows, which the gradient
     treats as constants (Liu et al. 2024, section 4.3). Parameters are fp32 at least, and stay so
-    when the model is moved to bf16; products with A and B run in the input's dtype, or autocast's.
+    when `LanguageModel.cast` makes the model bf16; products with A and B run in the input's dtype,
+    or autocast's.
 
     Args:
         base_layer: the layer of W [out, in] and b [out]; frozen here.
@@ -78,7 +79,11 @@ class LoraLinear(nn.Module):
         lora_A: A [r, in], zero until `reset` or a file fills it.
         lora_B: B [out, r], zero.
         lora_magnitude_vector: m [out]; None for LoRA.
+        keeps_precision: True, since a step's update of A or B would be lost in bf16's rounding; see
+            `LanguageModel.cast`.
     """
+
+    keeps_precision = True
 
     def __init__(
         self,
@@ -124,17 +129,6 @@ class LoraLinear(nn.Module):
             # y has the bias already, which is not scaled.
             scaled = scaled + (1 - scale) * self.base_layer.bias
         return scaled.to(y.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.to(torch.bfloat16)` is for the frozen weights: a step's update of A or B would be
-        # lost in bf16's rounding.
-        def without_rounding(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            return made if made.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(made.device)
-
-        if recurse:
-            self.base_layer._apply(fn)  # type: ignore[no-untyped-call]
-        return super()._apply(without_rounding, recurse=False)  # type: ignore[no-untyped-call, no-any-return]
 
     def merged_weight(self) -> Tensor:
         """The weight [out, in] of the plain layer that computes the same; fp32 at least."""

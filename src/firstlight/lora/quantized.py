@@ -53,7 +53,7 @@ class NF4Linear(nn.Module):
         packed: two weights a byte, of the weight [out, in] row by row; uint8.
         scales: each block's quantised largest absolute value, uint8 [blocks].
         statistics: the scales' table, mean and second scales, fp32 viewed as bytes, so that no
-            `model.to(torch.bfloat16)` rounds them.
+            `LanguageModel.cast` rounds them.
         is_conv1d: True for GPT-2's layer, which stores weights as [in, out].
         dtype: dtype of the original weight.
     """

@@ -228,6 +228,7 @@ EIGHT_BIT = OptimizerSpec(
     _eight_bit_layout,
     elementwise=False,
     implementations=("auto",),
+    options=("betas", "embeddings_in_32_bits", "tuned_width"),
     flatten=flatten_eight_bit,
     rebuild=rebuild_eight_bit,
 )

@@ -93,4 +93,5 @@ LION = OptimizerSpec(
     _lion_layout,
     elementwise=True,
     implementations=("foreach", "for-loop", "auto"),
+    options=("betas", "cautious_weight_decay", "tuned_width"),
 )

@@ -273,5 +273,11 @@ def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
 
 
 MUON = OptimizerSpec(
-    _muon, _muon_layout, elementwise=False, gathers=True, takes=_is_matrix_of_a_layer
+    _muon,
+    _muon_layout,
+    elementwise=False,
+    gathers=True,
+    # Betas are those of AdamW, which updates what Muon does not take.
+    options=("betas", "cautious_weight_decay", "tuned_width"),
+    takes=_is_matrix_of_a_layer,
 )

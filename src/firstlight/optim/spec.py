@@ -88,6 +88,7 @@ class OptimizerSpec:
             process can then update its shard of a parameter without the others.
         gathers: True where it updates DTensors, gathering what it needs of other processes.
         implementations: possible values of `optimizer.implementation`.
+        options: keys of the section that not every optimizer has, and this one has.
         takes: test by name of the parameters that it updates; AdamW updates the rest.
         flatten: a parameter's state as plain tensors, which may share its memory.
         rebuild: a parameter's state from such tensors, which are copied.
@@ -98,6 +99,7 @@ class OptimizerSpec:
     elementwise: bool
     gathers: bool = False
     implementations: tuple[str, ...] = ("auto", "for-loop", "foreach", "fused")
+    options: tuple[str, ...] = ()
     takes: Callable[[str, Tensor], bool] = takes_all
     flatten: Callable[[Mapping[str, Any]], dict[str, Tensor]] = dict
     rebuild: Callable[

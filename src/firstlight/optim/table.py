@@ -128,7 +128,12 @@ def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
 
 #: `optimizer.name` of a recipe -> optimizer.
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec(_adamw, _adamw_layout, elementwise=True),
+    "adamw": OptimizerSpec(
+        _adamw,
+        _adamw_layout,
+        elementwise=True,
+        options=("betas", "cautious_weight_decay", "tuned_width"),
+    ),
     "adamw8bit": EIGHT_BIT,
     "paged_adamw8bit": EIGHT_BIT,
     "adafactor": ADAFACTOR,
@@ -267,23 +272,23 @@ class OptimizerConfig(Section):
             betas = getattr(self, key)
             if betas is not None and not all(0 <= beta < 1 for beta in betas):
                 raise ValueError(f"{key} {betas} must each be at least 0 and below 1")
-        has = OPTIMIZERS[self.name].implementations
-        if self.implementation not in has:
+        spec = OPTIMIZERS[self.name]
+        if self.implementation not in spec.implementations:
             raise ValueError(
                 f"{self.name} has no implementation '{self.implementation}': set implementation to "
-                f"{' or '.join(has)}, or name to adamw"
+                f"{' or '.join(spec.implementations)}, or name to adamw"
             )
-        if self.cautious_weight_decay and self.name not in ("adamw", "lion", "muon"):
+        if self.cautious_weight_decay and "cautious_weight_decay" not in spec.options:
             raise ValueError(
                 f"cautious_weight_decay is for adamw, lion and muon, and name is {self.name}: "
                 "leave it out, or set name to adamw"
             )
-        if self.embeddings_in_32_bits and not self.name.endswith("adamw8bit"):
+        if self.embeddings_in_32_bits and "embeddings_in_32_bits" not in spec.options:
             raise ValueError(
                 f"embeddings_in_32_bits is for 8-bit optimizers, and {self.name} has no 8-bit "
                 "state: leave it out, or set name to adamw8bit"
             )
-        if self.tuned_width is not None and self.name in ("adafactor", "sgd"):
+        if self.tuned_width is not None and "tuned_width" not in spec.options:
             raise ValueError(
                 f"tuned_width is for AdamW, Lion and Muon, and name is {self.name}: set it to null "
                 "and learning_rate to a rate for this model"

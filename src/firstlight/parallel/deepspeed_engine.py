@@ -24,6 +24,8 @@ class DeepSpeedEngine(Engine):
     """DeepSpeed's ZeRO between the processes, of one process too."""
 
     name = "deepspeed"
+    shards_state = True
+    updates_itself = True
     averages_gradients = True
     # Gradients of the broken pass may already be in DeepSpeed's buffers.
     can_repeat_step = False

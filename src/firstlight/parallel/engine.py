@@ -96,6 +96,10 @@ class Engine:
         name: "none", "ddp", "fsdp" or "deepspeed": the engine between processes that compute
             different sequences.
         keeps_shards: True if `share` leaves each process a shard of every weight.
+        shards_state: True if each process keeps a shard of the optimizer's state.
+        keeps_buckets: True if all gradients stay in buckets between steps.
+        updates_itself: True if a library's engine runs the backward pass and the update, in place
+            of `Optimizer`.
         can_repeat_step: True if a step that ran out of memory can be repeated with smaller
             micro-batches; not where other processes wait for this one's gradients.
         rank, size: this process' part of each global batch, and the number of parts. With
@@ -108,6 +112,9 @@ class Engine:
 
     name = "none"
     keeps_shards = False
+    shards_state = False
+    keeps_buckets = False
+    updates_itself = False
     averages_gradients = False
 
     def __init__(self, config: DistributedConfig, world: World, device: torch.device) -> None:
@@ -269,6 +276,7 @@ class DDPEngine(Engine):
     """torch's DistributedDataParallel: each process has the whole model, gradients are added up."""
 
     name = "ddp"
+    keeps_buckets = True
     averages_gradients = True
     _ddp: DistributedDataParallel
 

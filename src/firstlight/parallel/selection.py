@@ -40,6 +40,11 @@ def make_engine(config: DistributedConfig, world: World, device: torch.device) -
     return ENGINES[name](config, world, device)
 
 
+def named_engine(config: DistributedConfig) -> type[Engine]:
+    """The engine that a recipe names; for "auto" the engine of one process."""
+    return ENGINES.get(config.engine, Engine)
+
+
 def engine_name(config: DistributedConfig, processes: int) -> str:
     """The engine of so many processes, those that compute the same rows included."""
     if config.pipeline > 1:

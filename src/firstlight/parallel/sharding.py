@@ -123,6 +123,7 @@ class FSDPEngine(TensorParallelEngine):
     each of them is a group of processes."""
 
     name = "fsdp"
+    shards_state = True
     _sharded_modules: list[FSDPModule]
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:

@@ -14,6 +14,8 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
+from firstlight.parallel.engine import Engine
+from firstlight.parallel.selection import ENGINES
 from firstlight.parallel.sharding import unshardable
 from firstlight.recipe.schema import ResolvedRecipe
 
@@ -38,20 +40,21 @@ def require_combination(
     Raises:
         ConfigError: all conflicts, each with the nearest combination that works.
     """
+    spec = ENGINES[engine]
     problems = [
         *_conflicts(recipe),
         *_missing_hardware(recipe, hardware),
-        *_conflicts_with(engine, recipe),
+        *_conflicts_with(spec, recipe),
         *(
             _conflicts_in_parts(recipe, "distributed.tensor_parallel")
             if tensor_parallel > 1
             else ()
         ),
         *(_conflicts_in_parts(recipe, "distributed.pipeline") if pipeline > 1 else ()),
-        *_conflicts_of_pairs(recipe, engine, tensor_parallel, pipeline),
-        *_conflicts_of_sharded(recipe, engine, tensor_parallel),
+        *_conflicts_of_pairs(recipe, spec, tensor_parallel, pipeline),
+        *_conflicts_of_sharded(recipe, spec, tensor_parallel),
         *_conflicts_of_average(recipe),
-        *(_conflicts_with_deepspeed(recipe) if engine == "deepspeed" else ()),
+        *(_conflicts_with_deepspeed(recipe) if spec.updates_itself else ()),
         *(unshardable(recipe.model, tensor_parallel) if tensor_parallel > 1 else ()),
     ]
     if problems:
@@ -94,7 +97,7 @@ def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
                 f"optimizer.{key} does nothing with model.tie_word_embeddings true: a tied head "
                 f"has optimizer.embedding_{setting}"
             )
-        elif key.endswith("betas") and name in ("adafactor", "sgd"):
+        elif key.endswith("betas") and "betas" not in OPTIMIZERS[name].options:
             yield f"optimizer.{key} does nothing with optimizer.name {name}, which has no betas"
         elif role == "muon" and name != "muon":
             yield f"optimizer.{key} does nothing with optimizer.name {name}: it is for muon"
@@ -134,20 +137,21 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
         )
 
 
-def _conflicts_with(engine: str, recipe: ResolvedRecipe) -> Iterator[str]:
-    if engine == "none":
+def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
+    if engine is Engine:  # of one process
         return
-    if engine in ("fsdp", "deepspeed") and recipe.model.family.has_buffers:
+    if engine.shards_state and recipe.model.family.has_buffers:
         yield (
-            f"distributed.engine {engine} saves parameters alone, and {recipe.model.model_type} "
-            "models have a bias of their routers that is none: use distributed.engine ddp"
+            f"distributed.engine {engine.name} saves parameters alone, and "
+            f"{recipe.model.model_type} models have a bias of their routers that is none: use "
+            "distributed.engine ddp"
         )
     if recipe.efficiency.optimizer_in_backward:
         yield (
             "efficiency.optimizer_in_backward updates before the processes' gradients are added "
             "up: switch it off (distributed.engine fsdp frees more memory than it does)"
         )
-    if engine != "fsdp":
+    if not engine.keeps_shards:
         return
     if recipe.efficiency.precision in ("bf16_params", "fp8"):
         yield (
@@ -180,7 +184,7 @@ def _conflicts_with(engine: str, recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts_of_pairs(
-    recipe: ResolvedRecipe, engine: str, tensor_parallel: int, pipeline: int
+    recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
     """Conflicts of preference pairs, whose loss is over whole answers."""
     if recipe.preference is None:
@@ -188,7 +192,7 @@ def _conflicts_of_pairs(
     for key, parts in (("tensor_parallel", tensor_parallel), ("pipeline", pipeline)):
         if parts > 1:
             yield f"distributed.{key} is not for preference pairs: use distributed.engine fsdp"
-    if engine == "deepspeed":
+    if engine.updates_itself:
         yield "distributed.engine deepspeed is not for preference pairs: use ddp or fsdp"
     if recipe.efficiency.loss_chunk_tokens:
         yield (
@@ -248,14 +252,14 @@ def _conflicts_of_average(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts_of_sharded(
-    recipe: ResolvedRecipe, engine: str, tensor_parallel: int
+    recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int
 ) -> Iterator[str]:
     if not recipe.checkpoint.sharded:
         return
-    if engine != "fsdp":
+    if not engine.keeps_shards:
         yield (
             "checkpoint.sharded has each process write its shards, and distributed.engine "
-            f"{engine} cuts no model: leave it out, or set distributed.engine to fsdp"
+            f"{engine.name} cuts no model: leave it out, or set distributed.engine to fsdp"
         )
     if tensor_parallel > 1:
         yield (

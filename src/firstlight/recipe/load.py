@@ -52,8 +52,7 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         raise ConfigError(f"recipe {path} must consist of sections such as `data:` and `model:`")
     recipe = parse_recipe(values, str(path), overrides)
     if recipe.run.dir is None:
-        run = recipe.run.model_copy(update={"dir": str(Path("runs") / path.stem)})
-        recipe = recipe.model_copy(update={"run": run})
+        recipe = recipe.with_keys("run", dir=str(Path("runs") / path.stem))
     return recipe
 
 

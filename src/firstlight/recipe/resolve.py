@@ -27,6 +27,7 @@ from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.optim.table import OptimizerConfig
+from firstlight.parallel.selection import named_engine
 from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
 
 #: Seconds of a run at the machine's peak rate from which on compiling pays: the real run takes
@@ -188,9 +189,7 @@ def resolve(
         rows = default_micro_batch_size(recipe, seq_len, facts)
     else:
         rows = _largest_micro_batch(resolved, facts.largest_micro_batch)
-    return resolved.model_copy(
-        update={"batch": resolved.batch.model_copy(update={"micro_batch_size": rows})}
-    )
+    return resolved.with_keys("batch", micro_batch_size=rows)
 
 
 def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
@@ -242,8 +241,9 @@ def _resolve_efficiency(
                 _ideal_seconds(recipe, model, seq_len, precision, facts) >= _WORTH_COMPILING_SECONDS
             )
         # `conflicts.py` refuses the others.
-        pays = pays is True and _is_whole(recipe) and recipe.distributed.engine != "deepspeed"
-        chosen["compile"] = _says_how_to_compile(config) or (pays and facts.compiles)
+        able = _is_whole(recipe) and not named_engine(recipe.distributed).updates_itself
+        pays = pays is True and able and facts.compiles
+        chosen["compile"] = _says_how_to_compile(config) or pays
     if config.loss_chunk_tokens is None:
         chunk = _loss_chunk_tokens(recipe, model, facts.device, precision)
         chosen["loss_chunk_tokens"] = earlier.get("loss_chunk_tokens", chunk)

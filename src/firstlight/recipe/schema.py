@@ -5,7 +5,7 @@ A section that configures one part of firstlight stands beside that part; the ot
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
@@ -303,6 +303,11 @@ class Recipe(Section):
                 "set init.embedding_std, or model.tie_word_embeddings to false"
             )
         return self
+
+    def with_keys(self, section: str, **values: Any) -> Self:
+        """The recipe with some keys of a section set, which are not checked again."""
+        changed = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: changed})
 
     @model_validator(mode="after")
     def _falling_rate(self) -> Self:

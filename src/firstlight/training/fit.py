@@ -73,17 +73,9 @@ def largest_micro_batch(
     tokens = total * recipe.data.seq_len
     # The first steps of a ramp have to come out even too.
     first = (recipe.batch.ramp_start_tokens or 0) // (recipe.data.seq_len * processes)
-    recipe = recipe.model_copy(
-        update={
-            "batch": recipe.batch.model_copy(
-                update={
-                    "global_batch_tokens": tokens,
-                    "ramp_start_tokens": None,
-                    "ramp_steps": None,
-                }
-            ),
-            "distributed": DistributedConfig(),
-        }
+    batch = {"global_batch_tokens": tokens, "ramp_start_tokens": None, "ramp_steps": None}
+    recipe = recipe.with_keys("batch", **batch).model_copy(
+        update={"distributed": DistributedConfig()}
     )
     for rows in cuts(math.gcd(total, first)):
         if try_rows(recipe, hardware, rows) is not None:
@@ -134,8 +126,7 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     Raises:
         ConfigError: the recipe's methods can't work together, or it can't be tried.
     """
-    batch = recipe.batch.model_copy(update={"micro_batch_size": rows})
-    values = recipe.model_copy(update={"batch": batch}).model_dump()
+    values = recipe.with_keys("batch", micro_batch_size=rows).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
     done = ask_module("firstlight.training.fit", request)
     # A negative code is a signal, such as the system's SIGKILL when memory ran out: no refusal.

@@ -182,9 +182,8 @@ def for_pairs(recipe: Recipe, dataset: Corpus, start: str | Path | None) -> Reci
             "preference pairs change a model that answers: name it with --init-from, after "
             "fine-tuning it on conversations (data.kind chat)"
         )
-    data = recipe.data.model_copy(update={"kind": "preference"})
     section = recipe.preference or PreferenceConfig()
-    return recipe.model_copy(update={"data": data, "preference": section})
+    return recipe.with_keys("data", kind="preference").model_copy(update={"preference": section})
 
 
 def give_references(

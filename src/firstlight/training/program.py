@@ -64,8 +64,10 @@ class TrainingProgram:
             require_same_bits(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
-        # A model that will be sharded may not fit whole.
-        self.model = model if self.engine.keeps_shards else model.to(hardware.device)
+        # A model that will be sharded may not fit whole. What is on the device already is left
+        # alone: `nn.Module.to` would swap a planner's fake parameters for others.
+        is_there = all(p.device == hardware.device for p in model.parameters())
+        self.model = model if self.engine.keeps_shards or is_there else model.to(hardware.device)
         # Before the engine: DDP and FSDP2 wrap layers that have their checkpointing already.
         apply_methods(
             self.model,
@@ -81,7 +83,7 @@ class TrainingProgram:
             # needs none.
             trained = (p for p in self.model.named_parameters() if p[1].requires_grad)
             initial = {name: parameter.detach() for name, parameter in trained}
-            self.model.to(torch.bfloat16)
+            self.model.cast(torch.bfloat16)
         self.optimizer, forward = self.engine.set_up(
             self.model,
             recipe.optimizer,

@@ -168,8 +168,7 @@ class Run:
     @property
     def recipe_now(self) -> ResolvedRecipe:
         """The recipe with the micro-batch size that memory has left."""
-        batch = self.recipe.batch.model_copy(update={"micro_batch_size": self.micro_batch_size})
-        return self.recipe.model_copy(update={"batch": batch})
+        return self.recipe.with_keys("batch", micro_batch_size=self.micro_batch_size)
 
     @property
     def held_bytes(self) -> int:

@@ -90,7 +90,7 @@ def set_up(
         raise ConfigError("branch_from has weights of its own: leave out init_from")
     # YAML knows no home folder: without this, ~/runs would be a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
-    recipe = _with(recipe, "run", dir=str(folder))
+    recipe = recipe.with_keys("run", dir=str(folder))
     tell = say if shown and engine.is_main else lambda _: None
     # Before the checkpoint is looked at: two that resume at the same moment would both go on
     # from it.
@@ -232,12 +232,6 @@ def _resolved(
     return resolved
 
 
-def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
-    """The recipe with some keys of a section set."""
-    changed = getattr(recipe, section).model_copy(update=values)
-    return recipe.model_copy(update={section: changed})
-
-
 def _masked(recipe: Recipe, dataset: Corpus) -> Recipe:
     """The recipe with document masking where there are conversations.
 
@@ -248,7 +242,7 @@ def _masked(recipe: Recipe, dataset: Corpus) -> Recipe:
         return recipe
     if "document_masking" in recipe.data.model_fields_set:
         raise ConfigError(f"data.{NO_MASKING}")
-    return _with(recipe, "data", document_masking=True)
+    return recipe.with_keys("data", document_masking=True)
 
 
 def _with_model(
@@ -274,7 +268,7 @@ def _with_model(
     for split in splits:
         for line in split.describe(seq_len):
             tell(line)
-    return _with(recipe.model_copy(update={"model": config}), "data", seq_len=seq_len)
+    return recipe.with_keys("data", seq_len=seq_len).model_copy(update={"model": config})
 
 
 def _require_fitting_prompts(

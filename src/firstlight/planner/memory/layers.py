@@ -221,8 +221,7 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
 
 
 def _with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
-    model = recipe.model.model_copy(update={"num_hidden_layers": count})
-    return recipe.model_copy(update={"model": model})
+    return recipe.with_keys("model", num_hidden_layers=count)
 
 
 def at_depth(

@@ -20,7 +20,6 @@ from firstlight.planner.memory.emulation import kernels_of, replaced
 from firstlight.planner.memory.kernels import Target, this_cpu
 from firstlight.planner.memory.prediction import MemoryPrediction, predict
 from firstlight.planner.memory.program import (
-    allow_casts,
     fake_tensors,
     mark_weights,
     optimizer_phases,
@@ -267,8 +266,7 @@ def predict_generation(
     longest = min(prompt_tokens + max_new_tokens, config.max_position_embeddings)
     with fake_tensors(), _few_rows(target), tracer, kernels_of(target):
         model = build_model(config)
-        allow_casts(model)
-        model.to(weights)
+        model.cast(weights)
         model.eval()
         if dtype == "int8":
             quantize_int8(model)

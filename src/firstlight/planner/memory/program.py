@@ -133,19 +133,6 @@ def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
     return log_probs
 
 
-def allow_casts(model: nn.Module) -> None:
-    """Let `model.to` work on fake parameters, which torch would swap for others, and can't."""
-
-    def to(*args: Any, **kwargs: Any) -> nn.Module:
-        _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        for tensor in (*model.parameters(), *model.buffers()):
-            if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-                tensor.data = tensor.data.to(dtype)
-        return model
-
-    model.to = to  # type: ignore[method-assign]
-
-
 def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
     """Mark what a program has, and the phases of its steps."""
     loss_sum = program.loss_sum
@@ -280,15 +267,13 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
             chosen["precision"] = "fp32"
         if config.compile:
             notes.append("compiled code is planned as inductor makes it for CPUs")
-    recipe = recipe.model_copy(update={"efficiency": config.model_copy(update=chosen)})
+    recipe = recipe.with_keys("efficiency", **chosen)
     recipe = _without_masks(recipe, config.attention, target)
     if recipe.optimizer.name == "paged_adamw8bit":
         notes.append("paged states are counted on the device, where they lie while they fit")
-        optimizer = recipe.optimizer.model_copy(update={"name": "adamw8bit"})
-        recipe = recipe.model_copy(update={"optimizer": optimizer})
+        recipe = recipe.with_keys("optimizer", name="adamw8bit")
     if recipe.data.pin_memory:
-        data = recipe.data.model_copy(update={"pin_memory": None})
-        recipe = recipe.model_copy(update={"data": data})
+        recipe = recipe.with_keys("data", pin_memory=None)
     return Equivalent(recipe, kernel, config.activation_offload, tuple(notes))
 
 
@@ -307,8 +292,7 @@ def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
     config = recipe.efficiency
     if not config.compile:
         return recipe
-    changes = without_compile(config)
-    return recipe.model_copy(update={"efficiency": config.model_copy(update=changes)})
+    return recipe.with_keys("efficiency", **without_compile(config))
 
 
 def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
@@ -316,5 +300,4 @@ def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> Re
     masked = recipe.data.document_masking and attention == "flex"
     if target.kind == "cpu" or not masked:
         return recipe
-    data = recipe.data.model_copy(update={"document_masking": False})
-    return recipe.model_copy(update={"data": data})
+    return recipe.with_keys("data", document_masking=False)

@@ -13,9 +13,9 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, is_inside_a_layer, meta_model
-from firstlight.parallel.engine import DistributedConfig
+from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.pipeline import unstageable
-from firstlight.parallel.selection import engine_name
+from firstlight.parallel.selection import ENGINES, engine_name, named_engine
 from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
@@ -52,15 +52,15 @@ def of_one_rank(
     """
     part, copies = own_part(recipe, processes), copies_of(recipe, processes)
     engine = engine_of(recipe, processes)
-    if engine == "deepspeed":
+    if engine.updates_itself:
         return _of_deepspeed(prediction, recipe, processes)
     if processes == 1:
         return prediction
     prediction = with_own_tables(prediction, recipe, part)
-    by = [f"{engine} on {copies} devices"] if copies > 1 else []
-    if engine == "fsdp" and copies > 1:
+    by = [f"{engine.name} on {copies} devices"] if copies > 1 else []
+    if engine.keeps_shards and copies > 1:
         prediction = _of_fsdp(prediction, recipe, part, processes)
-    elif engine == "ddp":
+    elif engine.keeps_buckets:
         prediction = _of_ddp(prediction, part)
     for key in ("tensor_parallel", "pipeline"):
         if (count := getattr(recipe.distributed, key)) > 1:
@@ -242,17 +242,18 @@ def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
         yield from unstageable(model, cut.pipeline)
 
 
-def engine_of(recipe: Recipe, processes: int) -> str:
-    """How so many processes share a recipe's model; one needs nobody to share with.
+def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
+    """The engine by which processes share a recipe's model; one process has none to share with.
 
     Raises:
         ConfigError: the engine can't be that of so many.
     """
     cut = recipe.distributed
-    if processes * cut.tensor_parallel * cut.pipeline == 1 and cut.engine != "deepspeed":
-        return "none"
+    needs_others = not named_engine(cut).updates_itself
+    if processes * cut.tensor_parallel * cut.pipeline == 1 and needs_others:
+        return Engine
     try:
-        return engine_name(cut, processes)
+        return ENGINES[engine_name(cut, processes)]
     except ConfigError as error:
         raise ConfigError(str(error).replace("--nproc", "--gpus")) from None
 
@@ -261,7 +262,7 @@ def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
     """Whether fsdp has pieces in fp32 and whole layers in bf16; adapters are left as they are."""
     return (
         copies_of(recipe, processes) > 1
-        and engine_of(recipe, processes) == "fsdp"
+        and engine_of(recipe, processes).keeps_shards
         and recipe.efficiency.precision == "bf16"
         and recipe.lora is None
     )

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.efficiency import autocast, same_bits
 from firstlight.generation.batch import BatchDecoder
-from firstlight.models import Model, build_model
+from firstlight.models import build_model
+from firstlight.models.ops import MaskFunction
 from firstlight.optim.eight_bit import compiles_update
 from firstlight.planner.memory.emulation import (
     graphs_kept,
@@ -33,7 +35,6 @@ from firstlight.planner.memory.prediction import MemoryPrediction, predict
 from firstlight.planner.memory.program import (
     PLANNED,
     Equivalent,
-    allow_casts,
     equivalent,
     fake_tensors,
     host_activations,
@@ -307,7 +308,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         kernels_of(target, planned.kernel),
         replaced(preference, "answer_log_probs", marked_log_probs(tracer)),
     ):
-        model = _model(recipe)
+        model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
         mark_weights(model, tracer)
         attach(model, recipe, PLANNED)
         if target.kind == "cuda" and recipe.preference is None:
@@ -316,7 +317,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
             mark_weights(model, tracer)
         if recipe.preference is not None and not recipe.data.document_masking:
             # The loss needs to know them; of a mask, this target's attention makes none.
-            model.forward = _without_documents(model.forward)  # type: ignore[method-assign]
+            model.make_mask = _without_documents(model.make_mask)
         program = TrainingProgram(recipe, model, PLANNED)
         mark_weights(program.model, tracer)
         batch = _batch(recipe)
@@ -333,12 +334,6 @@ def _finished(tracer: Tracer, planned: Equivalent) -> Trace:
     trace = tracer.finish()
     trace.notes += planned.notes
     return trace
-
-
-def _model(recipe: ResolvedRecipe) -> Model:
-    model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
-    allow_casts(model)
-    return model
 
 
 def _compile(program: TrainingProgram, batch: Batch) -> None:
@@ -362,13 +357,13 @@ def _batch(recipe: ResolvedRecipe) -> Batch:
     return _Pairs(ids, torch.empty_like(ids), ids.numel(), documents, references)
 
 
-def _without_documents(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def called(
-        input_ids: torch.Tensor, labels: torch.Tensor | None = None, *_: Any, **options: Any
-    ) -> torch.Tensor:
-        return forward(input_ids, labels, None, **options)
+def _without_documents(make_mask: MaskFunction) -> MaskFunction:
+    def made(
+        positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
+    ) -> Any:
+        return make_mask(positions, total, window, None)
 
-    return called
+    return made
 
 
 class _Pairs(Batch):

@@ -80,7 +80,7 @@ def run_phases(
         machine: the machine to run on.
     """
     evaluating = evaluation.phases
-    if engine_of(recipe, machine.count) == "ddp":
+    if engine_of(recipe, machine.count).keeps_buckets:
         # Its buckets, which keep all gradients, stay between steps.
         buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
         evaluating = {
@@ -93,7 +93,7 @@ def run_phases(
     parts = next(iter(evaluating.values())).parts
     state = {name: size for name, size in parts.items() if name in kept}
     copied = _copied_bytes(state, recipe)
-    if engine_of(recipe, machine.count) in ("fsdp", "deepspeed"):
+    if engine_of(recipe, machine.count).shards_state:
         # The main process writes the pieces of all.
         copied *= copies_of(recipe, machine.count)
     # Half of the free memory, see `CheckpointSaver`.
@@ -319,7 +319,7 @@ def _cut(recipe: ResolvedRecipe, machine: Machine, size: int) -> ResolvedRecipe:
     batch = {"micro_batch_size": size}
     if recipe.batch.global_batch_tokens is None:
         batch["gradient_accumulation_steps"] = sequences_per_step(recipe, machine) // size
-    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update=batch)})
+    return recipe.with_keys("batch", **batch)
 
 
 if __name__ == "__main__":

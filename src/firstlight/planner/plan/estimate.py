@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.errors import FirstlightError, TrainingError
+from firstlight.optim.table import OPTIMIZERS
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled, without_compile
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of, of_one_rank, own_part
@@ -191,7 +192,9 @@ def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate
         recipe = with_changes(recipe, candidate.changes)
         cut = recipe.distributed
         engine = engine_of(recipe, machine.count)
-        require_combination(recipe, machine.hardware, engine, cut.tensor_parallel, cut.pipeline)
+        require_combination(
+            recipe, machine.hardware, engine.name, cut.tensor_parallel, cut.pipeline
+        )
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile
         # A compiled step's kernels are not in its trace: speed is predicted from the plain step.
@@ -302,14 +305,10 @@ def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dic
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
     """The changes to another optimizer, without the options that it refuses."""
-    changes: dict[str, Any] = {"optimizer.name": name}
-    if recipe.optimizer.embeddings_in_32_bits and name != "adamw8bit":
-        changes["optimizer.embeddings_in_32_bits"] = False
-    if recipe.optimizer.cautious_weight_decay and name not in ("adamw", "lion", "muon"):
-        changes["optimizer.cautious_weight_decay"] = False
-    if recipe.optimizer.tuned_width is not None and name in ("adafactor", "sgd"):
-        changes["optimizer.tuned_width"] = None
-    return changes
+    off = {"embeddings_in_32_bits": False, "cautious_weight_decay": False, "tuned_width": None}
+    own, has = recipe.optimizer, OPTIMIZERS[name].options
+    refused = [key for key, value in off.items() if getattr(own, key) != value and key not in has]
+    return {"optimizer.name": name, **{f"optimizer.{key}": off[key] for key in refused}}
 
 
 def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:

@@ -226,8 +226,7 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
         recipe = recipe.model_copy(update={"preference": PreferenceConfig()})
     if kind in ("chat", "preference") and not recipe.data.document_masking:
         # As in a run: examples never see each other.
-        data = recipe.data.model_copy(update={"document_masking": True})
-        recipe = recipe.model_copy(update={"data": data})
+        recipe = recipe.with_keys("data", document_masking=True)
     return resolve(recipe, facts_of(recipe, machine))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.models import LlamaConfig, ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.parallel.selection import named_engine
 from firstlight.planner.memory.ranks import copies_of, why_not_cut
 from firstlight.planner.plan.compute_optimal import (
     Suggestion,
@@ -302,8 +303,8 @@ def _loss(suggested: dict[str, Any]) -> float:
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
     """Whose state alone fills the devices."""
-    cut = recipe.distributed
-    pieces = machine.count // (1 if cut.engine == "fsdp" else copies_of(recipe, machine.count))
+    sharded = named_engine(recipe.distributed).keeps_shards
+    pieces = machine.count // (1 if sharded else copies_of(recipe, machine.count))
     return pieces * machine.usable_bytes / _STATE_BYTES
 
 

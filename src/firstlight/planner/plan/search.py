@@ -189,8 +189,7 @@ def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """
     if resolved.batch.global_batch_tokens is None:
         return resolved
-    batch = resolved.batch.model_copy(update={"gradient_accumulation_steps": None})
-    return resolved.model_copy(update={"batch": batch})
+    return resolved.with_keys("batch", gradient_accumulation_steps=None)
 
 
 def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:

@@ -130,7 +130,7 @@ def exchange_of(
     state = 12.0 * own / copies
     tokens = recipe.batch.micro_batch_size * recipe.data.seq_len
     return Exchange(
-        engine="fsdp" if engine == "fsdp" else "ddp" if copies > 1 else "none",
+        gathers_weights=engine.keeps_shards,
         processes=copies,
         weight_bytes=own * (2.0 if half else 4.0),
         gradient_bytes=4.0 * own,

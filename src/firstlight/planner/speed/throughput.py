@@ -56,12 +56,12 @@ class Exchange:
     """A run of several processes.
 
     Attributes:
-        engine: "ddp" sums gradients; "fsdp" gathers weights in both passes, and scatters sums of
-            gradients; "none" sends neither.
+        gathers_weights: True if each pass gathers weights, and sums of gradients are scattered;
+            False if gradients are summed.
         processes: processes that share the batch.
         weight_bytes: all weights, as they are sent.
         gradient_bytes: all gradients, as they are sent.
-        micro_batches: micro-batches of a step: fsdp gathers in each, ddp sums once.
+        micro_batches: micro-batches of a step: weights are gathered in each, gradients summed once.
         tensor_parallel: processes that share each layer; their number is beside `processes`.
         hidden_bytes: bytes of a micro-batch's hidden states.
         layers: number of the model's layers; with tensor parallelism each sums the hidden states
@@ -72,7 +72,7 @@ class Exchange:
         host_link: the same between CPU and GPU.
     """
 
-    engine: Literal["none", "ddp", "fsdp"] = "none"
+    gathers_weights: bool = False
     processes: int = 1
     weight_bytes: float = 0.0
     gradient_bytes: float = 0.0
@@ -353,12 +353,10 @@ def _on_calibrated(
 def overlapping_bytes(exchange: Exchange) -> float:
     """Through each link in a step, of what can be sent while something else is computed."""
     share = (exchange.processes - 1) / exchange.processes
-    if exchange.engine == "ddp":
-        return 2 * share * exchange.gradient_bytes
-    if exchange.engine == "fsdp":
+    if exchange.gathers_weights:
         gathered = 2 * exchange.weight_bytes + exchange.gradient_bytes
         return share * gathered * exchange.micro_batches
-    return 0.0
+    return 2 * share * exchange.gradient_bytes
 
 
 def waiting_bytes(exchange: Exchange) -> float:
