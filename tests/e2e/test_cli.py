@@ -363,7 +363,8 @@ def test_stop_texts_end_the_text_and_logprobs_are_told(
 
 def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None:
     arguments = ("generate", without_an_end(trained, tmp_path), "--prompt", "the")
-    assert run(*arguments).err == "the model's context of 64 tokens is full: --slide goes on beyond it\n"
+    full = "the model's context of 64 tokens is full: --slide goes on beyond it\n"
+    assert run(*arguments).err == full
     assert run(*arguments, "--max-new-tokens", "3").err == ""
 
 

@@ -19,8 +19,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from firstlight.conversion.gguf_layout import ARCHITECTURES, Rope
 from firstlight.conversion.gguf_config import config_of
+from firstlight.conversion.gguf_layout import ARCHITECTURES, Rope
 from firstlight.conversion.gguf_reader import GGUFParser, read_gguf
 from firstlight.conversion.gguf_writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError

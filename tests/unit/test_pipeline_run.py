@@ -96,8 +96,8 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     (run.run_folder / "length.json").write_text(text)
     assert "firstlight train" not in "\n".join(result_lines(trained(texts)))
 
-    with open(run.run_folder / "metrics.jsonl", "a") as metrics:
-        metrics.write('{"step": 4, "bits_per_byte": 99.0}\n')
+    with open(run.run_folder / "metrics.jsonl", "a") as log:
+        log.write('{"step": 4, "bits_per_byte": 99.0}\n')
     worse = trained(texts)
     assert worse.best
     assert (worse.bits_per_byte, worse.samples) == (run.bits_per_byte, run.samples)
@@ -105,8 +105,8 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     assert "--best takes the checkpoint before them" in "\n".join(result_lines(worse))
 
     # No checkpoint is kept of the best evaluation.
-    with open(run.run_folder / "metrics.jsonl", "a") as metrics:
-        metrics.write('{"step": 5, "bits_per_byte": 0.1}\n{"step": 6, "bits_per_byte": 99.0}\n')
+    with open(run.run_folder / "metrics.jsonl", "a") as log:
+        log.write('{"step": 5, "bits_per_byte": 0.1}\n{"step": 6, "bits_per_byte": 99.0}\n')
     unkept = trained(texts)
     assert (unkept.best, unkept.bits_per_byte) == (False, 99.0)
     assert unkept.next_commands[1][0] == "firstlight chat runs/my-texts"
