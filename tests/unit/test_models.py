@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, build_model, empty_model
+from firstlight.models import (
+    DeepseekConfig,
+    GPT2Config,
+    LlamaConfig,
+    Model,
+    ModelConfig,
+    build_model,
+    empty_model,
+)
 from firstlight.models.language_model import InitConfig
 from firstlight.models.ops import attention, cross_entropy_sum
 from firstlight.models.rope import (
@@ -267,6 +275,26 @@ def test_a_tied_head_starts_as_the_embedding(config: ModelConfig) -> None:
     model = empty_model(config.model_copy(update={"tie_word_embeddings": True}))
     model.init_weights(torch.Generator().manual_seed(0), InitConfig(embedding_std=0.5))
     assert 0.4 < float(model.lm_head.weight.detach().std()) < 0.6
+
+
+def test_casting_rounds_parameters_in_their_place_and_no_tables() -> None:
+    deepseek = DeepseekConfig(
+        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    for config, name in ((LLAMA, "rope_frequencies"), (deepseek, "e_score_correction_bias")):
+        model = ready(config)
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        for table in buffers.values():
+            table += 1 / 3  # no number of bf16
+        expected = {key: one.detach().clone() for key, one in (parameters | buffers).items()}
+        assert any(key.endswith(name) for key in buffers)
+        model.cast(torch.bfloat16)
+        for key, parameter in model.named_parameters():
+            assert parameter is parameters[key]
+            assert torch.equal(parameter, expected[key].bfloat16())
+        for key, table in model.named_buffers():
+            assert table.dtype == torch.float32
+            assert torch.equal(table, expected[key])
 
 
 # The tie of head and embedding

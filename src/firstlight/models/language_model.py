@@ -151,17 +151,16 @@ class LanguageModel(nn.Module):
                 parameter[rows:].zero_()
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast floating-point parameters and buffers, but for modules with `keeps_precision`.
+        """Cast the parameters, but for those of modules with `keeps_precision`.
 
         Each stays the tensor that it is, with other values: `nn.Module.to` would put others in
-        the place of fake tensors, on which the planner traces a step.
+        the place of fake tensors, on which the planner traces a step. Buffers keep their dtype.
         """
         for module in self.modules():
             if getattr(module, "keeps_precision", False):
                 continue
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
         """An empty key-value cache on the model's device."""
