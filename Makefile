@@ -11,6 +11,7 @@
 #                 of them. In an environment of your own: python -m pytest -m gpu tests/gpu
 # make test-torch VERSION=2.14.1   all tests with another version of torch, in an environment of its own
 # make docs   the documentation as a site in site/, its links checked
+# make benchmarks   every page of docs/benchmarks measured anew, on a quiet machine; goes on where it was stopped
 # make constraints   the newest versions that go together, for Python 3.11 and newer, into constraints.txt
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 
@@ -29,7 +30,7 @@ SLOWER := allocator batch beams bench_* chat_training compiled convert* cooldown
 	preference prepare remote report* saving schedules_in_runs slurm_example sources stopping tasks \
 	text_stream tokenizer_parity training tuning weights
 
-.PHONY: demo tour test test-quick test-random test-faults test-mutants test-slow test-gpu test-torch docs constraints clean
+.PHONY: demo tour test test-quick test-random test-faults test-mutants test-slow test-gpu test-torch docs benchmarks constraints clean
 
 demo: .venv/demo-ready
 	$(BIN)/firstlight train stdlib --budget 4m
@@ -82,6 +83,10 @@ test-torch:
 docs: .venv/docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "The start page: file://$(CURDIR)/site/index.html"
+
+# NAMES="loading ladder": only these.
+benchmarks: .venv/test-ready
+	$(BIN)/python scripts/benchmarks.py $(NAMES)
 
 # The head of the file and torch's version stay. Each build of torch names its own CUDA packages and triton.
 constraints: .venv/demo-ready

@@ -1,0 +1,189 @@
+"""Measure every page of docs/benchmarks anew, by one command that goes on where it was stopped.
+
+    make benchmarks                             or:  python scripts/benchmarks.py [NAME...]
+
+A page has its figures in blocks, and each block names the command that makes it:
+
+    <!-- benchmark NAME, 20 minutes: firstlight bench ... -->
+    ...
+    <!-- end -->
+
+The command's output replaces what stands between the two comments, and its picture
+docs/images/NAME.png. docs/benchmarks/learning.md is written by its own commands as a whole. Each
+command's results lie in benchmarks/NAME, with a file `done` once it is finished; a finished one is
+not measured again before its folder is removed, and one that was stopped goes on where its bench
+can. The text around a block is a person's: read it again beside the new figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES, IMAGES = ROOT / "docs" / "benchmarks", ROOT / "docs" / "images"
+RESULTS = ROOT / "benchmarks"
+#: A text of the page on learning.
+TEXT = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+#: Share of the processors that other programs may use before a command is started.
+_MOST_BUSY, _SECONDS_OF_WATCHING = 0.1, 5.0
+
+_BLOCK = re.compile(
+    r"<!-- benchmark ([\w-]+), (\d+) minutes: (firstlight bench [^\n]+) -->\n(.*?)<!-- end -->\n",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The figures that one command makes.
+
+    Attributes:
+        name: name of the block, of its results and of its picture.
+        minutes: estimate of its time on two cores.
+        command: the command without --out.
+        page: file of the page; None for a command that writes its page itself.
+    """
+
+    name: str
+    minutes: int
+    command: str
+    page: Path | None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the results."""
+        return RESULTS / self.name
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this very command is finished."""
+        done = self.folder / "done"
+        return done.is_file() and done.read_text(encoding="utf-8") == self.command
+
+
+def blocks() -> list[Block]:
+    """The blocks of all pages, and the commands of the page on learning, which share a folder."""
+    found = [
+        Block(name, int(minutes), command, page)
+        for page in sorted(PAGES.glob("*.md"))
+        for name, minutes, command, _ in _BLOCK.findall(page.read_text(encoding="utf-8"))
+    ]
+    learning = "firstlight bench learning --corpus"
+    return [
+        *found,
+        Block(
+            "learning-shakespeare",
+            12,
+            f"{learning} bytes:{TEXT} --sizes 0.8m --rows nanogpt-cpu,new --minutes 2",
+            None,
+        ),
+        Block(
+            "learning-stdlib",
+            6,
+            f"{learning} stdlib --sizes 2.6m --rows nanogpt-tuned,new --minutes 1 "
+            f"--page {PAGES / 'learning.md'}",
+            None,
+        ),
+    ]
+
+
+def others_share() -> float:
+    """Share of the processors that other programs use now."""
+    return psutil.cpu_percent(_SECONDS_OF_WATCHING) / 100
+
+
+def measure(block: Block) -> None:
+    """Run the command of a block to its end, and put its figures into its page.
+
+    Raises:
+        SystemExit: other programs are busy, or the command failed or was stopped.
+    """
+    busy = others_share()
+    if busy > _MOST_BUSY:
+        sys.exit(f"{busy:.0%} of the processors are busy: call again on a quiet machine")
+    # All runs on learning are compared with each other: they share results.
+    out = RESULTS / "learning" if block.page is None else block.folder
+    words = [*shlex.split(block.command)[1:], "--out", str(out)]
+    print(f"$ firstlight {shlex.join(words)}", file=sys.stderr, flush=True)
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if block.page is None else {})
+    done = subprocess.run(
+        [sys.executable, "-m", "firstlight", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env=environment,
+        check=False,
+    )
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        sys.exit(f"stopped at {block.name}: the same command goes on there")
+    if block.page is not None:
+        publish(block, done.stdout, busy)
+    block.folder.mkdir(parents=True, exist_ok=True)
+    (block.folder / "done").write_text(block.command, encoding="utf-8")
+
+
+def publish(block: Block, output: str, busy: float) -> None:
+    """Replace the figures of a block by a command's output, and its picture by the new one.
+
+    Args:
+        block: the block.
+        output: the tables that the command printed.
+        busy: share of the processors that other programs used before it was started.
+    """
+    assert block.page is not None
+    lines = [line for line in output.splitlines() if not line.startswith("written: ")]
+    versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
+    parts = [
+        f"{datetime.date.today()}, {versions}; other programs used {busy:.0%} of the processors "
+        "before it.",
+        "\n".join(["```text", *lines, "```"]),
+    ]
+    (picture,) = block.folder.glob("*.png")
+    shutil.copyfile(picture, IMAGES / f"{block.name}.png")
+    parts.append(f"![{block.name}](../images/{block.name}.png)")
+    figures = "\n" + "\n\n".join(parts) + "\n\n"
+
+    text = block.page.read_text(encoding="utf-8")
+    (place,) = [one for one in _BLOCK.finditer(text) if one[1] == block.name]
+    text = text[: place.start(4)] + figures + text[place.end(4) :]
+    block.page.write_text(text, encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is left of all blocks, or of those that are named."""
+    parser = argparse.ArgumentParser(description="Measure docs/benchmarks anew, or go on with it.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these blocks")
+    parser.add_argument("--list", action="store_true", help="show what is left, and stop")
+    options = parser.parse_args(arguments)
+    known = blocks()
+    if unknown := set(options.names) - {block.name for block in known}:
+        parser.error(
+            f"no block {', '.join(sorted(unknown))}: {', '.join(one.name for one in known)}"
+        )
+    wanted = [one for one in known if not options.names or one.name in options.names]
+    left = [block for block in wanted if not block.is_done]
+    for block in left:
+        print(f"{block.minutes:>4} minutes  {block.name:<20}  {block.command}")
+    minutes = sum(block.minutes for block in left)
+    print(f"{len(left)} of {len(wanted)} commands left, about {minutes} minutes")
+    if not options.list:
+        for block in left:
+            measure(block)
+
+
+if __name__ == "__main__":
+    main()
