@@ -608,7 +608,7 @@ MUTANTS = [
     Mutant(
         "random numbers not restored",
         "firstlight/training/state.py",
-        "    _restore_own_states(randoms, program, state.step)\n",
+        "    restore_own_states(randoms, program, state.step)\n",
         "",
         (_CHECKPOINTS + "random_numbers_are_restored_at_the_wrong_moment",),
     ),
@@ -1089,14 +1089,14 @@ MUTANTS = [
     ),
     Mutant(
         "random numbers of the first GPU alone",
-        "firstlight/training/state.py",
+        "firstlight/training/random_states.py",
         "enumerate(torch.cuda.get_rng_state_all())",
         "enumerate([torch.cuda.get_rng_state()])",
         (_FAKE_RANKS + "random_numbers_of_every_gpu_are_saved_and_put_back",),
     ),
     Mutant(
         "random numbers put into another GPU",
-        "firstlight/training/state.py",
+        "firstlight/training/random_states.py",
         "torch.cuda.set_rng_state(tensor, int(index[0]))",
         "torch.cuda.set_rng_state(tensor)",
         (_FAKE_RANKS + "random_numbers_of_every_gpu_are_saved_and_put_back",),

@@ -52,6 +52,7 @@ def blockwise_attention(
     if dropout:
         shape = *q_BHTD.shape[:-1], k_BKSD.shape[-2]
         kept_BHTS = q_BHTD.new_empty(shape, dtype=torch.bool).bernoulli_(1 - dropout)
+    # As torch's dropout: the weights that are left grow, so that their mean stays.
     growth, bound = 1 / (1 - dropout), softcap or 0.0
     result: Tensor = _attention(q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound, sinks_H)
     return result
@@ -109,6 +110,7 @@ def _attention_backward(
             part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap, sinks)
             part.backward(grad_BHTD[own], (grad_q[own], grad_k[shared], grad_v[shared]))
             if part.grad_sinks is not None:
+                # Added up, since the rows of a batch share the heads' sinks.
                 grad_sinks_H[own[1]] += part.grad_sinks
             del part
     return grad_q, grad_k, grad_v, grad_sinks_H
@@ -243,6 +245,7 @@ class _Part:
         # A block's rows are its query heads', one head after the other.
         each = (rows, kept, groups, scores_NXS.shape[1] // groups)
         sinks_NX1 = sinks.expand(each).reshape(*scores_NXS.shape[:2], 1)
+        # Taken off before exp, which in fp32 overflows above 88.
         highest_NX1 = torch.maximum(scores_NXS.amax(-1, keepdim=True), sinks_NX1)
         scores_NXS.sub_(highest_NX1).exp_()
         taken_NX1 = (sinks_NX1 - highest_NX1).exp_()
@@ -271,6 +274,7 @@ class _Part:
         for block in reversed(self._blocks):
             self._add_gradients(block, grad, found)
         for result, one in zip(grads, found, strict=True):
+            # Into memory that lies as compiled code expects it, see `_like_projected`.
             result.copy_(one.view(result.shape))
 
     def _add_gradients(
@@ -281,6 +285,7 @@ class _Part:
         is_first = block == self._blocks[-1]
         grad = grads[:, :, start:end].flatten(1, 2)
         slopes: list[Tensor] = []
+        # Computed again: kept from the forward pass they would be all T x S weights.
         weights, taken = self._weights(start, end, seen, slopes)
         grad_weights = torch.bmm(grad, self._values[:, :seen].transpose(1, 2))
         self._lost.drop_(self._by_heads(grad_weights), start, end, seen)

@@ -127,6 +127,7 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         keys[:, :, self.length : end] = k_BKTD
         values[:, :, self.length : end] = v_BKTD
+        # Views: looking at the cache copies nothing.
         return keys[:, :, :end], values[:, :, :end]
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
@@ -164,6 +165,7 @@ class KVCache:
     def reorder(self, rows_B: Tensor) -> None:
         """Give each row what the row of that number has, int64 [B]."""
         for tensor in self.tensors:
+            # The right side is a copy, so rows may change places with each other.
             tensor.copy_(tensor[rows_B])
 
     def begin_with(self, other: KVCache, rows_B: Tensor) -> None:
@@ -226,6 +228,7 @@ class RaggedCache:
         cache_positions_BT = self.positions(k_BKTD.shape[2])
         keys, values = self.keys[layer], self.values[layer]
         # Indices around the heads' dimension put B and T in front of it.
+        # Unlike that to a slice, an assignment by indices does not cast.
         keys[rows_B1, :, cache_positions_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
         values[rows_B1, :, cache_positions_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
         return keys[:count, :, : self.reach], values[:count, :, : self.reach]

@@ -57,6 +57,7 @@ class DeepseekAttention(SelfAttention):
         self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
         self.turns_in_fp32 = config.family.rope.in_fp32
         self.turn = apply_rope_to_neighbours if config.rope_interleave else apply_rope
+        # Values are of another size than keys, which torch's flash kernel does not take.
         self.attend = blockwise_attention
 
     def forward(
@@ -79,9 +80,12 @@ class DeepseekAttention(SelfAttention):
         dtype = q_rope.dtype
         q_rope, k_B1SR = (self.turn(x, cos, sin).to(dtype) for x in (q_rope, k_B1SR))
         if cache is not None:
+            # The cache has the compressed vector alone, a few hundred numbers a token: keys and
+            # values of all heads are made of it anew.
             latent_B1SL, k_B1SR = cache.update(self.layer, latent_B1SL, k_B1SR)
         kv_BSHD = self.kv_b_proj(latent_B1SL[:, 0]).unflatten(-1, (self.heads, -1))
         k_nope, v_BHSD = kv_BSHD.transpose(1, 2).split(self.expanded_sizes, dim=-1)
+        # All heads share the part of a key that is rotated.
         k_BHSD = torch.cat((k_nope, k_B1SR.to(k_nope.dtype).expand(-1, self.heads, -1, -1)), -1)
         q_BHTD = torch.cat((q_nope, q_rope), -1)
         y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, dropout=0.0, mask=mask, scale=self.scale)
@@ -139,11 +143,13 @@ class DeepseekMLP(RoutedMLP):
     def chosen(self, scores_NE: Tensor) -> Tensor:
         """Each token's experts [N, K], of its best groups."""
         config = self.config
+        # The choice has no gradient; the bias moves the choice, and not the weights of the sum.
         wanted_NE = scores_NE.detach()
         if self.gate.has_bias:
             wanted_NE = wanted_NE + self.gate.e_score_correction_bias
         if config.n_group > 1:
             groups_NGX = wanted_NE.view(len(wanted_NE), config.n_group, -1)
+            # V3 ranks groups by their two best experts, V2 by the best.
             best = groups_NGX.topk(2 if self.gate.has_bias else 1, dim=-1).values.sum(-1)
             kept_NG = best.topk(config.topk_group, dim=-1).indices
             is_out_NG = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept_NG, False)
@@ -157,6 +163,7 @@ class DeepseekMLP(RoutedMLP):
         experts_NK = self.chosen(scores_NE)
         weights_NK = scores_NE.gather(1, experts_NK)
         if self.config.norm_topk_prob:
+            # 1e-20 as in transformers: the sigmoids of very low logits are all 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         return logits_NE, weights_NK * self.config.routed_scaling_factor, experts_NK
 

@@ -142,6 +142,7 @@ class GPT2Config(FamilyConfig):
         # Those of transformers' config class, which leaves defaults out of the file.
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
+        # OpenAI's files have no such key, and biases.
         known["qkv_bias"] = config.get("qkv_bias", True)
         return cls(**{**defaults, **known})
 

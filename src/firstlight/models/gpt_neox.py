@@ -150,6 +150,7 @@ class GPTNeoXBlock(nn.Module):
         """As `LlamaBlock.forward`."""
         y_BTC = self.attention(self.input_layernorm(x_BTC), ropes, masks[0], cache)
         if self.is_parallel:
+            # Added in the order of transformers: sums in bf16 depend on it.
             return self.mlp(self.post_attention_layernorm(x_BTC)) + y_BTC + x_BTC, None
         x_BTC = y_BTC + x_BTC
         return self.mlp(self.post_attention_layernorm(x_BTC)) + x_BTC, None

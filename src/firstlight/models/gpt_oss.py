@@ -110,6 +110,7 @@ class GptOssExperts(Experts):
     """
 
     def __init__(self, config: GptOssConfig) -> None:
+        # Not the base's, whose stacks have no biases and are transposed.
         nn.Module.__init__(self)
         E, C, hidden = config.num_experts, config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, C, 2 * hidden))
@@ -130,6 +131,7 @@ class GptOssExperts(Experts):
             return product + is_own_ME.to(bias_EO.dtype) @ bias_EO
 
         gate_up_M2F = linear(x_MC, self.gate_up_proj, self.gate_up_proj_bias)
+        # A gate needs no lower bound: its factor goes to 0 there by itself.
         gate_MF = gate_up_M2F[:, ::2].clamp(max=self.limit)
         up_MF = gate_up_M2F[:, 1::2].clamp(-self.limit, self.limit)
         hidden_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(gate_MF * self.alpha))

@@ -210,13 +210,16 @@ class LanguageModel(nn.Module):
         """
         x_BTC, router_logits = self.decode(input_ids, document_ids, cache)
         if cache is not None:
+            # After the last layer: all of them store the new tokens at the same positions.
             cache.advance(input_ids.shape[1])
         # Cut before the norm and the head: a prompt's logits would be gigabytes.
         x_BTC = self.finish(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
         vocab_size, softcap = self.config.vocab_size, self.config.logit_softcap
         if labels is None:
             return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)
+        # Head and loss are one function: a loss in chunks need not have all logits in memory.
         loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels, softcap)
+        # An evaluation's loss is the cross-entropy alone, as that of a dense model.
         if self.training and router_logits:
             loss = loss + self._router_loss_sum(router_logits, labels)
         return loss

@@ -90,6 +90,7 @@ class Llama(LanguageModel):
         self.register_buffer("rope_frequencies", torch.empty(0), persistent=False)
         if config.rope_local_base_freq is not None:
             self.register_buffer("local_rope_frequencies", torch.empty(0), persistent=False)
+        # Gemma's norms add 1 to their weight: zero is the identity there.
         self.norm_init = 0.0 if config.family.norm_kind == "one_plus" else 1.0
         self.finish_loading()
 
@@ -155,11 +156,14 @@ class Llama(LanguageModel):
             frequencies = self._frequencies(length)
         # In fp32: bf16 can not tell position 257 from 258.
         tables = rope_tables(frequencies, positions, torch.float32)
+        # Longer queries and keys sharpen the softmax over the more tokens of a stretched context.
         magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
         if magnitude != 1:
             tables = (tables[0] * magnitude, tables[1] * magnitude)
         if config.rope_local_base_freq is None:
             return (tables,)
+        # Layers with a window never look far: a longer context leaves their base as it was
+        # (Gemma 3).
         return tables, rope_tables(self.local_rope_frequencies, positions, torch.float32)
 
     def make_masks(

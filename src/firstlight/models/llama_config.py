@@ -136,6 +136,7 @@ class DecoderConfig(FamilyConfig):
             values["head_dim"] = values.get("head_dim") or hidden // heads
             values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
             values["intermediate_size"] = (
+                # SwiGLU has three matrices: 8/3 gives them the parameters of a plain MLP with 4.
                 values.get("intermediate_size") or math.ceil(hidden * 8 / 3 / 32) * 32
             )
         _fill_in_own_keys(values, spec)

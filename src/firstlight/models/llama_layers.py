@@ -57,6 +57,7 @@ class RMSNorm(nn.Module):
         # Each rounds where its class in transformers does: the logits are the same.
         if self.kind == "rounded":
             return normal.to(x.dtype) * self.weight
+        # Gemma stores the weight less 1, so that weight decay pulls the factor towards 1.
         weight = at_least_fp32(self.weight)
         return (normal * (1.0 + weight if self.kind == "one_plus" else weight)).to(x.dtype)
 
@@ -77,6 +78,7 @@ class HeadNorms(nn.Module):
 
     def forward(self, x_BTHD: Tensor) -> Tensor:
         weight_HD = at_least_fp32(torch.stack(list(self.parameters())))
+        # Without weights: `layer_norm` would take the same ones for all heads.
         normal = F.layer_norm(at_least_fp32(x_BTHD), x_BTHD.shape[-1:], eps=self.eps)
         return (normal * weight_HD).to(x_BTHD.dtype)
 
@@ -150,6 +152,7 @@ class LlamaAttention(SelfAttention):
         elif self.qk_norm is not None:
             q_BTHD = getattr(self, self.q_norm_name)(q_BTHD)
             k_BTKD = getattr(self, self.k_norm_name)(k_BTKD)
+        # Views: the kernels take heads in any order, and a copy would read and write all of them.
         v_BKSD = v_BTKD.transpose(1, 2)
         q_BHTD, k_BKSD = q_BTHD.transpose(1, 2), k_BTKD.transpose(1, 2)
         if self.rope is not None:
@@ -219,6 +222,7 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.is_fused:
+            # One product for both, the gate's rows first, as they lie in the family's files.
             gate_BTF, up_BTF = self.gate_up_proj(x_BTC).chunk(2, dim=-1)
             hidden_BTF = self.activation(gate_BTF) * up_BTF
         elif self.is_gated:
@@ -289,6 +293,7 @@ class LlamaBlock(nn.Module):
         input_BTC = self._norm(norms.before_attention, x_BTC)
         y_BTC = self._norm(norms.after_attention, self.mix(input_BTC, ropes, masks, cache))
         if self.is_parallel:
+            # Both read one norm, so neither waits for the other (Wang and Komatsuzaki 2021, GPT-J).
             return x_BTC + y_BTC + self.mlp(input_BTC), None
         x_BTC = x_BTC + multiplied(y_BTC, self.residual_multiplier)
         y_BTC, router_logits = self._norm(norms.before_mlp, x_BTC), None

@@ -53,8 +53,10 @@ class Experts(nn.Module):
         # Stable, as devices break ties in different ways otherwise.
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
+        # A token stands here once for each of its experts.
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
+        # The inverse permutation, and not a scatter, which GPUs add up in no fixed order.
         y_NKC = y_MC[order_M.argsort()].view(N, K, -1)
         return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
 
@@ -102,6 +104,7 @@ class SparseMLP(RoutedMLP):
         logits_NE = self.gate(x_NC)
         # In fp32, as in transformers: in bf16 experts of close logits would change places.
         weights_NK, experts_NK = logits_NE.float().softmax(-1).topk(self.num_experts_per_tok)
+        # The chosen experts' probabilities sum to less than 1, the less the more experts there are.
         if self.normalise:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         return logits_NE, weights_NK, experts_NK
@@ -187,6 +190,7 @@ def _backward(ctx: Any, grad_MF: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    # The inputs alone: neither gradient needs the output.
     ctx.save_for_backward(*inputs)
 
 
@@ -230,6 +234,7 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
     """Each expert's rows."""
+    # Reading the ends waits for the device: only where there is no grouped kernel.
     return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
 
@@ -260,6 +265,7 @@ class RouterStatistics:
         """
         if self.loss_sum is None or self.visits_LE is None:
             return {}
+        # fp32 counts exactly up to 16 million only, which a step may have.
         visits_LE = self.visits_LE.double()
         load_LE = visits_LE / visits_LE.mean(-1, keepdim=True)
         metrics = {

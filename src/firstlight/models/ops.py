@@ -132,20 +132,24 @@ def plain_attention(
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
+    # The queries and not the scores: there are fewer of them, and fp16 scores stay in range.
     q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1]) if scale is None else q_BHTD * scale
     scores = soft_capped(at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1)), softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks_H is None:
         weights = scores.softmax(-1)
     else:
+        # The sinks' column takes its share of the softmax and is cut off: it reaches no value.
         sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    # Rounded after the softmax only, as in fused kernels.
     return F.dropout(weights.to(v_BKSD.dtype), dropout) @ v_BKSD
 
 
 def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
     """Keys or values of grouped queries (Ainslie et al. 2023) repeated to [B, H, S, D]."""
     groups = heads // x_BKSD.shape[1]
+    # Neighbouring query heads share a head, as in Hugging Face's weights.
     return x_BKSD if groups == 1 else x_BKSD.repeat_interleave(groups, 1)
 
 
@@ -294,6 +298,7 @@ def head_loss(
         z_loss_coef: coefficient of `z_loss_sum`, which is added where there are gradients only:
             an evaluation's loss is the cross-entropy.
     """
+    # Logits of padded rows would take a share of the probability.
     logits = soft_capped(head(x_BTC)[..., :vocab_size], softcap)
     loss = cross_entropy_sum(logits, labels_BT)
     if z_loss_coef and torch.is_grad_enabled():

@@ -73,11 +73,14 @@ class GatedDeltaNet(nn.Module):
         heads = (B, T, self.key_heads, -1)
         q, k, v, z = torch.split(self.in_proj_qkvz(x_BTC).view(heads), self.head_sizes, -1)
         b, a = self.in_proj_ba(x_BTC).view(heads).chunk(2, -1)
+        # One convolution for all three, whose channels do not see each other.
         mixed_BTX = torch.cat([part.flatten(2) for part in (q, k, v)], -1)
         mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, places)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
         q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
+        # In fp32: the state keeps products of thousands of decays, many of them so near to 1 that
+        # bf16 would round them to it.
         step_BTH = F.softplus(at_least_fp32(a.flatten(2)) + self.dt_bias)
         decay_BTH = -at_least_fp32(self.A_log).exp() * step_BTH
         beta_BTH = b.flatten(2).sigmoid()
@@ -109,6 +112,8 @@ class GatedDeltaNet(nn.Module):
         if places is None:
             y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
         else:
+            # Written out, since the first tokens of a document must not see the inputs of the one
+            # before.
             y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
             for back in range(1, earlier + 1):
                 seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
@@ -153,12 +158,18 @@ def gated_delta_rule(
     q, k, v, g, beta = (
         _in_chunks(at_least_fp32(x), size) for x in (q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH)
     )
+    # 1e-6 as in transformers; padding has no length to divide by.
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, g = q * D**-0.5, g.cumsum(-1)
+    # Sums of logarithms, and differences that are never above 0: quotients of the decays themselves
+    # would divide by numbers that have become 0.
     from_start, to_end, whole = g.exp(), (g[..., -1:] - g).exp(), g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if places_BT is not None:
         documents = _in_chunks((places_BT == 0).cumsum(1)[..., None], size)[:, 0][:, None]
+        # The state before a chunk is that of the document in which the chunk before it ended: only
+        # tokens of that document read it, and only those of a chunk's last document are in the
+        # state that the chunk leaves.
         last_BN = documents[..., -1]
         open_BN = F.pad(last_BN[..., :-1], (1, 0), value=1)
         seen = seen & (documents[..., :, None] == documents[..., None, :])
@@ -177,6 +188,7 @@ def gated_delta_rule(
     if state_BHDE is None:
         state_BHDE = v.new_zeros(B, H, D, v.shape[-1])
     outputs = []
+    # Chunks wait for each other only here, where the state passes from one to the next.
     for n in range(v.shape[2]):
         written = new_v[:, :, n] - known_k[:, :, n] @ state_BHDE
         outputs.append(q_start[:, :, n] @ state_BHDE + weights[:, :, n] @ written)
@@ -262,6 +274,7 @@ class Qwen3Next(Llama):
                 with torch.no_grad():
                     module.dt_bias.fill_(1.0)
                     module.norm.weight.fill_(1.0)
+                    # Heads begin with decays from slow to fast: memories of all lengths.
                     module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:

@@ -141,9 +141,11 @@ def rope_frequencies(
     # The steps of transformers, one by one: in another order the last bits would differ.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, DynamicRope) and length > max_positions:
+        # This base divides the lowest frequency by `growth` and leaves the highest as it is.
         growth = scaling.factor * torch.tensor(length) / max_positions - (scaling.factor - 1)
         return 1.0 / ((rope_theta * growth ** (rotary_dim / (rotary_dim - 2))) ** exponents)
     if isinstance(scaling, LongRope):
+        # One set for the whole text: keys that are in a cache were rotated by it.
         is_long = length > scaling.original_max_position_embeddings
         divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
         return 1.0 / (divisors * rope_theta**exponents)
@@ -158,6 +160,8 @@ def rope_frequencies(
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    # Short waves tell neighbours apart and stay; waves longer than the original context never came
+    # full circle in training, and would meet new angles beyond it.
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
@@ -177,6 +181,7 @@ def _yarn_frequencies(
     def dimension_of(turns: float) -> float:
         """The dimension whose pair turns so many times in the original context."""
         context = scaling.original_max_position_embeddings
+        # Solves turns = context / (2 pi theta^(2 i / R)) for the pair i.
         logarithm = math.log(context / (turns * 2 * math.pi))
         return (rotary_dim * logarithm) / (2 * math.log(rope_theta))
 
@@ -225,6 +230,7 @@ def rope_tables(
     # bf16 has no number for most positions beyond 256; fp32 has all up to 16 million.
     with torch.autocast(frequencies.device.type, enabled=False):
         angles = position_ids.float()[..., None] * frequencies.float()
+        # Both halves of a head turn by the same angles: see `apply_rope`.
         angles = torch.cat((angles, angles), dim=-1)
         if position_ids.dim() == 2:
             angles = angles[:, None]  # for all heads
@@ -241,6 +247,7 @@ def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     R = cos.shape[-1]
     if x_BHTD.shape[-1] != R:
+        # The other dimensions carry no position.
         rotated = apply_rope(x_BHTD[..., :R], cos, sin)
         return torch.cat((rotated, x_BHTD[..., R:]), dim=-1)
     first, second = x_BHTD.chunk(2, dim=-1)
@@ -252,6 +259,7 @@ def apply_rope_to_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     of GLM's weights. Arguments as in `apply_rope`."""
     R = cos.shape[-1]
     turned, rest = x_BHTD[..., :R], x_BHTD[..., R:]
+    # The tables have each angle twice, half a head apart; neighbours need it side by side.
     cos, sin = (table[..., : R // 2].repeat_interleave(2, dim=-1) for table in (cos, sin))
     crossed = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
     return torch.cat((turned * cos + crossed * sin, rest), dim=-1)

@@ -140,6 +140,7 @@ class ForecastComparison:
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
         coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
+        # What a process holds beside tensors: libraries' own buffers, loaded on first use.
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
         total = int(psutil.Process().memory_info().rss + coming + libraries)
         self.forecast = replace(self.forecast, process_bytes=total)
@@ -169,6 +170,7 @@ class ForecastComparison:
             "tokens_per_second", "learned_tokens_per_second" and "samples_per_second": the medians
             of all steps but the first ones, None without any.
         """
+        # A GPU's peak counts from this process' beginning, with what the caller had on it before.
         peak = peak_memory_bytes(self._hardware.device)
         on_gpu = self._hardware.device.type == "cuda"
         return {
@@ -233,6 +235,7 @@ def _tensor_bytes() -> int:
             # A measurement never ends a run.
             with contextlib.suppress(RuntimeError):
                 storage = one.untyped_storage()
+                # By address: views and ties share a storage, which counts once.
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 

@@ -98,6 +98,7 @@ class Guard:
             raise CheckpointError(f"the checkpoint's guard is damaged: {error}") from error
         self._losses = deque(losses, maxlen=self.config.spike_window)
         self._norms = deque(norms, maxlen=self.config.spike_window)
+        # Counted on: a resumed run gives up at the same step as one that was not stopped.
         self.skipped_in_a_row = skipped
 
 
@@ -110,6 +111,7 @@ def z_score(value: float, before: deque[float]) -> float:
     variance = math.fsum((x - mean) ** 2 for x in before) / len(before)
     deviation = max(math.sqrt(variance), _LEAST_DEVIATION * abs(mean))
     if deviation == 0:
+        # All were 0, so that any rise is out of the ordinary.
         return math.inf if value > mean else 0.0
     return (value - mean) / deviation
 
@@ -154,6 +156,7 @@ class LossScaler:
                 )
             return
         self.good_steps += 1
+        # Tried again now and then: under a low scale small gradients vanish in fp16.
         if self.good_steps == _STEPS_BETWEEN_GROWTHS:
             self.scale *= _GROWTH
             self.good_steps = 0

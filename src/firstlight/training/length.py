@@ -89,7 +89,10 @@ class LoopTimes:
         if self._begun is None:
             self._begun = now
         if self._sequences:
+            # Waits for data and logs lie between two beginnings, and count, unlike evaluations and
+            # saves.
             seconds = now - self._step_began - self._apart
+            # The first steps compile, allocate and read cold files: others are not as slow.
             if len(self.slow_steps) < _SLOW_STEPS:
                 self.slow_steps.append((self._sequences, seconds))
             else:
@@ -156,6 +159,7 @@ def steps_in_time(
         training = sequence_seconds * (batch.before(step + steps) - done)
         return training + sum(one.total(step, steps) for one in periodic)
 
+    # The time grows with the steps, so that halving finds the last number that fits.
     return max(bisect_right(range(1, _LONGEST), seconds, key=needed), 1)
 
 
@@ -266,6 +270,8 @@ class TimeBudget:
         is_early = used < self._next_check or not self._is_settled(left)
         if left > 0 and is_early and not ends:
             return None
+        # A prediction looks at all recent steps: it is made so many times in a run, and not in
+        # each step.
         self._next_check = used + self.seconds / _CHECKS
         steps = self.times.steps or self.times.slow_steps
         most_left = _LONGEST if most is None else max(most - step, 0)
@@ -295,6 +301,7 @@ def predicted_steps(
     """Steps that a run in minutes makes at a predicted speed, without evaluations and saves."""
     sequences = 60 * max_minutes * tokens_per_second / seq_len
     none: Sequence[Periodic] = ()
+    # With a second for each sequence, their number is the time.
     return steps_in_time(sequences, 0, 1.0, batch, none)
 
 

@@ -66,6 +66,7 @@ def budget_of(
         record: dict[str, Any] = {"seconds_used": 0.0}
         if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
             record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
+        # What was decided stands only for the length that it was decided for.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
         # A new run, or one that goes on with another length: the time that it has used counts.
@@ -98,6 +99,8 @@ def predict_length(run: Run, tokens_per_second: float | None) -> None:
     budget = run.budget
     if budget is None or not budget.is_new:
         return
+    # The main process' rate for all: with lengths of their own, processes would wait for each
+    # other.
     rate = on_main(run.engine, lambda: tokens_per_second)
     if rate is not None:
         steps = predicted_steps(budget.seconds / 60, rate, run.batch, run.seq_len)
@@ -154,6 +157,7 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
         last_save = writing
     # With the best checkpoint kept, an evaluation may be followed by a save.
     keeps_best = run.validation is not None and checkpoint.keep_best and checkpoint.every_steps
+    # The last evaluation and save are counted apart: the run has to end within its time.
     periodic = [
         Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
         Periodic(checkpoint.every_steps, save, last_save),

@@ -80,6 +80,7 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
 
 def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """The loss of each pair, from the chosen answer's reward less that of the rejected one."""
+    # Not log(sigmoid(x)), which is -inf for margins that fp32 can well represent.
     right = -F.logsigmoid(margins)
     if not label_smoothing:
         return right
@@ -118,6 +119,7 @@ class PreferenceObjective:
             log_probs = answer_log_probs(logits_BTV, labels, document_ids, references.shape[1])
             rewards_BP2 = rewards(log_probs, references, self.config.beta)
             there_BP = references.isfinite().view(len(references), -1, 2).all(-1)
+            # Detached: metrics must not keep the graph of a micro-batch alive.
             self._add(rewards_BP2.detach(), there_BP)
             margins_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
             losses_BP = pair_losses(margins_BP, self.config.label_smoothing)
@@ -128,6 +130,7 @@ class PreferenceObjective:
     def _add(self, rewards_BP2: Tensor, there_BP: Tensor) -> None:
         right_BP = (rewards_BP2[..., 0] > rewards_BP2[..., 1]) & there_BP
         counts = torch.stack((right_BP.sum(), there_BP.sum())).to(rewards_BP2)
+        # Kept on the device: reading them would wait for the GPU in each micro-batch.
         sums = torch.cat((rewards_BP2.sum((0, 1)), counts))
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -233,6 +236,7 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
     advice = "which is needed again, since the cache has no reference of it"
     try:
         folder = resolve_model_folder(name)
+        # By its weights and not its name: a folder may hold another model by now.
         same = base_identity(folder) == start.get("sha256")
         loaded = load_model(folder, dtype=torch.float32, mode="sequential").model
     except (ModelError, CheckpointError) as error:
@@ -273,6 +277,7 @@ def take_references(
     found = _read(path, dataset)
     if found is None:
         make_folder(path.parent)
+        # The second look: another process may have computed them while this one waited.
         with held(path.with_suffix(".lock"), "computing the same references", False):
             found = _read(path, dataset)
             if found is None:
@@ -291,6 +296,7 @@ def _place(
         "pairs": [hashlib.sha256(manifest).hexdigest(), dataset.split],
         "rows": [recipe.data.seq_len, dataset.long],
         "model": identity,
+        # Other precisions round otherwise, and rewards are small differences.
         "computed": [recipe.efficiency.precision, hardware.device.type],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

@@ -76,6 +76,7 @@ def take_up(run: Run, folder: Path) -> None:
     run.tell(
         f"{'branching off' if is_branch else 'resuming from'} {folder} (step {run.state.step})"
     )
+    # A warning, and no error: the checkpoint fits, and a person may want the change.
     changed = [
         f"{section}.{key}"
         for section, values in now.items()
@@ -129,6 +130,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
             f"{folder} has the state of optimizer.{key} {before}, and schedule.resume goes on with "
             f"it: set that instead of {now}, or leave schedule.resume out"
         )
+    # All of the state is restored; what was the other run's own is left out below.
     found = restore(checkpoint, run.program)
     # max_steps counts from the beginning of the schedule, which was another run's.
     if found.step >= run.max_steps:
@@ -237,6 +239,7 @@ def _newest_checkpoint(
                 f"warning: {folder} has no {MANIFEST_NAME}: it is no checkpoint, and not looked at"
             )
     for problem in problems:
+        # A damaged checkpoint costs the steps since the one before, and not the run.
         tell(f"warning: {problem}: an older checkpoint is taken")
     if newest is None and branch_from is not None:
         return branch_from

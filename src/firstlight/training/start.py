@@ -88,6 +88,7 @@ def _make_folder_ready(run: Run) -> None:
             run.tell(warning)
         run.held.claim()
         run_id = run.held.run_id
+    # Temporary files of a process that was killed: this one holds the folder, so they are nobody's.
     for folder in (run.folder, run.folder / CHECKPOINTS):
         remove_leftovers(folder)
     # Before the recipe: whoever finds that can go on with it.

@@ -97,6 +97,7 @@ def first_model(
         return engine.new_model(_resumed_config(recipe, newest, tell), multiple), None
     if init_from is not None:
         return _starting_model(recipe, tokenizer, init_from, new_rows, tell), base
+    # On the CPU, whose generator draws the same numbers for every device.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     config = _new_config(recipe, tokenizer, engine)
     return engine.new_model(config, multiple, generator, recipe.init), None
@@ -206,6 +207,7 @@ def _require_memory(config: ModelConfig, share: float) -> None:
     Raises:
         ConfigError: its weights are larger than the memory, or than torch can count.
     """
+    # Before it is made: the system may kill a process that asks for more, without a word.
     memory = psutil.virtual_memory().total
     try:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,20 +20,22 @@ from firstlight.lora.files import adapter_files
 from firstlight.lora.layers import adapter_tensors, fill_adapter
 from firstlight.models import Model
 from firstlight.optim.dtensors import full_parameters
-from firstlight.parallel import gather_objects
-from firstlight.parallel.engine import Engine
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.program import TrainingProgram
+from firstlight.training.random_states import (
+    RNG_PREFIX,
+    python_random_states,
+    restore_own_states,
+    restore_python_random_states,
+    states_of_ranks,
+    states_to_write,
+)
 from firstlight.training.starting_model import AdapterBase
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import file_name, file_tensors
 
-_RNG_PREFIX = "rng."
-
 #: Floats count up to here, and no run comes near.
 _MOST_COUNTED = 2**53
-#: Words of the state of numpy's generator, MT19937.
-_NUMPY_WORDS = 624
 #: Keys that the metrics of every step have, of every version, with a number.
 _RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")
 
@@ -87,14 +87,14 @@ def capture(
     model, scaler, engine = program.model, program.scaler, program.engine
     engine.reshard()
     files = model_files(model.config, tokenizer)
-    words, rest = _python_random_states()
+    words, rest = python_random_states()
     if program.recipe.checkpoint.sharded:
         found = engine.own_tensors(model, program.optimizer)
-        randoms = _states_to_write(engine, words)
+        randoms = states_to_write(engine, words)
     else:
         tensors_of = file_tensors if base is None else adapter_tensors
         found = engine.state_tensors(model, program.optimizer, tensors_of)
-        randoms = {**_states_of_ranks(engine), **words}
+        randoms = {**states_of_ranks(engine), **words}
     if base is not None:
         assert program.recipe.lora is not None
         files |= adapter_files(model, program.recipe.lora, base.name)
@@ -122,6 +122,7 @@ def data_identity(
     document_masking: bool,
 ) -> dict[str, Any]:
     """Which data a run is on, so that it is not resumed on other; of a mix the weights too."""
+    # By its values: the order of keys in a file is no part of the data.
     manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     return {
         "dir": str(dataset.folder.resolve()),
@@ -160,13 +161,13 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
             program.model,
             program.optimizer,
             program.recipe.efficiency.vocab_multiple,
-            other_prefix=_RNG_PREFIX,
+            other_prefix=RNG_PREFIX,
             has_moments=has_moments,
         )
     saved = checkpoint.trainer_state
     try:
-        _restore_own_states(randoms, program, state.step)
-        _restore_python_random_states(randoms, saved.get("random", {}))
+        restore_own_states(randoms, program, state.step)
+        restore_python_random_states(randoms, saved.get("random", {}))
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint's random-number states are damaged: {error}".splitlines()[0]
@@ -190,7 +191,7 @@ def _restore_tensors(
             raise CheckpointError(str(error)) from error
     else:
         set_weights(program, checkpoint.model)
-    randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(_RNG_PREFIX)}
+    randoms = {n: t for n, t in checkpoint.optimizer.items() if n.startswith(RNG_PREFIX)}
     moments = {
         name: tensor
         for name, tensor in checkpoint.optimizer.items()
@@ -292,117 +293,3 @@ def _fill_weights(weights: Mapping[str, Tensor], model: Model, elsewhere: Iterab
                 f"the model's {list(places[name].shape)}"
             )
         places[name].copy_(tensor)
-
-
-def torch_random_states() -> dict[str, Tensor]:
-    """The states of torch's generators, which dropout draws from."""
-    states = {f"{_RNG_PREFIX}cpu": torch.get_rng_state()}
-    # On a GPU that nothing has used, asking would make a context of hundreds of MB.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states |= {
-            f"{_RNG_PREFIX}cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())
-        }
-    return states
-
-
-def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
-    """Put back what `torch_random_states` gave, as far as the devices are there."""
-    torch.set_rng_state(states[f"{_RNG_PREFIX}cpu"])
-    for name, tensor in states.items():
-        _, kind, *index = name.split(".")
-        if (
-            kind == "cuda"
-            and torch.cuda.is_available()
-            and int(index[0]) < torch.cuda.device_count()
-        ):
-            torch.cuda.set_rng_state(tensor, int(index[0]))
-
-
-def _states_of_ranks(engine: Engine) -> dict[str, Tensor]:
-    """`torch_random_states` of every `engine.rank`: of 0 by their own names, of others with theirs.
-
-    Processes that compute the same rows draw the same.
-    """
-    own = torch_random_states()
-    if engine.size == 1:
-        return own
-    sent = {name: tensor.tolist() for name, tensor in own.items()}
-    states = {}
-    group = engine.world.size // engine.size
-    for rank, received in enumerate(gather_objects(sent)[::group]):
-        for name, values in received.items():
-            place = name if rank == 0 else _name_of_rank(name, rank)
-            states[place] = torch.tensor(values, dtype=torch.uint8)
-    return states
-
-
-def _states_to_write(engine: Engine, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of `_states_of_ranks` this process' own; in the main one also what is the same on all."""
-    own = torch_random_states()
-    if engine.is_main:
-        return {**own, **words}
-    return {_name_of_rank(name, engine.rank): tensor for name, tensor in own.items()}
-
-
-def _name_of_rank(name: str, rank: int) -> str:
-    return f"{_RNG_PREFIX}rank{rank}.{name.removeprefix(_RNG_PREFIX)}"
-
-
-def _restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, step: int) -> None:
-    """Put back the states of torch's generators that this rank had; of a rank that was not there,
-    new ones."""
-    rank = program.engine.rank
-    prefix = _name_of_rank("", rank) if rank else _RNG_PREFIX
-    own = {
-        _RNG_PREFIX + name.removeprefix(prefix): tensor
-        for name, tensor in states.items()
-        if name.startswith(prefix) and not name.removeprefix(prefix).startswith("rank")
-    }
-    if rank and f"{_RNG_PREFIX}cpu" not in own:
-        # Another for each step: what was drawn before the checkpoint isn't drawn again.
-        torch.manual_seed(program.recipe.run.seed + rank + (step << 32))
-        return
-    restore_torch_random_states(own)
-
-
-def _python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The states of Python's and numpy's generators, which nothing here draws from but `on_step`
-    may: the words as tensors, and the rest as JSON values."""
-    version, words, next_gauss = random.getstate()
-    tensors = {f"{_RNG_PREFIX}python": torch.tensor(words)}
-    rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
-    numpy = np.random.get_state(legacy=False)
-    assert isinstance(numpy, dict)
-    if numpy["bit_generator"] == "MT19937":  # else the person has put in another, and keeps it
-        keys = numpy["state"]["key"].astype(np.int64)
-        tensors[f"{_RNG_PREFIX}numpy"] = torch.from_numpy(keys)
-        rest["numpy"] = {
-            "position": int(numpy["state"]["pos"]),
-            "has_gauss": int(numpy["has_gauss"]),
-            "next_gauss": float(numpy["gauss"]),
-        }
-    return tensors, rest
-
-
-def _restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Put back what `_python_random_states` gave; what is missing stays as it is."""
-    for name in ("python", "numpy"):
-        if (name in rest) != (f"{_RNG_PREFIX}{name}" in words):
-            raise ValueError(f"only a part of {name}'s is there")
-    if "python" in rest:
-        python = tuple(words[f"{_RNG_PREFIX}python"].tolist())
-        found = rest["python"]
-        # Python would notice a wrong one when the next number is drawn.
-        if type(found["next_gauss"]) not in (float, type(None)):
-            raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
-        random.setstate((found["version"], python, found["next_gauss"]))
-    if "numpy" in rest:
-        keys = words[f"{_RNG_PREFIX}numpy"]
-        found = rest["numpy"]
-        # From zeros numpy draws for ever, and it reads beyond the words for any other position.
-        if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
-            raise ValueError(f"numpy's are no {_NUMPY_WORDS} words of 32 bits")
-        if type(found["position"]) is not int or not 0 <= found["position"] <= len(keys):
-            raise ValueError(f"numpy's position is {found['position']!r:.100}")
-        legacy = (found["position"], found["has_gauss"], found["next_gauss"])
-        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *legacy))

@@ -187,6 +187,8 @@ def mixed_evaluation(
     """
     total = sum(parts)
     loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
+    # The bytes that a token of the mix stands for: bits per byte of the corpora have no mean by
+    # their weights, which count tokens.
     bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
     return Evaluation(
         loss=loss,
@@ -233,6 +235,7 @@ def split_loss(
         device=program.hardware.device,
         document_masking=recipe.data.document_masking,
         rows=evaluation_rows(dataset.num_rows(seq_len), max_rows),
+        # Between batches: a stop must not wait for the end of a long evaluation.
         on_rows=lambda *_: check(),
         rank=program.engine.rank,
         processes=program.engine.size,
@@ -262,6 +265,7 @@ def sample_texts(
         DivergedError: the weights are of no use.
     """
     config = program.recipe.evaluation
+    # One seed for all evaluations: texts differ by what the model has learned alone.
     sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
     loaded = _loaded(program.model, tokenizer, run_folder)
     for prompt in config.sample_prompts:
