@@ -732,6 +732,17 @@ def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(
     assert peak < 150_000_000
 
 
+def test_lines_of_a_compressed_file_count_for_more_than_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}\n" * 10_000))
+    assert len(read(path)) == 10_000
+    monkeypatch.setattr("firstlight.data.opening._MOST_UNPACKED_BYTES", 100_000)
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        read(path)
+
+
 @pytest.mark.parametrize("rows", [1, 1000])
 def test_a_parquet_file_that_unpacks_to_far_more_than_text_does_is_refused(
     tmp_path: Path, rows: int

@@ -24,6 +24,8 @@ from firstlight.errors import MissingDependencyError
 
 #: Limits of an unpacked file: text has 3 to 10 times its compressed bytes, logs 50.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
+#: Bytes that a line counts for beside its own: it may be a document, which takes time.
+_LINE_BYTES = 16
 _PIECE_BYTES = 1 << 17
 #: Bytes of a .zst file that are unpacked at once: three of them can stand for 128 KiB.
 _ZST_PIECE_BYTES = 1 << 11
@@ -287,7 +289,7 @@ def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
     """The content of a compressed file, up to a multiple of its own size."""
     total = 0
     for chunk in chunks:
-        total += len(chunk)
+        total += len(chunk) + _LINE_BYTES * chunk.count(b"\n")
         require_unpacked_size(path, total)
         yield chunk
 
