@@ -468,6 +468,15 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
         list(documents)
     documents = read_documents(find_sources(sources[1:]))
     assert next(documents).value == "one"
+    before = sources[1].stat()
+    while sources[1].stat().st_ctime_ns == before.st_ctime_ns:  # the system's clock ticks
+        sources[1].write_text(sources[1].read_text().replace("three", "eerht"))
+        os.utime(sources[1], ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert sources[1].stat().st_mtime_ns == before.st_mtime_ns
+    with pytest.raises(InputError, match=r"b\.jsonl was changed"):
+        list(documents)
+    documents = read_documents(find_sources(sources[1:]))
+    assert next(documents).value == "one"
     sources[1].unlink()
     with pytest.raises(InputError, match=r"b\.jsonl was changed"):
         list(documents)

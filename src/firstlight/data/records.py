@@ -252,12 +252,13 @@ def read_documents(
 
 
 def _mark_of(source: DataSource) -> tuple[int, int, int] | None:
-    """Inode, size and time of change of a source's file; None without one."""
+    """Inode, size and time of change of a source's file; None without one. Any program can set back
+    the time of the last write, but not this one."""
     try:
         found = None if source.path is None else source.path.stat()
     except FileNotFoundError:
         return None
-    return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+    return None if found is None else (found.st_ino, found.st_size, found.st_ctime_ns)
 
 
 def _text_of(record: object, text_key: str) -> str:
