@@ -23,6 +23,7 @@ from firstlight.models import (
     Qwen3NextConfig,
     empty_model,
 )
+from firstlight.models.rope import LongRope
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 
@@ -55,9 +56,21 @@ QWEN3_NEXT = Qwen3NextConfig(
     linear_num_value_heads=2,
     max_position_embeddings=CONTEXT,
 )
+#: From 31 tokens on, all of a text's tokens have other positions.
+LONGROPE = LLAMA.model_copy(
+    update={
+        "rope_scaling": LongRope(
+            rope_type="longrope",
+            short_factor=[1.0, 1.5],
+            long_factor=[2.0, 9.0],
+            original_max_position_embeddings=30,
+        )
+    }
+)
 FAMILIES: dict[str, ModelConfig] = {
     "gpt2": GPT2,
     "llama": LLAMA,
+    "longrope": LONGROPE,
     "mistral": MISTRAL,
     "qwen3_next": QWEN3_NEXT,
 }

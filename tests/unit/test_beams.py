@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from firstlight.errors import ConfigError
+from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.beams import beam_search
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
-from firstlight.models import LlamaConfig, Model, empty_model
+from firstlight.models import LlamaConfig, Model, build_model, empty_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel
+from firstlight.weights.huggingface import LoadedModel, config_from_hf
 
 transformers = pytest.importorskip("transformers")
 
@@ -94,6 +95,51 @@ def test_beams_are_those_of_transformers(beams: int) -> None:
             expected = expected[: expected.index(0)]
         assert found == expected, seed
     assert 0 < ended < 12
+
+
+def test_texts_that_outgrow_longropes_original_context_are_those_of_transformers() -> None:
+    """transformers' Phi-3 computes what is cached anew once a text needs the long factors."""
+    config = transformers.Phi3Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        original_max_position_embeddings=8,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0, 1.0, 1.5, 2.0],
+            "long_factor": [1.0, 4.0, 9.0, 20.0],
+        },
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        sliding_window=None,
+    )
+    torch.manual_seed(0)
+    other = transformers.Phi3ForCausalLM(config).eval()
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    model = build_model(config_from_hf(config.to_dict(), "config.json")).eval()
+    model.load_state_dict(other.state_dict())
+    for length in (2, 7, 8, 9, 12):
+        prompt = [(5 * i + length) % 39 + 1 for i in range(length)]
+        for beams in (1, 2):
+            expected = other.generate(
+                torch.tensor([prompt]), num_beams=beams, max_new_tokens=10, do_sample=False
+            )[0, length:].tolist()
+            if beams > 1:
+                search = SamplingConfig(max_new_tokens=10, beams=beams)
+                found, _ = beam_search(model, prompt, search, ())
+            else:
+                # A cache with room for longer texts than this one.
+                decoder = BatchDecoder(model, 3, 32)
+                found = [int(decoder.add(prompt).argmax())]
+                while len(found) < 10:
+                    found.append(int(decoder.step(found[-1:])[0].argmax()))
+            assert found == expected, (length, beams)
 
 
 def test_beams_refuse_what_a_search_has_no_place_for() -> None:

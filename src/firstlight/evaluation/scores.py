@@ -172,6 +172,8 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
     cache = model.make_cache(len(numbers), shared + longest, parameter.dtype)
     if shared:
         once = model.make_cache(len(batch), shared, parameter.dtype)
+        # A text's beginning is computed as a part of the whole.
+        cache.least_length = once.least_length = shared + longest
         model(before, cache=once, logits_to_keep=1)
         cache.begin_with(once, torch.tensor(context_of, device=device))
     logits_BTV = model(torch.cat((last, targets[:, :-1]), 1), cache=cache)

@@ -93,6 +93,7 @@ class BatchDecoder:
         cache = self.cache.sequence(len(self))
         if self._reuse_prefixes and on_logits is None:
             cache.length = self._take_prefix(prompt_ids)
+        cache.least_length = len(prompt_ids)
         input_ids = torch.tensor([list(prompt_ids[cache.length :])], device=self._device)
         self._stored[len(self)] = []  # until the whole of it is there
         if on_logits is None:
@@ -111,7 +112,12 @@ class BatchDecoder:
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
         """Put the longest beginning of a prompt that lies in any row into the next one's; return
         its length. The last token is left out: its logits are wanted."""
-        shared = [_common(stored, prompt_ids[:-1]) for stored in self._stored]
+        shared = [
+            _common(stored, prompt_ids[:-1])
+            if self._is_long(stored) == self._is_long(prompt_ids)
+            else 0
+            for stored in self._stored
+        ]
         if self.cache.has_states:
             # A state is of all its row's tokens, and of no fewer.
             whole = zip(shared, self._stored, strict=True)
@@ -119,6 +125,11 @@ class BatchDecoder:
         row, length = max(enumerate(shared), key=lambda entry: entry[1])
         self._copy(row, len(self), length)
         return length
+
+    def _is_long(self, token_ids: Sequence[int]) -> bool:
+        """Whether a text's rotary positions are those of long texts."""
+        first = self.model.config.long_from
+        return first is not None and len(token_ids) >= first
 
     def _copy(self, source: int, target: int, length: int) -> None:
         """The first `length` tokens' keys and values of one row into another."""
@@ -134,6 +145,13 @@ class BatchDecoder:
         """
         assert len(token_ids) == len(self) > 0
         assert max(self.lengths) < self.max_tokens, "a sequence is full"
+        for number, length in enumerate(self.lengths):
+            if length + 1 == self.model.config.long_from:
+                # As in transformers' Phi-3: what is cached has the positions of short texts.
+                input_ids = torch.tensor([self._stored[number]], device=self._device)
+                cache = self.cache.sequence(number)
+                cache.least_length = length + 1
+                self.model(input_ids, cache=cache, logits_to_keep=1)
         logits_BV = self._logits(token_ids, self.lengths)
         self.lengths = [length + 1 for length in self.lengths]
         for stored, token_id in zip(self._stored, token_ids, strict=False):

@@ -84,6 +84,12 @@ def beam_search(
     ids_BT = torch.tensor([list(prompt_ids)] * count, device=device)
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
+        if cache.length + 1 == model.config.long_from:
+            # What is cached has the rotary positions of short texts.
+            rows_BT = [[*prompt_ids, *beam.token_ids[:-1]] for beam in beams]
+            rows_BT += rows_BT[:1] * (count - len(rows_BT))
+            cache.least_length, cache.length = cache.length + 1, 0
+            model(torch.tensor(rows_BT, device=device), cache=cache, logits_to_keep=1)
         logits_BV: Tensor = model(ids_BT, cache=cache, logits_to_keep=1)[:, -1]
         beams, rows = _next_beams(beams, logits_BV, prompt_ids, config, ends, ended)
         if not beams or _is_settled(beams[0], ended, count):

@@ -29,6 +29,10 @@ class Cache(Protocol):
     def total(self, new: int) -> int:
         """Number of cache positions to look at, the new tokens' included (S)."""
 
+    def text_length(self, new: int) -> int | Tensor:
+        """Tokens of each text, the new ones included, or of each of them, int64 [B]: the length by
+        which some rotary positions go."""
+
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of the new tokens; return those to look at, [B, K, S, D]."""
 
@@ -61,6 +65,7 @@ class KVCache:
             step would copy all layers to write into one.
         states: tensors [B, ...] of each layer, in fp32 at least; () for most.
         length: tokens stored so far.
+        least_length: length that each text is known to reach, for rotary positions that go by it.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class KVCache:
             )
             for layer in range(num_layers)
         ]
-        self.length = 0
+        self.length = self.least_length = 0
 
     @property
     def has_states(self) -> bool:
@@ -119,6 +124,10 @@ class KVCache:
     def total(self, new: int) -> int:
         """How many tokens there are to look at beside the next `new` ones, those included."""
         return self.length + new
+
+    def text_length(self, new: int) -> int:
+        """See `Cache.text_length`."""
+        return max(self.length + new, self.least_length)
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens' keys and values; return those of all tokens, [B, K, S, D]."""
@@ -151,7 +160,7 @@ class KVCache:
             [layer[row : row + 1] for layer in stored] for stored in (self.keys, self.values)
         )
         view.states = [tuple(one[row : row + 1] for one in state) for state in self.states]
-        view.length = 0
+        view.length = view.least_length = 0
         return view
 
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -220,6 +229,10 @@ class RaggedCache:
     def total(self, new: int) -> int:
         """The cache positions to look at; the mask leaves out those beyond each sequence."""
         return self.reach
+
+    def text_length(self, new: int) -> Tensor:
+        """See `Cache.text_length`."""
+        return self.lengths + new
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of the new tokens; return those to look at, [B, K, S, D]."""

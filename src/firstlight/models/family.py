@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from firstlight.models.rope import rope_changes_at
 from firstlight.section import Section
 
 
@@ -292,6 +293,12 @@ class FamilyConfig(Section):
         """Shapes, without the batch, of what layers cache in place of keys and values, by the
         layer's number."""
         return {}
+
+    @property
+    def long_from(self) -> int | None:
+        """Length from which on a text's rotary positions are others, so that nothing computed of
+        its shorter beginning fits; None where they stay the same."""
+        return rope_changes_at(getattr(self, "rope_scaling", None))
 
     @property
     def router_loss_coefficient(self) -> float:

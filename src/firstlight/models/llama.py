@@ -23,7 +23,9 @@ from firstlight.models.llama_config import DecoderConfig, LlamaConfig, MoEConfig
 from firstlight.models.llama_layers import LlamaBlock, make_norm, multiplied
 from firstlight.models.ops import Embedding
 from firstlight.models.rope import (
-    depends_on_length,
+    DynamicRope,
+    LongRope,
+    dynamic_frequencies,
     rope_frequencies,
     rope_magnitude,
     rope_tables,
@@ -53,6 +55,7 @@ class Llama(LanguageModel):
             the model.
         local_rope_frequencies: the same of the layers with a window, where they have a base of
             their own.
+        long_rope_frequencies: the same of LongRoPE for texts beyond the original context.
         embedding_factor: factor of the embeddings.
     """
 
@@ -90,6 +93,9 @@ class Llama(LanguageModel):
         self.register_buffer("rope_frequencies", torch.empty(0), persistent=False)
         if config.rope_local_base_freq is not None:
             self.register_buffer("local_rope_frequencies", torch.empty(0), persistent=False)
+        if isinstance(config.rope_scaling, LongRope):
+            self.long_rope_frequencies: Tensor
+            self.register_buffer("long_rope_frequencies", torch.empty(0), persistent=False)
         # Gemma's norms add 1 to their weight: zero is the identity there.
         self.norm_init = 0.0 if config.family.norm_kind == "one_plus" else 1.0
         self.finish_loading()
@@ -115,8 +121,10 @@ class Llama(LanguageModel):
         self._make_tables()
 
     def _make_tables(self) -> None:
-        config, weight = self.config, self.embedding.weight
-        self.rope_frequencies = self._frequencies(0)
+        config, weight, scaling = self.config, self.embedding.weight, self.config.rope_scaling
+        self.rope_frequencies = self._frequencies(is_long=False)
+        if isinstance(scaling, LongRope):
+            self.long_rope_frequencies = self._frequencies(is_long=True)
         if config.rope_local_base_freq is not None:
             with torch.device("cpu"):
                 local = rope_frequencies(config.rotary_dim, config.rope_local_base_freq, None)
@@ -127,19 +135,36 @@ class Llama(LanguageModel):
             root = torch.tensor(config.hidden_size**0.5, dtype=weight.dtype, device="cpu")
             self.embedding_factor = root.item()
 
-    def _frequencies(self, length: int) -> Tensor:
-        """Rotary frequencies of a text of so many tokens, fp32 [R/2]."""
+    def _frequencies(self, *, is_long: bool) -> Tensor:
+        """Rotary frequencies of short texts, or of those beyond LongRoPE's original context, fp32
+        [R/2]."""
         config = self.config
         # Computed on the CPU also for a model on "meta" or a GPU: the same bits everywhere.
         with torch.device("cpu"):
             frequencies = rope_frequencies(
-                config.rotary_dim,
-                config.rope_theta,
-                config.rope_scaling,
-                length=length,
-                max_positions=config.max_position_embeddings,
+                config.rotary_dim, config.rope_theta, config.rope_scaling, is_long=is_long
             )
         return frequencies.to(self.embedding.weight.device)
+
+    def _frequencies_at(self, length: int | Tensor) -> Tensor:
+        """Rotary frequencies of texts of so many tokens, fp32 [R/2]; [B, 1, R/2] for [B]."""
+        config, scaling, short = self.config, self.config.rope_scaling, self.rope_frequencies
+        limit = config.max_position_embeddings
+        if isinstance(scaling, LongRope):
+            limit = scaling.original_max_position_embeddings
+        elif not isinstance(scaling, DynamicRope):
+            return short
+        if isinstance(length, int) and length <= limit:
+            return short
+        if isinstance(scaling, LongRope):
+            long = self.long_rope_frequencies
+        else:
+            length = torch.as_tensor(length, device=short.device)
+            long = dynamic_frequencies(config.rotary_dim, config.rope_theta, scaling, length, limit)
+        if isinstance(length, int) or length.dim() == 0:
+            return long
+        is_long_B11 = (length > limit)[:, None, None]
+        return torch.where(is_long_B11, long if long.dim() == 1 else long[:, None], short)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -147,13 +172,11 @@ class Llama(LanguageModel):
         self._make_tables()
         return self
 
-    def _ropes(self, positions: Tensor, length: int) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Rotary tables, cos and sin of each, at `positions` ([T] or [B, T]) in a text of so many
-        tokens."""
+    def _ropes(self, positions: Tensor, length: int | Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Rotary tables, cos and sin of each, at `positions` ([T] or [B, T]) in texts of so many
+        tokens, or of a number of its own each (int64 [B])."""
         config = self.config
-        frequencies = self.rope_frequencies
-        if depends_on_length(config.rope_scaling):
-            frequencies = self._frequencies(length)
+        frequencies = self._frequencies_at(length)
         # In fp32: bf16 can not tell position 257 from 258.
         tables = rope_tables(frequencies, positions, torch.float32)
         # Longer queries and keys sharpen the softmax over the more tokens of a stretched context.
@@ -188,9 +211,9 @@ class Llama(LanguageModel):
         """The last layer's output [B, T, C], and the logits [N, E] of each layer with a router: see
         `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
-        # Computed once for all layers. A text in a cache is as long as it may become: frequencies
-        # that changed while it grows would not be those of the keys in the cache.
-        length = input_ids.shape[1] if cache is None else cache.max_tokens
+        # Computed once for all layers.
+        new = input_ids.shape[1]
+        length = new if cache is None else cache.text_length(new)
         ropes = self._ropes(positions, length)
         masks = self.make_masks(cache_positions, total, document_ids, positions)
         x_BTC = self.embed(input_ids)

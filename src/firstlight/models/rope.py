@@ -116,9 +116,11 @@ def check_rope(scaling: AnyRope | None, rotary_dim: int, rope_theta: float) -> N
                 )
 
 
-def depends_on_length(scaling: AnyRope | None) -> bool:
-    """Whether the frequencies differ between short and long texts."""
-    return isinstance(scaling, DynamicRope | LongRope)
+def rope_changes_at(scaling: AnyRope | None) -> int | None:
+    """First length of a text that has LongRoPE's long factors; None for other kinds."""
+    if not isinstance(scaling, LongRope):
+        return None
+    return scaling.original_max_position_embeddings + 1
 
 
 def rope_frequencies(
@@ -126,27 +128,21 @@ def rope_frequencies(
     rope_theta: float,
     scaling: AnyRope | None,
     *,
-    length: int = 0,
-    max_positions: int = 0,
+    is_long: bool = False,
 ) -> Tensor:
     """Angle by which each pair of dimensions turns from one position to the next, fp32 [R/2].
 
     Args:
         rotary_dim: R, the dimensions of a head that are rotated.
         rope_theta: base of the frequencies.
-        scaling: rescaling of the frequencies for longer texts; None is none.
-        length: number of tokens of the text, for kinds that depend on it.
-        max_positions: the model's `max_position_embeddings`, for the kind "dynamic".
+        scaling: rescaling of the frequencies for longer texts; None is none. Those of "dynamic"
+            beyond the model's context are `dynamic_frequencies`.
+        is_long: True for texts longer than the original context, for the kind "longrope".
     """
     # The steps of transformers, one by one: in another order the last bits would differ.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-    if isinstance(scaling, DynamicRope) and length > max_positions:
-        # This base divides the lowest frequency by `growth` and leaves the highest as it is.
-        growth = scaling.factor * torch.tensor(length) / max_positions - (scaling.factor - 1)
-        return 1.0 / ((rope_theta * growth ** (rotary_dim / (rotary_dim - 2))) ** exponents)
     if isinstance(scaling, LongRope):
         # One set for the whole text: keys that are in a cache were rotated by it.
-        is_long = length > scaling.original_max_position_embeddings
         divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
         return 1.0 / (divisors * rope_theta**exponents)
     frequencies = 1.0 / (rope_theta**exponents)
@@ -157,6 +153,26 @@ def rope_frequencies(
     if isinstance(scaling, Llama3Rope):
         return _llama3_frequencies(frequencies, scaling)
     return frequencies
+
+
+def dynamic_frequencies(
+    rotary_dim: int, rope_theta: float, scaling: DynamicRope, length: Tensor, max_positions: int
+) -> Tensor:
+    """The frequencies of the kind "dynamic" for texts longer than the model's context, fp32 [R/2],
+    or [B, R/2] for lengths [B].
+
+    Args:
+        rotary_dim: R, the dimensions of a head that are rotated.
+        rope_theta: base of the frequencies of shorter texts.
+        scaling: settings.
+        length: number of tokens of the text, int64 [], or of several [B].
+        max_positions: the model's `max_position_embeddings`.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=length.device).float()
+    growth = scaling.factor * length / max_positions - (scaling.factor - 1)
+    # This base divides the lowest frequency by `growth` and leaves the highest as it is.
+    base = rope_theta * growth ** (rotary_dim / (rotary_dim - 2))
+    return 1.0 / (base[..., None] ** (exponents / rotary_dim))
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
