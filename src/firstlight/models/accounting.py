@@ -124,6 +124,7 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     for layer in range(config.num_hidden_layers):
         spec = config.attention_spec(layer)
         if spec.state_size:
+            # The same for each token, however many came before.
             states += spec.state_size
             continue
         width = min(spec.window or seq_len, seq_len)
@@ -135,6 +136,7 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the key-value cache."""
+    # Layers with a state have no keys and values.
     layers = config.num_hidden_layers - len(config.state_shapes)
     return layers * config.cached_numbers * dtype.itemsize
 

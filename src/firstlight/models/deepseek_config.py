@@ -209,6 +209,7 @@ class DeepseekConfig(DecoderConfig):
         """Attention of a layer, counted from 0."""
         scale, rope = self.head_dim**-0.5, self.rope_scaling
         if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
+            # Squared, since both factors of a score have it.
             scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
         return AttentionSpec(scale=scale, value_dim=self.v_head_dim)
 

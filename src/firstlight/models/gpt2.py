@@ -128,6 +128,7 @@ class GPT2Config(FamilyConfig):
                 f"activation_function '{activation}' is not supported: "
                 "only 'gelu_new' and 'gelu' are"
             )
+        # Both would change the logits without any error.
         if not config.get("scale_attn_weights", True) or config.get(
             "scale_attn_by_inverse_layer_idx"
         ):

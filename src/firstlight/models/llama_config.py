@@ -158,6 +158,7 @@ class DecoderConfig(FamilyConfig):
                 )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
+        # The family's config.json has no such key: the file would describe another model.
         for name in sorted(OWN_KEYS - set(self.family.own_keys)):
             if getattr(self, name) != type(self).model_fields[name].default:
                 families = (DENSE | ROUTED).items()

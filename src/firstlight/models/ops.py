@@ -201,6 +201,7 @@ def dense_mask(
     mask = sliding_window_mask(positions, total, window)
     if document_ids_BT is None:
         return mask
+    # Equal numbers are one document, since documents are stretches of a row.
     same_BTS = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
     if mask is None:
         mask = causal_mask(len(positions), total, positions.device)

@@ -119,6 +119,7 @@ class GatedDeltaNet(nn.Module):
                 seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
                 seen_BTX = seen_BTX * (places >= back)[..., None]
                 y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
+        # The last inputs, some of them older than these tokens where those are few.
         return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
 
 
@@ -127,6 +128,33 @@ def _in_chunks(x: Tensor, size: int) -> Tensor:
     x = x.transpose(1, 2)
     x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, -x.shape[2] % size))
     return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
+
+
+def _document_masks(places_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Masks of chunks that keep documents apart, bool.
+
+    Args:
+        places_BT: each token's position in its document, int64.
+        size: S, tokens of a chunk.
+
+    Returns:
+        Pairs of tokens of one document [B, 1, N, S, S]; tokens that read the state before their
+        chunk, and tokens that are in the state behind it [B, 1, N, S]; chunks through which the
+        state passes [B, 1, N].
+    """
+    documents = _in_chunks((places_BT == 0).cumsum(1)[..., None], size)[:, 0][:, None]
+    # The state before a chunk is that of the document in which the chunk before it ended: only
+    # tokens of that document read it, and only those of a chunk's last document are in the state
+    # that the chunk leaves.
+    last_BN = documents[..., -1]
+    open_BN = F.pad(last_BN[..., :-1], (1, 0), value=1)
+    same = documents[..., :, None] == documents[..., None, :]
+    return (
+        same,
+        documents == open_BN[..., None],
+        documents == last_BN[..., None],
+        open_BN == last_BN,
+    )
 
 
 def gated_delta_rule(
@@ -166,16 +194,9 @@ def gated_delta_rule(
     from_start, to_end, whole = g.exp(), (g[..., -1:] - g).exp(), g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if places_BT is not None:
-        documents = _in_chunks((places_BT == 0).cumsum(1)[..., None], size)[:, 0][:, None]
-        # The state before a chunk is that of the document in which the chunk before it ended: only
-        # tokens of that document read it, and only those of a chunk's last document are in the
-        # state that the chunk leaves.
-        last_BN = documents[..., -1]
-        open_BN = F.pad(last_BN[..., :-1], (1, 0), value=1)
-        seen = seen & (documents[..., :, None] == documents[..., None, :])
-        from_start = from_start * (documents == open_BN[..., None])
-        to_end = to_end * (documents == last_BN[..., None])
-        whole = whole * (open_BN == last_BN)
+        same, reads, is_kept, passes = _document_masks(places_BT, size)
+        seen = seen & same
+        from_start, to_end, whole = from_start * reads, to_end * is_kept, whole * passes
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
     # Row s: its key's likeness to the earlier ones of its chunk, whose values it must not repeat.

@@ -102,8 +102,10 @@ def check_rope(scaling: AnyRope | None, rotary_dim: int, rope_theta: float) -> N
     Raises:
         ValueError: the settings and the number of rotated dimensions do not fit.
     """
+    # Its base grows by the power R / (R - 2).
     if isinstance(scaling, DynamicRope) and rotary_dim == 2:
         raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
+    # Its dimensions are found by dividing by the logarithm of the base.
     if isinstance(scaling, YarnRope) and rope_theta <= 1:
         raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
     if isinstance(scaling, LongRope):
@@ -228,6 +230,7 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
         context = scaling.original_max_position_embeddings
         factor = scaling.factor or max_positions / context
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    # DeepSeek multiplies the scores themselves: a ratio is left for the tables.
     if scaling.mscale and scaling.mscale_all_dim:
         whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
         return yarn_magnitude(scaling.factor, scaling.mscale) / whole

@@ -69,6 +69,7 @@ class Lion(ForeachOptimizer):
         elif group["weight_decay"]:
             torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(own, directions, alpha=-group["lr"])
+        # Last: the direction is made of the moment before this step's gradient.
         torch._foreach_lerp_(moments, gradients, 1 - beta2)
 
 

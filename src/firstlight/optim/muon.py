@@ -125,6 +125,7 @@ class Muon(ForeachOptimizer):
                     direction = torch.empty_like(parameter, dtype=torch.bfloat16)
                 received.append(direction)
             for owner, (parameter, group) in enumerate(part):
+                # Sent after all have computed: products of the processes run at the same time.
                 torch.distributed.broadcast(received[owner], owner)
                 self._apply(received[owner], parameter, group)
 
@@ -153,6 +154,7 @@ class Muon(ForeachOptimizer):
         # AdamW's typical update has this root mean square, so one learning rate serves both.
         scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
         if group["beta2"] is not None:
+            # Its root mean square is one already, whatever the shape.
             direction = normalised(direction, state["second_moment"], group)
             scale = 0.2
         direction = own_shard(shard_like(direction, parameter), parameter)

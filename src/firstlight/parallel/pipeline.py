@@ -135,6 +135,7 @@ def stage_model(
 
 
 def _own_layers(layers: int, stage: int, stages: int) -> range:
+    # Numbers of layers differ by one at most.
     return range(stage * layers // stages, (stage + 1) * layers // stages)
 
 
@@ -165,6 +166,7 @@ class PipelineEngine(Engine):
         """See `Engine.absent_parameters`."""
         with torch.device("meta"):
             whole = build_model(model.config)
+        # By names alone, which need no memory.
         own = {name for name, _ in model.named_parameters()}
         return {name for name, _ in whole.named_parameters()} - own
 
@@ -251,6 +253,7 @@ class Pipeline:
         Returns:
             The summed loss over all micro-batches, on all processes; fp64.
         """
+        # One tensor, which the schedule cuts into micro-batches again.
         ids, labels = (
             torch.cat([getattr(batch, name) for batch in batches])
             for name in ("input_ids", "labels")
@@ -294,6 +297,7 @@ class Pipeline:
             )
             # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
             schedule = Schedule1F1B if count >= self._stages else ScheduleGPipe
+            # The divisor is that of the valid tokens of all micro-batches, not their number.
             self._schedules[key] = schedule(
                 stage, count, loss_fn=self._scaled_loss, scale_grads=False
             )

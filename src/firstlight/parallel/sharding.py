@@ -144,11 +144,13 @@ class FSDPEngine(TensorParallelEngine):
         bf16 = torch.bfloat16 if precision == "bf16" else None
         offload = OffloadPolicy()
         if self.config.offload == "cpu":
+            # Copies between GPU and CPU overlap with computing from page-locked memory only.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         # Processes of one tensor-parallel group compute the same sequences.
         names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
         options: dict[str, Any] = {
             "mesh": mesh[names],
+            # False keeps layers whole until their backward pass: memory for half of the gathering.
             "reshard_after_forward": self.config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=bf16, reduce_dtype=torch.float32 if bf16 else None
@@ -231,6 +233,7 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
     # torch makes a new parameter for each module of the plan: a tied weight would become two.
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embedding.weight
+    # Each process attends with its own heads, and caches no others.
     model.make_cache = functools.partial(_cache_of_own_heads, model, mesh.size())  # type: ignore[method-assign]
 
 
@@ -243,6 +246,7 @@ def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_head
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
     for name, before in list(norm.named_parameters()):
+        # All processes have the same values already: nothing is sent.
         whole = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
         setattr(norm, name, nn.Parameter(whole, before.requires_grad))
     # Other processes norm the queries and keys of their heads: gradients are partial sums.

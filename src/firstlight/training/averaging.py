@@ -51,6 +51,7 @@ def write_average(run: Run) -> None:
         text += f" (average_last is {config.average_last}, and there are no more)"
     losses: dict[str, float] = {}
     if run.validation is not None:
+        # Gradients of the last step are done with, and an evaluation needs room.
         run.program.optimizer.zero_grad()
         run.program.model.eval()
         evaluation, _ = evaluate_dataset(

@@ -66,6 +66,7 @@ def open_splits(
         else None
         for one in train
     ]
+    # Told and not refused: a corpus may be meant for training alone.
     _tell_of_missing(train, held_out, tell)
     if data.mix is None:
         return train[0], held_out[0]
@@ -156,5 +157,6 @@ def origin(data: DataConfig, dataset: Corpus) -> dict[str, Any]:
             for name, location in _locations(data)
         }
         return {"dir": None, "corpora": corpora, **dataset.identity()}
+    # The URL and not the folder of the cache, which another machine has elsewhere.
     url = {"dir": data.dir} if data.dir is not None and is_url(data.dir) else {}
     return url | dataset.identity()

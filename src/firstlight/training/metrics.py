@@ -44,6 +44,7 @@ def clear_file_names(folder: Path) -> Iterator[str]:
         StorageError: the disk refuses.
     """
     for path in (folder / name for name in _DERIVED):
+        # Renamed and not deleted: it is somebody's.
         if path.exists() and not path.is_file():
             yield f"warning: {path} is no file, and is now {set_aside(path)}"
 
@@ -137,6 +138,7 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
     places: list[int] = []
     before: list[int] = []
     for place, step in enumerate(steps):
+        # In the list of least last steps, which rises, the longest that this step can follow.
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
         # Of two lines of one step the first one stays: others were added to the file.
@@ -207,6 +209,7 @@ class RunLogs:
         """Append a step's metrics, and the texts written after it."""
         samples = list(samples)
         for sample in samples:
+            # Texts first: a step whose metrics are there is complete.
             self._samples.write(sample)
         self._metrics.write(record)
         if self._tensorboard is not None:
@@ -241,6 +244,7 @@ class RunLogs:
         self._metrics = JsonLines(self._folder / METRICS_NAME)
         self._samples = JsonLines(self._folder / SAMPLES_NAME)
         if self._tensorboard is not None:
+            # Written anew from the logs that stay, so that it has no step twice.
             lines = (read_json_lines(self._folder / name) for name in (METRICS_NAME, SAMPLES_NAME))
             self._tensorboard.begin(*lines)
 

@@ -74,7 +74,9 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = own_device(world, name)
     if device.type == "cuda":
+        # Before the process group: NCCL takes the current device, and all would take the first one.
         torch.cuda.set_device(device)
+    # Processes with different recipes would wait for each other in different operations.
     text = json.dumps(recipe.model_dump(), sort_keys=True)
     with process_group(
         world,
@@ -100,6 +102,7 @@ def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
 
 def first_reason(engine: Engine, reason: str | None) -> str | None:
     """The reason to stop of the first process that has one, on all."""
+    # A flag first: texts are gathered only in the step that ends the run, and steps are many.
     if not agree(reason is not None):
         return None
     return next((one for one in gather_objects(reason) if one is not None), None)
@@ -134,6 +137,7 @@ class Stopping:
         self._early: str | None = None
 
     def __enter__(self) -> Stopping:
+        # Python lets no other thread set handlers.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 # None: a handler that Python did not set and could not put back.
@@ -195,6 +199,7 @@ class Stopping:
                 except OSError:  # the terminal has gone
                     silence()
             return
+        # The second signal: what it did before the run, which may be to end the process at once.
         before = self._before[number]
         self._put_back()
         self._do(before, number, frame)

@@ -69,6 +69,7 @@ class _TerminalView(_NoView):
             course,
             console=target,
             refresh_per_second=_FRAMES_PER_SECOND,
+            # Else rich would print above its rows what `> file` is to get.
             redirect_stdout=False,
             vertical_overflow="crop",
         )

@@ -112,6 +112,7 @@ class Run:
             self.seq_len,
             document_masking=recipe.data.document_masking,
         ) | origin(recipe.data, self.dataset)
+        # By the whole model: a process may hold a shard of it or a stage.
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
         )
@@ -157,6 +158,7 @@ class Run:
 
     def is_due(self, every_steps: int) -> bool:
         """Whether something done every so many steps, and at the end, is due now."""
+        # At the end in any case: the last weights are evaluated and saved whatever their number.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
@@ -173,6 +175,7 @@ class Run:
     @property
     def held_bytes(self) -> int:
         """Bytes of the model's tensors, and of the optimizer's state where it was resumed."""
+        # A new run has no state before its first update.
         state = self.program.optimizer.state_shards() if self.saved_step >= 0 else {}
         return sum(t.nbytes for t in (*self.program.model.parameters(), *state.values()))
 
@@ -286,6 +289,7 @@ class Run:
         """The step's line of metrics.jsonl, before any evaluation."""
         program, state, hardware = self.program, self.state, self.program.hardware
         sequences = self.batch.at(state.step - 1)
+        # All tokens of the rows, as MFU counts them; learned ones have a rate of their own.
         tokens_per_second = sequences * self.seq_len / seconds
         # All devices, also those that share the sequences of one part (tensor parallel, stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
@@ -326,6 +330,7 @@ class Run:
         if self.budget is not None:
             record["elapsed_seconds"] = self.budget.seconds_used
         self.logs.write_step(record, self.samples)
+        # After the line is written: a tracker reads it from there.
         self.trackers.check()
         self.last_record = record
         self.samples, self.state.pending, self.unsaved = [], None, True
@@ -334,5 +339,6 @@ class Run:
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
         self.require_folder()
+        # In the state too: a checkpoint has the events, so that resuming can write the file anew.
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)

@@ -182,6 +182,7 @@ def _open_data(
         progress=tell is say,
     )
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
+    # Shards are numbers: with another tokenizer they would be another text.
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
         dataset.manifest["tokenizer_sha256"],
         dataset.vocab_size,

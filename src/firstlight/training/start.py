@@ -142,6 +142,7 @@ def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastCompa
     run.await_first_evaluation()
     if not run.goes_on:
         return
+    # One prediction serves all processes: it takes seconds.
     if forecaster is not None and run.has_steps_left:
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
     forecast = comparison.forecast

@@ -197,6 +197,7 @@ def _restore_tensors(
         for name, tensor in checkpoint.optimizer.items()
         if name not in randoms and name.rpartition(".")[0] not in elsewhere
     }
+    # Without either the optimizer begins empty, as it was.
     if moments or has_moments:
         program.optimizer.load_state_tensors(moments)
     return randoms

@@ -67,7 +67,6 @@ def train_step(
             repeated with smaller micro-batches. An optimizer that updates in the backward pass
             raises the error itself.
     """
-    # A list: the divisor is known before the first pass only if all batches are there.
     batches, engine = list(batches), engine or one_process()
     tokens = int(engine.sum(sum(batch.num_valid for batch in batches)))
     terms = int(engine.sum(sum(batch.num_terms for batch in batches)))

@@ -72,6 +72,7 @@ class _TrackerProcess:
         if is_new:
             remove_file(self.state)
         self._log = self._folder / f"{name}.log"
+        # Of an earlier process: its last line would be taken for this one's error.
         remove_file(self._log)
         order = Order(
             name,
@@ -116,6 +117,7 @@ class _TrackerProcess:
     def kill(self) -> None:
         """End the process, and those that its library has started."""
         with contextlib.suppress(ProcessLookupError):
+            # The group: a library's own processes would live on and hold the log open.
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -170,6 +172,7 @@ class Trackers:
                 make_folder(self._folder / TRACKERS_NAME)
                 process = _TrackerProcess(name, self._folder, self._config, is_new=self._is_new)
             except StorageError as error:
+                # A tracker never ends a run: what it shows stands in the run's own logs.
                 self._tell(f"warning: {name} gets nothing of this run: {error} (the run goes on)")
                 continue
             self._processes.append(process)
@@ -182,6 +185,7 @@ class Trackers:
         reports = [str((self._folder / name).resolve()) for name in (HTML_NAME, REPORT_NAME)]
         checkpoint = None if self._checkpoint is None else str(self._checkpoint.resolve())
         for process in self._processes:
+            # All are told before one is waited for: they finish side by side.
             process.end(Ending(error is not None, reports, checkpoint))
         for process in self._processes:
             self._finish(process)

@@ -118,6 +118,7 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
+        # A CPU keeps a factor of the numbers' dtype; CUDA's fused kernel a byte for each.
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
@@ -167,6 +168,7 @@ class CudaKernels(TorchFunctionMode):
         if grouped:
             groups = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        # The kernel keeps the logarithms of its sums only where a backward pass will ask for them.
         learns = torch.is_grad_enabled() and query.requires_grad
         bias = _bias(attn_mask, query, key)
         efficient = _aten._scaled_dot_product_efficient_attention
@@ -227,6 +229,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The mask as numbers that are added to the scores, [..., T, S]."""
     if mask is None:
         return None
+    # Its values do not matter, its memory does: the kernel takes a bias of the queries' dtype.
     bias = query.new_zeros(mask.shape).masked_fill_(mask, 0) if mask.dtype == torch.bool else mask
     return bias.expand(*query.shape[:-1], key.shape[-2])
 
@@ -269,6 +272,7 @@ def stubbed_compiler() -> Iterator[None]:
     with (
         replaced(guards, "_empty_strided_cpu", _empty_strided),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
+        # Memory is allocated by the code around the kernels, which need not be compiled for it.
         replaced(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing),
         # Without a look at the machine's vector units, for which it would start the C++ compiler.
         replaced(vector_units, "valid_vec_isa_list", list),

@@ -263,15 +263,18 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
         if config.precision == "fp8":
             chosen["precision"] = "bf16"
             notes.append("fp8 is planned as bf16: the scaled copies of factors are left out")
+        # tf32 is a mode of a GPU's products: its tensors are fp32.
         if config.precision == "tf32":
             chosen["precision"] = "fp32"
         if config.compile:
             notes.append("compiled code is planned as inductor makes it for CPUs")
     recipe = recipe.with_keys("efficiency", **chosen)
     recipe = _without_masks(recipe, config.attention, target)
+    # CUDA alone has pages; the states have the same sizes without.
     if recipe.optimizer.name == "paged_adamw8bit":
         notes.append("paged states are counted on the device, where they lie while they fit")
         recipe = recipe.with_keys("optimizer", name="adamw8bit")
+    # Refused where there is no GPU; page-locked memory is the host's.
     if recipe.data.pin_memory:
         recipe = recipe.with_keys("data", pin_memory=None)
     return Equivalent(recipe, kernel, config.activation_offload, tuple(notes))

@@ -163,7 +163,7 @@ def _of_fsdp(
         parts["communication"] = parts.get("communication", 0) + together(phase, peak)
         return _sum(parts)
 
-    host = 16 * (outside + inside) // pieces if offloads else 0
+    host = 16 * (outside + inside) // pieces if offloads else 0  # weights, gradients, two moments
     return with_peaks(prediction, cut, host)
 
 
@@ -173,6 +173,7 @@ def _of_deepspeed(
     """ZeRO: stage 1 cuts optimizer states, 2 gradients too, 3 weights too; offloading moves them to
     the CPU, weights at stage 3 only."""
     stage = recipe.distributed.zero_stage or 2
+    # ZeRO shards in this order: states, gradients, weights.
     cut = STATE[::-1][:stage]
     offloads = recipe.distributed.offload != "none"
     moved = cut if offloads else ()
@@ -319,6 +320,7 @@ def with_own_tables(
         more = kept * (waiting - 1) if name in ("forward", "backward", *_LAST) else 0
         return _without(peak, table, activations=more, communication=2 * hidden)
 
+    # Stages between them have neither table, and fewer waiting micro-batches than the first.
     ends = [with_peaks(prediction, one) for one in (first, last)]
     return max(ends, key=lambda one: one.peak_bytes)
 
@@ -339,6 +341,7 @@ def _share_elsewhere(
         *([model.embedding.weight] if table else []),
     ]
     elsewhere = 0
+    # Rows are dealt out rounded up: the first process has the most.
     for p in {id(p): p for p in weights}.values():
         own = -(-len(p) // pieces) if pieces else 0
         elsewhere += (len(p) - own) * (p.numel() // len(p))

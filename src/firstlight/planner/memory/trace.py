@@ -236,6 +236,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tuple((t.shape, t.dtype) for t in _tensors_in((args, kwargs)))
         outputs = tuple((t.shape, t.dtype) for t in _tensors_in(result))
         options = _options(func, args)
+        # Calls alike are one entry: a step of hundreds of layers has few different ones.
         key = (func, self._phase_index, inputs, outputs, options)
         index = self._keys.get(key)
         if index is None:
@@ -266,6 +267,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(identity)
         if known is None:
             known = Storage(storage.nbytes(), max(self.tick, 0), self._phase, self._part)
+            # What is computed again dies within its layer, and is kept by no forward pass.
             known.recomputed = self._recomputed_since >= 0
             self._known[identity] = known
             # The callback runs when the last tensor of the storage is gone.
@@ -274,6 +276,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def _forget(self, identity: int, _: object) -> None:
+        # The address is free from here on: another storage may get the same identity.
         self._known.pop(identity).death = self.tick
         del self._watched[identity]
 

@@ -188,6 +188,7 @@ def predict_speed(
         sums, peak, notes = _on_gpu(prediction.operators, work, machine, shares)
     exchange = work.exchange
     if waits := bubble(exchange):
+        # Stages wait in forward and backward passes; updates need nobody.
         for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
             sums.add(phase, "communication", sums.phases[phase] * waits)
     sent = exchange_seconds(exchange, link, sums.phases.get("backward", ZERO), shares)
@@ -266,6 +267,7 @@ def _on_gpu(
             sums.memory += seconds.expected
     for phase, size in fused_bytes(counts).items() if work.compiled else ():
         pairs = zip(shares.fused_traffic, shares.bandwidth, strict=True)
+        # Slow with the most traffic and the least bandwidth: the ends of a range go together.
         traffic = Range(*(size * moved / (gpu.bandwidth * rate) for moved, rate in pairs))
         sums.add(phase, "elementwise", traffic)
         sums.memory += traffic.expected
@@ -297,6 +299,7 @@ def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shar
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
         busy = sums.phases[phase]
         waited = larger(busy, each * number)
+        # Only what is longer than the kernels: while they run, launching the next ones is free.
         extra = Range(*(a - b for a, b in zip(waited, busy, strict=True)))
         sums.add(phase, "launching", extra)
 
