@@ -165,7 +165,7 @@ def test_a_cooldown_that_was_killed_before_it_began_begins_with_the_same_command
 ) -> None:
     place = checkpoint_folder(copied(trunk, tmp_path), 8)
     with monkeypatch.context() as patch:
-        patch.setattr("firstlight.training.run.copy_checkpoint", lambda *_: 1 / 0)
+        patch.setattr("firstlight.training.start.copy_checkpoint", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cool(place, 2)
     first = cool(place, 2, resume=True).run_folder

@@ -155,6 +155,7 @@ class KVCache:
 
     def sequence(self, row: int) -> KVCache:
         """An empty cache of one sequence, in the memory of this one's row."""
+        # In its place already: a prompt that is computed for a row need not be copied there.
         view = copy.copy(self)
         view.keys, view.values = (
             [layer[row : row + 1] for layer in stored] for stored in (self.keys, self.values)
@@ -182,6 +183,7 @@ class KVCache:
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
+            # A prompt that was computed once may begin several rows.
             layer[:, :, : other.length] = computed[rows_B, :, : other.length]
         for own, states in zip(self.states, other.states, strict=True):
             for one, computed in zip(own, states, strict=True):

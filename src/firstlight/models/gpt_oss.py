@@ -151,6 +151,7 @@ class GptOssMLP(RoutedMLP):
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `RoutedMLP.route`."""
         logits_NE = self.router(x_NC)
+        # In fp32, as in the other routers: experts of close logits would change places.
         greatest_NK, experts_NK = logits_NE.float().topk(self.num_experts_per_tok)
         return logits_NE, greatest_NK.softmax(-1), experts_NK
 

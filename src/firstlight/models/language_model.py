@@ -111,6 +111,7 @@ class LanguageModel(nn.Module):
     def finish_loading(self) -> None:
         """Tie the head to the embedding where the config says so; a weights file has no ties."""
         if self.config.tie_word_embeddings:
+            # Here and not in `__init__` alone: memory that is allocated later makes two of them.
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()

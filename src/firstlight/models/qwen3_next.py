@@ -149,12 +149,8 @@ def _document_masks(places_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tenso
     last_BN = documents[..., -1]
     open_BN = F.pad(last_BN[..., :-1], (1, 0), value=1)
     same = documents[..., :, None] == documents[..., None, :]
-    return (
-        same,
-        documents == open_BN[..., None],
-        documents == last_BN[..., None],
-        open_BN == last_BN,
-    )
+    reads, is_kept = documents == open_BN[..., None], documents == last_BN[..., None]
+    return same, reads, is_kept, open_BN == last_BN
 
 
 def gated_delta_rule(
@@ -197,6 +193,7 @@ def gated_delta_rule(
         same, reads, is_kept, passes = _document_masks(places_BT, size)
         seen = seen & same
         from_start, to_end, whole = from_start * reads, to_end * is_kept, whole * passes
+    # Before exp, which would overflow for later tokens, and give NaN for their gradients.
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
     # Row s: its key's likeness to the earlier ones of its chunk, whose values it must not repeat.
