@@ -32,8 +32,8 @@ from firstlight.planner.plan.processes import RunForecaster
 from firstlight.planner.speed.calibration import Calibration, Reference
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.averaging import write_average
-from firstlight.training.fit import Trial
 from firstlight.training.forecast import FORECAST_NAME, Forecast, ForecastComparison
+from firstlight.training.micro_batch import Trial
 from firstlight.training.run import Run
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -16,7 +16,7 @@ from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import (
     Length,
     MachineFacts,
-    Shape,
+    ModelSize,
     TextFacts,
     estimated_text,
     expected_bits,
@@ -185,7 +185,7 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
 
     choices = choose(TEXT, MACHINE, Length(60.0), {}, "tiny")
     model = recipe_of(choices).model
-    shape = Shape(model.hidden_size, model.num_hidden_layers, model.vocab_size, 256)
+    shape = ModelSize(model.hidden_size, model.num_hidden_layers, model.vocab_size, 256)
     assert shape.parameters == pytest.approx(count_parameters(meta_model(model)).total, rel=0.01)
 
 

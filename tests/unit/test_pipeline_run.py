@@ -22,7 +22,7 @@ from firstlight.pipeline.facts import MachineFacts
 from firstlight.pipeline.plan import Request, request_of, run_name, time_text
 from firstlight.pipeline.result import TextRun, result_lines
 from firstlight.pipeline.run import train_texts
-from firstlight.pipeline.run_folder import Call
+from firstlight.pipeline.run_folder import RunCall
 from firstlight.planner.plan.machine import find_machine
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -166,7 +166,7 @@ def test_shards_of_other_texts_are_not_used_after_a_kill(
 ) -> None:
     is_killed = False
 
-    def prepare(texts: Any, call: Call) -> Path:
+    def prepare(texts: Any, call: RunCall) -> Path:
         with open(call.folder / ".data.lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_killed:
@@ -177,7 +177,7 @@ def test_shards_of_other_texts_are_not_used_after_a_kill(
 
     def prepared(key: str, name: str) -> Path:
         (tmp_path / name).mkdir(exist_ok=True)
-        call = Call(tmp_path / name, 0.0, lambda line: None, progress=False)
+        call = RunCall(tmp_path / name, 0.0, lambda line: None, progress=False)
         texts: Any = SimpleNamespace(key=key)
         return preparation.prepared_texts(texts, call)
 

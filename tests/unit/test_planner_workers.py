@@ -14,7 +14,7 @@ import pytest
 
 from firstlight.errors import ConfigError, MissingDependencyError, TrainingError
 from firstlight.planner.plan import processes as workers
-from firstlight.planner.plan.processes import Workers
+from firstlight.planner.plan.processes import WorkerProcesses
 
 
 def squared(number: int) -> tuple[int, int]:
@@ -28,12 +28,12 @@ def refused(number: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Workers]:
+def processes() -> Iterator[WorkerProcesses]:
     with workers.started() as found:
         yield found
 
 
-def test_results_come_in_the_order_of_the_arguments(processes: Workers) -> None:
+def test_results_come_in_the_order_of_the_arguments(processes: WorkerProcesses) -> None:
     found = list(processes.map(squared, [(number,) for number in range(20)]))
     assert [square for square, _ in found] == [number * number for number in range(20)]
     ids = {process for _, process in found}
@@ -70,21 +70,25 @@ def cycles_alive(_: int) -> int:
     return len(CYCLES)
 
 
-def test_what_a_call_leaves_is_collected_when_the_next_comes(processes: Workers) -> None:
+def test_what_a_call_leaves_is_collected_when_the_next_comes(processes: WorkerProcesses) -> None:
     assert list(processes.map(cycles_alive, [(number,) for number in range(9)])) == [1] * 9
 
 
 def test_one_call_is_made_elsewhere_and_calls_without_processes_are_made_here(
-    processes: Workers,
+    processes: WorkerProcesses,
 ) -> None:
     # A crash of the only call is no crash of the process that asks.
     ((square, process),) = processes.map(squared, [(3,)])
     assert square == 9
     assert process != os.getpid()
-    assert [process for _, process in Workers().map(squared, [(1,), (2,)])] == [os.getpid()] * 2
+    assert [process for _, process in WorkerProcesses().map(squared, [(1,), (2,)])] == [
+        os.getpid()
+    ] * 2
 
 
-def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(processes: Workers) -> None:
+def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(
+    processes: WorkerProcesses,
+) -> None:
     results = processes.map(refused, [(0,), (1,), (0,)])
     assert next(results) == 0
     with pytest.raises(ConfigError, match="1 can't be"):
@@ -117,7 +121,7 @@ def lacking(number: int) -> int:
     raise MissingDependencyError("x", "y", f"number {number}")
 
 
-def test_errors_that_are_hard_to_send_come_too(processes: Workers) -> None:
+def test_errors_that_are_hard_to_send_come_too(processes: WorkerProcesses) -> None:
     with pytest.raises(TrainingError, match="StubbornError: 1 and 2"):
         list(processes.map(stubborn, [(1,), (1,)]))
     with pytest.raises(TrainingError, match="ForgetfulError: 3 or 2"):

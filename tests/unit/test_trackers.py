@@ -22,7 +22,13 @@ from firstlight.report.records import read_json_lines
 from firstlight.training import trackers
 from firstlight.training.loop import train
 from firstlight.training.tracker_libraries import Step
-from firstlight.training.tracker_process import Ending, Order, Progress, pass_on, read_progress
+from firstlight.training.tracker_process import (
+    Ending,
+    Order,
+    TrackerProgress,
+    pass_on,
+    read_progress,
+)
 from firstlight.training.trackers import Trackers
 
 _TIMES = ("seconds", "per_second", "mfu", "memory_bytes")
@@ -93,7 +99,7 @@ def test_steps_are_handed_over_as_they_come(tmp_path: Path) -> None:
     assert tracker.numbers == [1, 2, 3, 4, 5]
     assert [texts for _, texts in tracker.steps] == [[], [sample(2)], [], [], []]
     assert tracker.closed == [([tmp_path / "report.html"], Path("c"), False)]
-    assert read_progress(Path(order.state)) == Progress("id-1", 5, 5)
+    assert read_progress(Path(order.state)) == TrackerProgress("id-1", 5, 5)
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_without_doubled_steps(tmp_path: Path) -> None:
@@ -126,7 +132,7 @@ def test_steps_that_a_failure_cut_off_are_not_handed_over_again(tmp_path: Path) 
     with pytest.raises(ConnectionError):
         pass_on(order, tracker, Ending)
     # 50 at a time: how many of the second 50 have arrived is not known.
-    assert read_progress(Path(order.state)) == Progress("id-1", 100, 50)
+    assert read_progress(Path(order.state)) == TrackerProgress("id-1", 100, 50)
     pass_on(order, tracker, Ending)
     assert tracker.numbers == list(range(1, 131))
 

@@ -95,7 +95,7 @@ from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.recipe.resolve import facts_here, resolve
 from firstlight.tokenizer import train_tokenizer
-from firstlight.training.fit import largest_micro_batch
+from firstlight.training.micro_batch import largest_micro_batch
 from firstlight.training.processes import run_processes
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach

@@ -18,7 +18,7 @@ from firstlight.console import console, parse_time, say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
-    from firstlight.pipeline.plan import Plan
+    from firstlight.pipeline.plan import RunPlan
     from firstlight.training.loop import TrainResult
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -140,7 +140,7 @@ def train_texts_command(
     return found, run.training
 
 
-def _ask(plan: Plan) -> float:
+def _ask(plan: RunPlan) -> float:
     """Ask a person how long the run is to take."""
     from firstlight.pipeline.plan import offers, time_text
 

@@ -49,7 +49,7 @@ _POLYNOMIAL = 0x82F63B78
 _LANES = 4096
 
 
-class _DamagedError(Exception):
+class _BundleError(Exception):
     """What is wrong with a file."""
 
 
@@ -82,19 +82,19 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
         entries = dict(_entries(read_file(index, _MAX_INDEX_BYTES)))
         path = data
         if not data.is_file():
-            raise _DamagedError("is no file")
+            raise _BundleError("is no file")
         size = data.stat().st_size
         for name, entry in entries.items():
             if entry.offset + entry.size > size:
-                raise _DamagedError(f"has {size} bytes, and {name} ends beyond them")
+                raise _BundleError(f"has {size} bytes, and {name} ends beyond them")
         # Tensors that lie over each other could take any amount of memory.
         if sum(entry.size for entry in entries.values()) > size:
-            raise _DamagedError(f"has {size} bytes, fewer than its tensors have together")
+            raise _BundleError(f"has {size} bytes, fewer than its tensors have together")
         content = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8)
         return {name: _tensor(content, name, entry) for name, entry in entries.items()}
     except OSError as error:
         raise ModelError(f"can't read the checkpoint: {describe_os_error(error)}") from error
-    except _DamagedError as error:
+    except _BundleError as error:
         raise ModelError(
             f"{path} {error}: it is damaged, cut short, or no TensorFlow checkpoint; copy it again"
         ) from error
@@ -103,7 +103,7 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
 def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
     part = content[entry.offset : entry.offset + entry.size]
     if _masked(crc32c(part.numpy())) != entry.checksum:
-        raise _DamagedError(f"has numbers of {name} that don't match their checksum")
+        raise _BundleError(f"has numbers of {name} that don't match their checksum")
     if entry.offset % entry.dtype.itemsize:
         part = part.clone()
     return part.view(entry.dtype).view(entry.shape)
@@ -112,7 +112,7 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
 def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
     """The tensors of an index, by name."""
     if len(table) < _FOOTER or not table.endswith(_MAGIC):
-        raise _DamagedError("does not end as an index does")
+        raise _BundleError("does not end as an index does")
     _, position = _handle(table, len(table) - _FOOTER)
     (offset, size), _ = _handle(table, position)
     header, total, count = None, 0, 0
@@ -120,28 +120,28 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
         place, _ = _handle(handle, 0)
         total += place[1] + _TRAILER
         if total > len(table):
-            raise _DamagedError("has blocks that lie over each other")
+            raise _BundleError("has blocks that lie over each other")
         for key, value in _block(table, *place):
             count += 1
             if count > _MAX_ENTRIES:
-                raise _DamagedError(f"names more than {_MAX_ENTRIES} tensors")
+                raise _BundleError(f"names more than {_MAX_ENTRIES} tensors")
             if header is None:
                 header = _header(key, value)
             else:
                 yield key.decode("utf-8", "replace"), _entry(key, value)
     if header is None:
-        raise _DamagedError("has no entries")
+        raise _BundleError("has no entries")
 
 
 def _header(key: bytes, value: bytes) -> dict[int, Any]:
     """The first entry, whose name is empty: how many files, which order of bytes."""
     header = dict(_fields(value))
     if key:
-        raise _DamagedError("does not begin with a header")
+        raise _BundleError("does not begin with a header")
     if header.get(1, 1) != 1:
-        raise _DamagedError(f"speaks of {header[1]!r} data files, where one is read")
+        raise _BundleError(f"speaks of {header[1]!r} data files, where one is read")
     if header.get(2, 0) != 0:
-        raise _DamagedError("was written with the other order of bytes")
+        raise _BundleError("was written with the other order of bytes")
     return header
 
 
@@ -150,19 +150,19 @@ def _entry(key: bytes, value: bytes) -> _Entry:
     fields: dict[int, Any] = {3: 0, 4: 0, 5: 0, 6: None, 2: b""}
     for number, content in _fields(value):
         if number == 7:
-            raise _DamagedError(f"has {name} in slices, which are not read")
+            raise _BundleError(f"has {name} in slices, which are not read")
         fields[number] = content
     dtype = {**_DTYPES, **_OTHER_DTYPES}.get(fields.get(1, 0))
     if dtype is None:
-        raise _DamagedError(f"has {name} of an unknown dtype ({fields.get(1, 0)} in TensorFlow)")
+        raise _BundleError(f"has {name} of an unknown dtype ({fields.get(1, 0)} in TensorFlow)")
     if not isinstance(fields[2], bytes) or any(type(fields[i]) is not int for i in (3, 4, 5, 6)):
-        raise _DamagedError(f"has a broken entry of {name}")
+        raise _BundleError(f"has a broken entry of {name}")
     shape = tuple(_dimensions(name, fields[2]))
     if fields[3] != 0 or fields[5] != math.prod(shape) * dtype.itemsize:
-        raise _DamagedError(f"has a size of {name} that its shape {list(shape)} does not have")
+        raise _BundleError(f"has a size of {name} that its shape {list(shape)} does not have")
     # PyTorch's strides are 64-bit integers, those of a tensor without numbers as well.
     if math.prod(size for size in shape if size) >= 2**63:
-        raise _DamagedError(f"has no plain shape of {name}")
+        raise _BundleError(f"has no plain shape of {name}")
     return _Entry(dtype, shape, fields[4], fields[5], fields[6])
 
 
@@ -170,10 +170,10 @@ def _dimensions(name: str, shape: bytes) -> Iterator[int]:
     """Sizes in a TensorShapeProto."""
     for count, (number, content) in enumerate(_fields(shape)):
         if number != 2 or not isinstance(content, bytes) or count == _MAX_DIMENSIONS:
-            raise _DamagedError(f"has no plain shape of {name}")
+            raise _BundleError(f"has no plain shape of {name}")
         size = dict(_fields(content)).get(1, 0)
         if not isinstance(size, int) or size >= 2**63:
-            raise _DamagedError(f"has no plain shape of {name}")
+            raise _BundleError(f"has no plain shape of {name}")
         yield size
 
 
@@ -181,12 +181,12 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
     """Keys and values of a block. A key repeats the beginning of the one before it."""
     end = offset + size
     if end + _TRAILER > len(table) or size < 4:
-        raise _DamagedError("has a block beyond its end")
+        raise _BundleError("has a block beyond its end")
     if table[end] != 0:
-        raise _DamagedError("has compressed blocks, which TensorFlow does not write")
+        raise _BundleError("has compressed blocks, which TensorFlow does not write")
     (checksum,) = struct.unpack_from("<I", table, end + 1)
     if _masked(crc32c(np.frombuffer(table, np.uint8, size + 1, offset))) != checksum:
-        raise _DamagedError("has a block that does not match its checksum")
+        raise _BundleError("has a block that does not match its checksum")
     (restarts,) = struct.unpack_from("<I", table, end - 4)
     position, stop, key = offset, end - 4 - 4 * restarts, b""
     while position < stop:
@@ -194,9 +194,9 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
         rest, position = _varint(table, position)
         length, position = _varint(table, position)
         if shared > len(key) or position + rest + length > stop:
-            raise _DamagedError("has an entry beyond its block")
+            raise _BundleError("has an entry beyond its block")
         if shared + rest > _MAX_NAME_BYTES:
-            raise _DamagedError("has a name that is too long")
+            raise _BundleError("has a name that is too long")
         key = key[:shared] + table[position : position + rest]
         position += rest
         yield key, table[position : position + length]
@@ -221,7 +221,7 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, position
-    raise _DamagedError("has a number without an end")
+    raise _BundleError("has a number without an end")
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -238,7 +238,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         else:
             length = {1: 8, 5: 4}.get(tag & 7, len(message) + 1)
         if position + length > len(message):
-            raise _DamagedError("has a field beyond its end")
+            raise _BundleError("has a field beyond its end")
         content = message[position : position + length]
         position += length
         yield tag >> 3, content if tag & 7 == 2 else int.from_bytes(content, "little")

@@ -23,7 +23,7 @@ from firstlight.pipeline.chosen import (
     micro_batch,
     other_choices,
 )
-from firstlight.pipeline.facts import Length, MachineFacts, Shape, TextFacts, expected_bits
+from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
 
 #: A schedule needs some steps, however short the run.
@@ -53,7 +53,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 class _Candidate:
     """A model, how long it trains, and what is expected of it."""
 
-    shape: Shape
+    shape: ModelSize
     rate: float
     batch: int
     steps: int
@@ -128,7 +128,7 @@ def choose(
     )
 
 
-def _shapes(text: TextFacts, fixed: Mapping[str, Any], size: str | None) -> list[Shape]:
+def _shapes(text: TextFacts, fixed: Mapping[str, Any], size: str | None) -> list[ModelSize]:
     """The models to choose from."""
     known: Sequence[tuple[int, int]] = settings.SHAPES
     if size is not None:
@@ -136,7 +136,9 @@ def _shapes(text: TextFacts, fixed: Mapping[str, Any], size: str | None) -> list
     width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
     pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
     seq_len = fixed.get("data.seq_len")
-    return [Shape(w, d, text.vocab_size, seq_len or _row(w, settings.SEQ_LENS)) for w, d in pairs]
+    return [
+        ModelSize(w, d, text.vocab_size, seq_len or _row(w, settings.SEQ_LENS)) for w, d in pairs
+    ]
 
 
 def _best(
@@ -181,13 +183,17 @@ def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
     wanted = float(number) * _COUNTS[unit]
 
     def distance(shape: tuple[int, int]) -> float:
-        return abs(math.log(Shape(*shape, text.vocab_size, 256).parameters / wanted))
+        return abs(math.log(ModelSize(*shape, text.vocab_size, 256).parameters / wanted))
 
     return min(settings.SHAPES, key=distance)
 
 
 def _candidate(
-    shape: Shape, text: TextFacts, machine: MachineFacts, length: Length, fixed: Mapping[str, Any]
+    shape: ModelSize,
+    text: TextFacts,
+    machine: MachineFacts,
+    length: Length,
+    fixed: Mapping[str, Any],
 ) -> _Candidate:
     """A model with the run that there is time for."""
     rate = machine.tokens_per_second(shape.flops_per_token)

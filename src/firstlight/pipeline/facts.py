@@ -82,7 +82,7 @@ class TextFacts:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """A model's size.
 
     Attributes:

@@ -17,9 +17,9 @@ from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline.chosen import Choice
 from firstlight.pipeline.facts import Length, estimated_text
 from firstlight.pipeline.inputs import conversations_in, other_files_line
-from firstlight.pipeline.plan import DEFAULT_SECONDS, Plan, Request, reading_line, scan_texts
+from firstlight.pipeline.plan import DEFAULT_SECONDS, Request, RunPlan, reading_line, scan_texts
 from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
-from firstlight.pipeline.run_folder import Call
+from firstlight.pipeline.run_folder import RunCall
 from firstlight.pipeline.scan import Scan
 from firstlight.pipeline.tuning_choices import (
     Method,
@@ -103,7 +103,7 @@ class FineTuning:
 
     # The plan
 
-    def plan(self, request: Request, gpu: str | None = None) -> Plan:
+    def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
         """Choose method and settings.
 
         Args:
@@ -202,7 +202,7 @@ class FineTuning:
 
     # The run
 
-    def begin(self, plan: Plan, request: Request, call: Call) -> TrainResult:
+    def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare the texts, choose again from what they are, and train."""
         from firstlight.pipeline.machine import KnownForecast, fitted_recipe
         from firstlight.training.loop import train
@@ -242,7 +242,7 @@ class FineTuning:
         )
 
     def _with_texts(
-        self, plan: TuningPlan, scan: Scan, request: Request, call: Call
+        self, plan: TuningPlan, scan: Scan, request: Request, call: RunCall
     ) -> tuple[TuningPlan, dict[str, Any]]:
         """(the plan, the recipe's values) once the texts are prepared."""
         from firstlight.data.shards import read_manifest

@@ -17,7 +17,7 @@ from firstlight.models import empty_model
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.facts import Length, MachineFacts, Shape
+from firstlight.pipeline.facts import Length, MachineFacts, ModelSize
 from firstlight.planner.plan.automatic import forecast_run
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for, with_changes
@@ -48,10 +48,10 @@ def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
     machine = find_machine(gpu)
     kind = machine.target.kind
     if kind == "cpu":
-        rates = [_timed(machine, Shape(*shape, _VOCABULARY, 256)) for shape in _TIMED]
+        rates = [_timed(machine, ModelSize(*shape, _VOCABULARY, 256)) for shape in _TIMED]
         origin = "measured here"
     else:
-        rates = [_predicted(machine, Shape(*shape, _VOCABULARY, 512)) for shape in _PREDICTED]
+        rates = [_predicted(machine, ModelSize(*shape, _VOCABULARY, 512)) for shape in _PREDICTED]
         origin = "predicted by the planner"
     # A smaller model that is slower tells of launches, or of noise: it is as fast as the larger.
     rates = [
@@ -62,7 +62,7 @@ def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
     )
 
 
-def _speed_recipe(shape: Shape, kind: str) -> Recipe:
+def _speed_recipe(shape: ModelSize, kind: str) -> Recipe:
     """A recipe of the layout of every new model, to find its speed."""
     values: dict[str, Any] = {
         "data": {"dir": "unused", "seq_len": shape.seq_len},
@@ -92,7 +92,7 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _timed(machine: Machine, shape: Shape) -> tuple[float, float]:
+def _timed(machine: Machine, shape: ModelSize) -> tuple[float, float]:
     """(FLOPs of a token, tokens a second) of a new model."""
     recipe = resolve_for(_speed_recipe(shape, "cpu"), machine)
     return shape.flops_per_token, timed_rate(recipe, machine)
@@ -127,7 +127,7 @@ def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
     return batch.num_valid / statistics.median(seconds)
 
 
-def _predicted(machine: Machine, shape: Shape) -> tuple[float, float]:
+def _predicted(machine: Machine, shape: ModelSize) -> tuple[float, float]:
     """The same by the planner."""
     kind = machine.target.kind
     recipe = resolve_for(_speed_recipe(shape, kind), machine)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.pipeline.facts import TextFacts
-from firstlight.pipeline.plan import Plan, Request, TextPlan, plan_texts, scan_texts
+from firstlight.pipeline.plan import Request, RunPlan, TextPlan, plan_texts, scan_texts
 from firstlight.pipeline.preparation import (
     Preparation,
     fitting_prompts,
     prepared_texts,
     train_tokenizer_on,
 )
-from firstlight.pipeline.run_folder import Call
+from firstlight.pipeline.run_folder import RunCall
 from firstlight.pipeline.scan import CorpusFacts
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class NewModel:
         self._scan = scan_texts(request, tell, progress=progress)
         self.content_key = self._scan.facts.content_key
 
-    def plan(self, request: Request, gpu: str | None = None) -> Plan:
+    def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
         """The plan by estimates; see `plan_texts`."""
         return plan_texts(request, self._scan, gpu)
 
-    def begin(self, plan: Plan, request: Request, call: Call) -> TrainResult:
+    def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare the texts, choose again from what they are, and train."""
         from firstlight.pipeline.machine import KnownForecast
         from firstlight.training.loop import train
@@ -72,7 +72,7 @@ class NewModel:
         forecaster = KnownForecast(fitted.forecast)
         return train(fitted.recipe, progress=call.progress, forecaster=forecaster)
 
-    def _fitted(self, plan: TextPlan, data: Path, call: Call) -> FittedRecipe:
+    def _fitted(self, plan: TextPlan, data: Path, call: RunCall) -> FittedRecipe:
         """The recipe of the choices, once it is known to fit into memory."""
         from firstlight.pipeline.machine import fitted_recipe
         from firstlight.tokenizer import Tokenizer

@@ -155,7 +155,7 @@ def request_of(
     )
 
 
-class Plan(Protocol):
+class RunPlan(Protocol):
     """A plan of a run: of a new model, or of a model that is started from.
 
     Attributes:
@@ -165,7 +165,7 @@ class Plan(Protocol):
     @property
     def choices(self) -> Choices: ...
 
-    def choose_again(self, length: Length) -> Plan:
+    def choose_again(self, length: Length) -> RunPlan:
         """The plan of another length."""
         ...
 
@@ -337,7 +337,7 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     return TextPlan(request, scan, machine, speed, text, vocabulary.reason, choices)
 
 
-def offers(plan: Plan) -> Iterator[tuple[float, Choices]]:
+def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
     """(seconds, the settings) of some lengths of a run."""
     for seconds in OFFERED_SECONDS:
         yield seconds, plan.choose_again(Length(seconds)).choices

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from firstlight.data.sources import limited_sources
 from firstlight.pipeline.plan import time_text
-from firstlight.pipeline.run_folder import DATA_FOLDER, Call, read_state
+from firstlight.pipeline.run_folder import DATA_FOLDER, RunCall, read_state
 from firstlight.pipeline.scan import Scan
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Preparation:
         return f"{facts.content_key}-{self.tokenizer_key}-{0 if whole else self.limit}"
 
 
-def prepared_texts(texts: Preparation, call: Call) -> Path:
+def prepared_texts(texts: Preparation, call: RunCall) -> Path:
     """The folder of tokenizer and shards, made now or by an earlier call; of two calls at once, the
     second waits for the first.
 
@@ -92,7 +92,7 @@ def prepared_texts(texts: Preparation, call: Call) -> Path:
         return data
 
 
-def prepare_corpus(texts: Preparation, call: Call) -> Path:
+def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
     """Prepare texts in the run folder, over what is there."""
     from firstlight.data.prepare import prepare
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from firstlight.data.shards import read_manifest
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.plan import Request, time_text
-from firstlight.pipeline.run_folder import Call
+from firstlight.pipeline.run_folder import RunCall
 from firstlight.report.findings import best_checkpoint
 from firstlight.report.length import read_length
 from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
@@ -62,7 +62,7 @@ class TextRun:
     best: bool = False
 
 
-def result_of(call: Call, result: TrainResult | None, request: Request) -> TextRun:
+def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
     """The result for the caller, from the run folder's files."""
     folder, state = call.folder, call.state
     metrics = read_json_lines(folder / METRICS_NAME)
@@ -97,7 +97,7 @@ def result_of(call: Call, result: TrainResult | None, request: Request) -> TextR
     )
 
 
-def _next_commands(call: Call, request: Request, *, best: bool) -> Iterator[tuple[str, str]]:
+def _next_commands(call: RunCall, request: Request, *, best: bool) -> Iterator[tuple[str, str]]:
     folder, inputs = shlex.quote(str(call.folder)), shlex.join(request.inputs)
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import say
-from firstlight.pipeline.plan import DEFAULT_SECONDS, Plan, Request, request_of, time_text
+from firstlight.pipeline.plan import DEFAULT_SECONDS, Request, RunPlan, request_of, time_text
 from firstlight.pipeline.run_folder import (
     LOCK_NAME,
     RECIPE_NAME,
-    Call,
+    RunCall,
     place_of_run,
     remembered,
 )
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 #: Called with a plan; returns the seconds that a person chose.
-Ask = Callable[[Plan], float]
+Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
@@ -36,11 +36,11 @@ class Work(Protocol):
     @property
     def content_key(self) -> str: ...
 
-    def plan(self, request: Request, gpu: str | None = None) -> Plan:
+    def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
         """The plan by estimates."""
         ...
 
-    def begin(self, plan: Plan, request: Request, call: Call) -> TrainResult:
+    def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare, choose again from what was prepared, and train."""
         ...
 
@@ -123,7 +123,7 @@ def train_texts(
     from firstlight.checkpoint.run_folder import held
 
     with held(folder, LOCK_NAME):
-        call = Call(folder, began, tell, progress=progress)
+        call = RunCall(folder, began, tell, progress=progress)
         result = _result(work, plan, request, call)
         if result is not None and result.stopped_by is None and not result.diverged:
             call.remember(complete=True)
@@ -132,7 +132,7 @@ def train_texts(
 
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
-) -> tuple[Request, Plan | None]:
+) -> tuple[Request, RunPlan | None]:
     """(the request with a length, the plan that a person was asked with)."""
     if request.has_length:
         return request, None
@@ -143,7 +143,9 @@ def _with_length(
     return replace(request, seconds=ask(plan)), plan
 
 
-def _result(work: Work, plan: Plan | None, request: Request, call: Call) -> TrainResult | None:
+def _result(
+    work: Work, plan: RunPlan | None, request: Request, call: RunCall
+) -> TrainResult | None:
     """Begin the run, or go on with it; None if it is complete."""
     if call.state.get("complete"):
         call.tell(f"{call.folder} is complete: nothing is left to do")
@@ -158,7 +160,7 @@ def _result(work: Work, plan: Plan | None, request: Request, call: Call) -> Trai
     return work.begin(plan or work.plan(request), request, call)
 
 
-def _go_on(request: Request, call: Call) -> TrainResult:
+def _go_on(request: Request, call: RunCall) -> TrainResult:
     """Go on with the run of an earlier call."""
     from firstlight.planner.plan.processes import RunForecaster
     from firstlight.recipe import load_recipe

@@ -32,7 +32,7 @@ _RESERVED_SECONDS = 4.0
 _LEAST_SECONDS = 10.0
 
 
-class Call:
+class RunCall:
     """One call of `train_texts`: its run folder, its time, and whom it tells.
 
     Args:

@@ -38,7 +38,7 @@ from firstlight.serving.openapi import (
 )
 from firstlight.serving.processor import PreparedRequest
 from firstlight.serving.request import ChatRequest, CompletionRequest
-from firstlight.serving.response import Choice, usage_of
+from firstlight.serving.response import GeneratedChoice, usage_of
 from firstlight.serving.scheduler import Update
 from firstlight.serving.service import Service
 
@@ -207,7 +207,7 @@ async def _whole_response(
     Raises:
         RequestError, ClientGoneError: see `Service.running` and `Progress`.
     """
-    choices = [Choice() for _ in prepared.texts]
+    choices = [GeneratedChoice() for _ in prepared.texts]
     async with service.running(prepared, request.scope, request.receive) as progress:
         async for updates in progress:
             for index, update in updates:
@@ -228,7 +228,7 @@ class EventStream(Response):
     def __init__(self, service: Service, prepared: PreparedRequest) -> None:
         self.status_code, self.background = 200, None
         self._service, self._prepared = service, prepared
-        self._choices = [Choice() for _ in prepared.texts]
+        self._choices = [GeneratedChoice() for _ in prepared.texts]
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -25,7 +25,7 @@ _MIN_LOGPROB = -9999.0
 
 
 @dataclass
-class Choice:
+class GeneratedChoice:
     """One generated text so far.
 
     Attributes:
@@ -74,7 +74,7 @@ class ResponseFormat(ABC):
         }
         self._tail: dict[str, Any] = {"usage": None} if includes_usage else {}
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[GeneratedChoice], usage: dict[str, int]) -> dict[str, Any]:
         """The response in one object."""
         found = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         return {**self._head, "object": self.whole_object, "choices": found, "usage": usage}
@@ -87,7 +87,7 @@ class ResponseFormat(ABC):
         return {**self._head, "object": self.chunk_object, "choices": [choice], **self._tail}
 
     @abstractmethod
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
+    def _whole_choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]: ...
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -158,7 +158,7 @@ class CompletionFormat(ResponseFormat):
             logprobs = state.of(entries, first)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
         echoed = self._echoes[index].prompt if self._echoes else ""
         text = echoed + "".join(choice.pieces)
         return self._choice(index, text, choice.logprobs, choice.finish_reason)
@@ -188,7 +188,7 @@ class ChatFormat(ResponseFormat):
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return None if self._texts is None else self._texts.chat_logprobs(entries)
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
         content = "".join(choice.pieces)
         return {
             "index": index,
@@ -220,7 +220,7 @@ class ChatFormat(ResponseFormat):
         return [*last, self._delta(index, {}, None, reason)]
 
 
-def usage_of(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
+def usage_of(prompt_tokens: int, choices: Sequence[GeneratedChoice]) -> dict[str, int]:
     """OpenAI's `usage`. A prompt counts once, however many choices."""
     completion_tokens = sum(choice.tokens for choice in choices)
     return {

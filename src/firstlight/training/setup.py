@@ -38,7 +38,7 @@ from firstlight.recipe.conflicts import ineffective
 from firstlight.recipe.resolve import facts_here, for_new_model, resolve, sequence_length
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
-from firstlight.training.fit import largest_micro_batch
+from firstlight.training.micro_batch import largest_micro_batch
 from firstlight.training.minutes import budget_of
 from firstlight.training.preference import for_pairs, give_references
 from firstlight.training.processes import on_main

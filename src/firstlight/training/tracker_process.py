@@ -66,7 +66,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrackerProgress:
     """What a tracker has of a run.
 
     Attributes:
@@ -80,16 +80,16 @@ class Progress:
     done: int = -1
 
 
-def read_progress(path: Path) -> Progress:
+def read_progress(path: Path) -> TrackerProgress:
     """The progress that a tracker's file of state tells."""
-    follower, found = LineFollower(path), Progress()
+    follower, found = LineFollower(path), TrackerProgress()
     for line in follower.new()[0]:
         found = dataclasses.replace(found, **{k: v for k, v in line.items() if k in _KEYS})
     follower.close()
     return found
 
 
-_KEYS = {one.name for one in dataclasses.fields(Progress)}
+_KEYS = {one.name for one in dataclasses.fields(TrackerProgress)}
 
 
 def pass_on(order: Order, tracker: Tracker, ending: Callable[[], Ending | None]) -> None:

@@ -46,7 +46,7 @@ from firstlight.planner.memory.program import (
     watch_program,
 )
 from firstlight.planner.memory.trace import ALIVE, Trace, Tracer
-from firstlight.planner.plan.processes import Workers
+from firstlight.planner.plan.processes import WorkerProcesses
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training import preference
 from firstlight.training.program import TrainingProgram
@@ -72,7 +72,9 @@ class TraceJob:
     join: Callable[[Sequence[Any]], MemoryPrediction]
 
 
-def run_jobs(jobs: Sequence[TraceJob], workers: Workers | None = None) -> list[MemoryPrediction]:
+def run_jobs(
+    jobs: Sequence[TraceJob], workers: WorkerProcesses | None = None
+) -> list[MemoryPrediction]:
     """The predictions of jobs.
 
     Args:
@@ -80,7 +82,7 @@ def run_jobs(jobs: Sequence[TraceJob], workers: Workers | None = None) -> list[M
         workers: processes that trace; None traces in this process.
     """
     calls = [call for job in jobs for call in job.calls]
-    found = iter(list((workers or Workers()).map(_call, calls)))
+    found = iter(list((workers or WorkerProcesses()).map(_call, calls)))
     return [job.join([next(found) for _ in job.calls]) for job in jobs]
 
 

@@ -31,8 +31,8 @@ from firstlight.planner.plan.search import (
     open_micro_batch,
 )
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
-from firstlight.training.fit import Trial, ask_module, try_rows
 from firstlight.training.forecast import Forecast
+from firstlight.training.micro_batch import Trial, ask_module, try_rows
 
 #: What is tried for advice, in this order: each saves activations or what is like them.
 _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")

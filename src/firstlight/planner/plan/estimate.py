@@ -16,7 +16,7 @@ from firstlight.planner.memory.program import uncompiled, without_compile
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of, of_one_rank, own_part
 from firstlight.planner.memory.recipe import evaluation_job, run_jobs, training_job
 from firstlight.planner.plan.machine import Machine, facts_of, with_changes
-from firstlight.planner.plan.processes import Workers
+from firstlight.planner.plan.processes import WorkerProcesses
 from firstlight.planner.speed.gpu import Range
 from firstlight.planner.speed.recipe import estimate_speed
 from firstlight.planner.speed.throughput import SpeedPrediction
@@ -132,8 +132,8 @@ class Estimator:
             seconds, fewer the longer tracing took. The next plan continues with them.
     """
 
-    def __init__(self, workers: Workers | None = None, *, measures: bool = True) -> None:
-        self._workers, self._measures = workers or Workers(), measures
+    def __init__(self, workers: WorkerProcesses | None = None, *, measures: bool = True) -> None:
+        self._workers, self._measures = workers or WorkerProcesses(), measures
         self._until = time.monotonic() + _PLANNING_SECONDS
 
     def estimate(self, candidate: Candidate) -> Estimate:
@@ -184,7 +184,7 @@ def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True
     return Estimator(measures=False).estimate(Candidate(recipe, machine, evaluates=evaluates))
 
 
-def _memory_of(candidate: Candidate, workers: Workers | None = None) -> Estimate:
+def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:
     """The estimate without its speed."""
     machine, recipe = candidate.machine, candidate.recipe
     known = (candidate.name, candidate.changes)

@@ -49,7 +49,7 @@ _KILLED = (
 )
 
 
-class Workers:
+class WorkerProcesses:
     """Runs functions in processes of its own, or here.
 
     Args:
@@ -123,8 +123,8 @@ class Workers:
 
 
 @contextlib.contextmanager
-def started() -> Iterator[Workers]:
-    """Workers; they import while this process does. Ended when the block is left, however."""
+def started() -> Iterator[WorkerProcesses]:
+    """Workers, which import while this process does. Ended when the block is left, however."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # To start a process would be to wait until that has imported.
@@ -141,7 +141,7 @@ def started() -> Iterator[Workers]:
         return processes
 
     try:
-        yield Workers(start)
+        yield WorkerProcesses(start)
     finally:
         for end in processes:
             end.close()

@@ -128,7 +128,7 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     """
     values = recipe.with_keys("batch", micro_batch_size=rows).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
-    done = ask_module("firstlight.training.fit", request)
+    done = ask_module("firstlight.training.micro_batch", request)
     # A negative code is a signal, such as the system's SIGKILL when memory ran out: no refusal.
     if done.returncode == _REFUSED:
         raise ConfigError(json.loads(done.stdout.splitlines()[-1])["error"])
