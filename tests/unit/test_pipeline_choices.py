@@ -22,7 +22,7 @@ from firstlight.pipeline.facts import (
     expected_bits,
     worth_of_bytes,
 )
-from firstlight.pipeline.recipe_text import commented_yaml
+from firstlight.pipeline.run_folder import commented_yaml
 from firstlight.pipeline.scan import CorpusFacts
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.load import parse_yaml

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import make_folder, write_file, write_json
@@ -30,6 +33,8 @@ RECIPE_NAME = "recipe.yaml"
 _RESERVED_SECONDS = 4.0
 #: A run that is shorter is not worth its start.
 _LEAST_SECONDS = 10.0
+#: Characters of a line of reasons.
+_WIDTH = 100
 
 
 class RunCall:
@@ -87,8 +92,6 @@ class RunCall:
         Raises:
             StorageError: the disk refuses.
         """
-        from firstlight.pipeline.recipe_text import commented_yaml
-
         self.choices = choices
         reasons = {choice.key: choice.reason for choice in choices.choices}
         start = [] if request.init_from is None else ["--init-from", request.init_from]
@@ -99,6 +102,27 @@ class RunCall:
             f"Train it again, changed or not: {again} --run.dir ANOTHER_FOLDER",
         )
         write_file(self.folder / RECIPE_NAME, commented_yaml(recipe, reasons, header))
+
+
+def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[str] = ()) -> str:
+    """A recipe as YAML.
+
+    Args:
+        recipe: the recipe; every key is written.
+        reasons: reason of each chosen key, by `section.key`.
+        header: lines of a comment at the top.
+    """
+    text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+    lines = [f"# {line}" for line in header]
+    section = ""
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            section = line.partition(":")[0]
+        elif line[2:3] not in (" ", "-", ""):
+            reason = reasons.get(f"{section}.{line.strip().partition(':')[0]}", "")
+            lines += textwrap.wrap(reason, _WIDTH, initial_indent="  # ", subsequent_indent="  # ")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def place_of_run(request: Request, content_key: str, run_dir: str | Path | None) -> Path:
