@@ -264,6 +264,28 @@ def test_a_search_finds_the_best_rate_and_ends_the_hopeless(
     assert rows[-1][-1] == "failed"
 
 
+def test_a_recipe_that_names_no_settings_is_searched_around_those_of_new_models(
+    tmp_path: Path, in_process: Callable[[Any], None]
+) -> None:
+    trained: list[Recipe] = []
+
+    def run(request: dict[str, Any], _: float | None = None) -> dict[str, Any]:
+        if request["pace"]:
+            return bowl(request)
+        trained.append(parse_recipe(request["recipe"]))
+        curve = [[point, 10 * point, 100 * point, 2 - point / 10] for point in range(1, POINTS + 1)]
+        return {"curve": curve, "pruned": False, "seconds": 2.0}
+
+    in_process(run)
+    model = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    recipe = small(model={"model_type": "qwen3", **model})
+    result = tune(recipe, tmp_path / "study", trials=2, trial_steps=60)
+    assert "optimizer.muon_learning_rate" in {one.key for one in result.study.search}
+    assert [(one.optimizer.name, one.schedule.kind) for one in trained] == 2 * [("muon", "wsd")]
+    assert trained[0].optimizer.learning_rate == 0.3
+    assert trained[0].init.residual_projections == "zero"
+
+
 def test_a_study_that_was_killed_goes_on_as_if_it_was_not(
     tmp_path: Path, in_process: Callable[[Any], None]
 ) -> None:
