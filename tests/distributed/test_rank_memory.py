@@ -17,6 +17,9 @@ from firstlight.planner.memory.recipe import trace_memory
 from firstlight.recipe import parse_resolved_recipe
 from scaling_table import rank_memory
 
+# torch's allocations are counted, not the processes' memory.
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("memory_driver.py")
 _STEPS_DRIVER = Path(__file__).with_name("step_memory_driver.py")
 

@@ -97,7 +97,7 @@ _RAMP = {"batch": {"ramp_start_tokens": 32, "ramp_steps": 7}}
 
 
 def test_losses_and_validation_are_those_of_one_process(tmp_path: Path, shards: Path) -> None:
-    _require_same_losses(tmp_path, shards, [("ddp", 2), ("fsdp", 2)])
+    _require_same_losses(tmp_path, shards, [("ddp", 2), ("fsdp", 2)], 20)
 
 
 def test_processes_make_as_many_steps_of_a_run_in_minutes_as_the_main_one_decides(
@@ -126,10 +126,9 @@ def test_processes_make_as_many_steps_of_a_run_in_minutes_as_the_main_one_decide
 
 
 @pytest.mark.slow
-def test_losses_of_processes_with_parts_of_layers_are_those_of_one(
-    tmp_path: Path, shards: Path
-) -> None:
-    _require_same_losses(tmp_path, shards, [("tensor", 2), ("tensor-fsdp", 4), ("pipeline", 2)])
+def test_fifty_losses_in_every_way_are_those_of_one_process(tmp_path: Path, shards: Path) -> None:
+    ways = [("tensor", 2), ("tensor-fsdp", 4), ("pipeline", 2), ("ddp", 2), ("fsdp", 2)]
+    _require_same_losses(tmp_path, shards, ways, 50)
 
 
 @pytest.mark.slow
@@ -153,10 +152,12 @@ def test_parts_of_layers_work_in_bf16_with_documents(tmp_path: Path, shards: Pat
         assert ranks == ({"rng.rank1.cpu"} if name == "tensor-fsdp" else set())
 
 
-def _require_same_losses(tmp_path: Path, shards: Path, ways: list[tuple[str, int]]) -> None:
-    schedule = {"max_steps": 50}
+def _require_same_losses(
+    tmp_path: Path, shards: Path, ways: list[tuple[str, int]], steps: int
+) -> None:
+    schedule = {"max_steps": steps}
     expected = _train(_recipe(shards, tmp_path / "none", 1, schedule=schedule), 1)
-    assert len(expected) == 50
+    assert len(expected) == steps
     for number, (engine, processes) in enumerate(ways):
         run = tmp_path / engine
         recipe = _recipe(shards, run, processes, schedule=schedule, distributed=_WAYS[engine])

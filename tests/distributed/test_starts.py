@@ -60,6 +60,7 @@ def recipe_file(tmp_path: Path, recipe: dict[str, Any]) -> Path:
     recipe |= {"batch": {"micro_batch_size": 1}, "checkpoint": {"every_steps": 0}}
     recipe["efficiency"] = {"precision": "fp32", "compile": False}
     recipe["schedule"] = {"max_steps": 1}
+    recipe["evaluation"] |= {"max_rows": 1, "sample_prompts": []}
     # A start that fails on one process ends on the other.
     recipe["distributed"] = {"timeout_seconds": 60}
     path = tmp_path / "recipe.yaml"

@@ -16,6 +16,7 @@ import torch
 
 import firstlight
 import firstlight.training.loop
+from firstlight.report.report import draw_report
 from firstlight.training import loop
 from firstlight.training.run import Run
 from firstlight.training.saving import captured
@@ -29,8 +30,9 @@ def main(request: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(dict(record)) + "\n")
         sys.stdout.flush()
 
-    if not request.get("draws"):
-        setattr(firstlight.training.loop, "draw_report", lambda _: None)  # noqa: B010 - mypy
+    # A fork draws none, a process of its own does.
+    draw = draw_report if request.get("draws") else lambda _: None
+    setattr(firstlight.training.loop, "draw_report", draw)  # noqa: B010 - mypy
     if "captured" in request:
         _capture_first(Path(request["captured"]))
     if "dies" in request and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
