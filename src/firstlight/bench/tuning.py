@@ -350,7 +350,7 @@ def _run_trial(
         place = folder / f"trial-{number:03d}"
         found = ask_trial(asker, place, content, study.init_from, ends, curves=curves)
     failure = found.get("error")
-    if failure is not None and failure["type"] == "TimeoutError":
+    if failure and failure["type"] == "TimeoutError":
         return None
     curve = found.get("curve", [])
     state = "failed" if failure else "pruned" if found["pruned"] else "complete"
@@ -378,9 +378,8 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
     best_recipe = picture = None
     weights = importance(study, lines) if len(complete) >= _TRIALS_TO_WEIGH else {}
     if best is not None:
-        best_recipe = folder / BEST_NAME
+        best_recipe, picture = folder / BEST_NAME, folder / PICTURE_NAME
         write_file(best_recipe, _best_recipe(folder, study, best, len(lines)))
-        picture = folder / PICTURE_NAME
         write_file(picture, draw(study.search, study.objective, lines))
     return TuneResult(folder, study, lines, best, best_recipe, weights, picture)
 

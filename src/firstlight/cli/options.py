@@ -80,6 +80,10 @@ def config_options(config: type, *names: str) -> Callable[[F], F]:
     return add
 
 
+#: A recipe and its overrides; the verb's `context_settings` ignore unknown options.
+recipe_argument = click.argument(
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
+)
 best_option = click.option(
     "--best",
     is_flag=True,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import split_arguments
+from firstlight.cli.options import recipe_argument, split_arguments
 from firstlight.cli.output import end_with, show, show_table, with_json
 from firstlight.console import parse_count, parse_time, say
 from firstlight.errors import ConfigError
@@ -24,9 +24,7 @@ DOES_NOT_FIT_EXIT_CODE = 3
 
 
 @click.command("plan", context_settings={"ignore_unknown_options": True})
-@click.argument(
-    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
-)
+@recipe_argument
 @click.option(
     "--gpu", metavar="NAME", help='GPU to plan for, such as "RTX 4090"; without it, this machine.'
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import split_arguments
+from firstlight.cli.options import recipe_argument, split_arguments
 from firstlight.cli.output import show, show_rows, show_table, with_json
 from firstlight.console import parse_time
 
@@ -20,9 +20,7 @@ _SHOWN = 10
 
 
 @click.command("tune", context_settings={"ignore_unknown_options": True})
-@click.argument(
-    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
-)
+@recipe_argument
 @click.option(
     "--search",
     multiple=True,
