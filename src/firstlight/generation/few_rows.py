@@ -90,7 +90,7 @@ def lay_out(model: Model) -> None:
     for module in model.modules():
         if isinstance(module, FewRowsConv1D):
             weight = module.weight
-            if weight.device.type == "cpu" and weight.dtype in _NAMES and _has_kernels():
+            if weight.device.type == "cpu" and weight.dtype in _NAMES and has_kernels():
                 weight.data = weight.data.t().contiguous().t()
 
 
@@ -109,7 +109,7 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
         and weight.dtype in (x.dtype, torch.int8)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and _has_kernels()
+        and has_kernels()
     )
 
 
@@ -170,7 +170,8 @@ def _(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> T
 _NAMES = {torch.float32: "product_float32", torch.bfloat16: "product_bfloat16"}
 
 
-def _has_kernels() -> bool:
+def has_kernels() -> bool:
+    """Whether the kernels for few rows can be used on this machine."""
     return bool(_products())
 
 
@@ -180,7 +181,7 @@ def ready_to_compile() -> None:
     A call, not a decorator: the compiler takes a second to import, and most programs that generate
     do without.
     """
-    torch.compiler.assume_constant_result(_has_kernels)  # type: ignore[no-untyped-call]
+    torch.compiler.assume_constant_result(has_kernels)  # type: ignore[no-untyped-call]
 
 
 @functools.cache

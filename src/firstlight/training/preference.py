@@ -92,10 +92,14 @@ class PreferenceObjective:
 
     Args:
         config: the recipe's section.
+
+    Attributes:
+        log_probs: `answer_log_probs`, or a function in its place: the planner's marks phases.
     """
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
+        self.log_probs: Callable[..., Tensor] = answer_log_probs
         #: Of pairs since they were last taken: sums of the two rewards, pairs in the right
         #: order, pairs.
         self._sums: Tensor | None = None
@@ -116,7 +120,7 @@ class PreferenceObjective:
             assert document_ids is not None
             assert references is not None
             logits_BTV = forward(input_ids, None, document_ids)
-            log_probs = answer_log_probs(logits_BTV, labels, document_ids, references.shape[1])
+            log_probs = self.log_probs(logits_BTV, labels, document_ids, references.shape[1])
             rewards_BP2 = rewards(log_probs, references, self.config.beta)
             there_BP = references.isfinite().view(len(references), -1, 2).all(-1)
             # Detached: metrics must not keep the graph of a micro-batch alive.

@@ -291,9 +291,9 @@ def predict_generation(
 def _few_rows(target: Target) -> Iterator[None]:
     """The CPU's own kernel for few rows would read addresses that fake tensors have not."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(few_rows, "_few_rows_linear", _few_rows_product))
+        stack.enter_context(replaced(few_rows, "few_rows_linear", _few_rows_product))
         if target.kind == "cuda":
-            stack.enter_context(replaced(few_rows, "_has_kernels", lambda: False))
+            stack.enter_context(replaced(few_rows, "has_kernels", lambda: False))
         yield
 
 

@@ -19,7 +19,6 @@ from firstlight.optim.eight_bit import compiles_update
 from firstlight.planner.memory.emulation import (
     graphs_kept,
     kernels_of,
-    replaced,
     stubbed_compiler,
     without_garbage_collection,
 )
@@ -48,7 +47,6 @@ from firstlight.planner.memory.program import (
 from firstlight.planner.memory.trace import ALIVE, Trace, Tracer
 from firstlight.planner.plan.processes import WorkerProcesses
 from firstlight.recipe import ResolvedRecipe
-from firstlight.training import preference
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
@@ -308,7 +306,6 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         tracer,
         optimizer_phases(tracer),
         kernels_of(target, planned.kernel),
-        replaced(preference, "answer_log_probs", marked_log_probs(tracer)),
     ):
         model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
         mark_weights(model, tracer)
@@ -321,6 +318,8 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
             # The loss needs to know them; of a mask, this target's attention makes none.
             model.make_mask = _without_documents(model.make_mask)
         program = TrainingProgram(recipe, model, PLANNED)
+        if program.preference is not None:
+            program.preference.log_probs = marked_log_probs(tracer)
         mark_weights(program.model, tracer)
         batch = _batch(recipe)
         tracer.mark((batch.input_ids, batch.labels, batch.document_ids), "activations")
