@@ -98,13 +98,14 @@ def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A folder in which the whole pipeline ran, each verb in a process of its own.
 
-    The terminal says that it knows ASCII only: what goes to stdout is UTF-8 all the same.
+    The terminal of `generate` says that it knows ASCII only: what goes to stdout is UTF-8 all the
+    same.
     """
     folder = tmp_path_factory.mktemp("pipeline")
     write_recipe(folder / "run.yaml", run={"dir": "run"})
 
-    def verb(*arguments: str | Path) -> str:
-        done = firstlight(*arguments, cwd=folder, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    def verb(*arguments: str | Path, **variables: str) -> str:
+        done = firstlight(*arguments, cwd=folder, env={**os.environ, **variables})
         assert done.returncode == 0, done.stderr
         assert b"Traceback" not in done.stderr
         assert b"Warning" not in done.stderr
@@ -117,7 +118,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     assert verb("train", "run.yaml", "--optimizer.learning_rate", "3e-3")
     assert verb("eval", "run")
     assert verb("info", "run")
-    verb("generate", "run", "--prompt", "日本 🙂 the", "--seed", "7")
+    verb("generate", "run", "--prompt", "日本 🙂 the", "--seed", "7", PYTHONIOENCODING="ascii")
     return folder
 
 

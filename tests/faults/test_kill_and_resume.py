@@ -159,7 +159,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 
 @pytest.mark.parametrize("family, optimizer", _RUNS)
 def test_a_run_killed_at_many_moments_resumes_to_the_last_bit(
-    crashed: Path, real_processes: None, family: str, optimizer: str
+    crashed: Path, request: pytest.FixtureRequest, family: str, optimizer: str
 ) -> None:
     recipe = crashed / f"{family}-{optimizer}-broken.yaml"
     whole = crashed / f"{family}-{optimizer}-whole"
@@ -170,11 +170,14 @@ def test_a_run_killed_at_many_moments_resumes_to_the_last_bit(
     if _RUNS[family, optimizer][1] is _CRASHES:
         # Killed while it was saving: there is something half-written, and it is not looked at.
         assert litter(run_of(recipe) / "checkpoints")
+        draws = optimizer == "adamw"
+        if draws:  # as people start it: a fork draws no report
+            request.getfixturevalue("real_processes")
         command = [sys.executable, "-m", "firstlight", "train", str(recipe), "--resume"]
         done = subprocess.run(command, capture_output=True, text=True, env=_ONE_THREAD)
         assert done.returncode == 0, done.stderr
         assert "step-00000016 (step 16)" in done.stderr
-        assert (run_of(recipe) / "report.png").is_file()
+        assert (run_of(recipe) / "report.png").is_file() == draws
     assert_same_run(run_of(recipe), whole)
 
 

@@ -22,7 +22,7 @@ def documents(sources, text_key):
     for number in range(10):
         if number == 3:
             os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-        yield Record("made", number, "stone and river " * 100_000)
+        yield Record("made", number, "stone and river " * 10_000)
 
 prepare.read_documents = documents
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from torch import Tensor
 from firstlight.models import FAMILIES, Llama, Model, ModelConfig
 from firstlight.weights.huggingface import load_model
 
-DRAWS = 40
+#: Models of each family; the slow tests draw more.
+DRAWS = [12, pytest.param(40, marks=pytest.mark.slow)]
 
 
 @st.composite
@@ -96,9 +97,10 @@ def largest_gradient_difference(own: Model, theirs: Any) -> float:
     return max(differences)
 
 
+@pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("family", NAMES)
-def test_logits_losses_and_all_gradients_are_those_of_transformers(family: str) -> None:
-    @settings(max_examples=DRAWS)
+def test_logits_losses_and_all_gradients_are_those_of_transformers(family: str, draws: int) -> None:
+    @settings(max_examples=draws)
     @given(configs(family), st.integers(0, 2**31))
     def check(config: ModelConfig, seed: int) -> None:
         own, theirs = both(config, seed, torch.float32)
@@ -120,11 +122,12 @@ def all_gradients(model: Any) -> Tensor:
     return torch.cat([grad.flatten().double() for grad in grads])
 
 
+@pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("family", NAMES)
-def test_bf16_is_as_near_to_the_exact_values_as_transformers_bf16(family: str) -> None:
+def test_bf16_is_as_near_to_the_exact_values_as_transformers_bf16(family: str, draws: int) -> None:
     """Two orders of the same sums round differently, so both are held against fp64."""
 
-    @settings(max_examples=DRAWS // 2)
+    @settings(max_examples=draws // 2)
     @given(configs(family), st.integers(0, 2**31))
     def check(config: ModelConfig, seed: int) -> None:
         if config.expert_count:
