@@ -20,6 +20,7 @@ import pytest
 from talking_models import write_talking_model
 
 from firstlight.cli.main import main
+from waiting import PATIENCE_SECONDS
 
 #: One letter each of what a terminal obeys: colour, bell, return, a C1 control, a turned text.
 WILD = "red \x1b[31m\x07\r\x9b2J\u202e ok\tend"
@@ -225,7 +226,7 @@ class Screen:
 
     def until(self, text: str) -> str:
         """What is shown after what was looked at before, up to a text."""
-        wanted, deadline = text.encode(), time.monotonic() + 120
+        wanted, deadline = text.encode(), time.monotonic() + PATIENCE_SECONDS
         while (place := self.seen.find(wanted, self._looked_at)) < 0:
             ready, _, _ = select.select([self._master], [], [], deadline - time.monotonic())
             assert ready, f"{text!r} does not come: {self.seen[-2000:]!r}"

@@ -24,6 +24,7 @@ from firstlight.serving.server import listening_socket, new_server, new_service,
 from firstlight.tokenizer import train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 from firstlight.weights.huggingface import LoadedModel
+from waiting import PATIENCE_SECONDS, wait_until
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -84,10 +85,10 @@ def url() -> Iterator[str]:
         server = new_server(service, options, ready.set)
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
-        assert ready.wait(60)
+        wait_until("the server", ready.is_set)
         yield url_of(listening)
         server.should_exit = True
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
         service.stop()
 
 

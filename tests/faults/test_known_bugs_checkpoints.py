@@ -31,6 +31,7 @@ from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
+from waiting import wait_until
 
 
 def content(step: int, val_loss: float | None = None) -> Checkpoint:
@@ -187,14 +188,14 @@ def test_an_asynchronous_save_holds_later_values(
 
     def late(*arguments: Any, **options: Any) -> Any:
         started.set()
-        assert trained.wait(timeout=60)
+        wait_until("the end of the training", trained.is_set)
         return write(*arguments, **options)
 
     monkeypatch.setattr(saving, "save_checkpoint", late)
     keeper, state = saver(tmp_path, asynchronous=True), content(1)
     state.trainer_state["events"] = []  # type: ignore[index]
     keeper.save(1, lambda: state)
-    assert started.wait(timeout=60)
+    wait_until("the beginning of the save", started.is_set)
     for tensor in (*state.model.values(), *state.optimizer.values()):
         tensor.mul_(1000)
     state.trainer_state["events"].append("later")

@@ -23,6 +23,7 @@ from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import evaluate_split
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
+from waiting import PATIENCE_SECONDS
 
 
 def rows_from(dataset: TokenDataset, rows_seen: int, count: int, **options: Any) -> list[list[int]]:
@@ -128,7 +129,7 @@ def test_batches_come_in_the_order_in_which_readers_finish(
     def first_last(self: TokenLoader, first: int) -> Any:
         if first == 0:
             for _ in range(3):
-                assert others.acquire(timeout=60)
+                assert others.acquire(timeout=PATIENCE_SECONDS)
         batch = read(self, first)
         others.release()
         return batch

@@ -19,6 +19,7 @@ from firstlight.checkpoint.saver import CheckpointSaver, Snapshot
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.recipe import parse_recipe
 from firstlight.training.loop import train
+from waiting import wait_until
 
 _ELEMENTS = 1 << 22
 #: Cycles of a GPU: about a quarter of a second.
@@ -74,7 +75,7 @@ def test_what_is_written_is_the_state_at_the_save_though_training_goes_on(
 
     def late(*arguments: Any) -> Path:
         started.set()
-        assert trained.wait(60)
+        wait_until("the end of the training", trained.is_set)
         return save_checkpoint(*arguments)
 
     monkeypatch.setattr(saving, "save_checkpoint", late)
@@ -86,7 +87,7 @@ def test_what_is_written_is_the_state_at_the_save_though_training_goes_on(
             weight.add_(1)
             tensors = {"w": weight}
             saver.save(step, lambda t=tensors: Checkpoint({"config.json": "{}"}, t, t, {}))  # type: ignore[misc]
-            assert started.wait(60)
+            wait_until("the beginning of the save", started.is_set)
             weight.fill_(99)  # as the next steps would, while the writer waits
             trained.set()
             saver.wait()

@@ -15,6 +15,7 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
 from firstlight.generation import structured
 from firstlight.generation.structured import Grammars, SchemaError, Vocabulary
 from firstlight.serving.response import TokenTexts
+from waiting import PATIENCE_SECONDS
 
 pytest.importorskip("llguidance")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
@@ -280,7 +281,7 @@ def test_a_process_ends_when_the_one_that_asks_it_was_killed(grammars: Grammars)
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
     with pytest.raises(SchemaError):
         grammars._following.ask({"text": 0, "tokens": []}, 1.0)
 

@@ -19,10 +19,11 @@ from firstlight.serving.scheduler import ScheduledSequence, Scheduler, Update
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 from firstlight.weights.huggingface import LoadedModel
+from waiting import PATIENCE_SECONDS
 
 CONTEXT = 96
 #: Seconds after which a test that waits for something gives up.
-PATIENCE = 60.0
+PATIENCE = PATIENCE_SECONDS
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal, Self
 
+from waiting import PATIENCE_SECONDS
+
 #: "cut" ends the connection before the promised length; "short" promises no more than half;
 #: "endless" promises nothing and does not end; a number is the status of a refusal.
 Fault = Literal["cut", "short", "long", "wrong", "endless"] | int
@@ -86,7 +88,7 @@ class RemoteServer:
         name = path.rpartition("/")[2]
         self.requests.append(name)
         if name in self.gate:
-            self.gate[name].wait(60)
+            self.gate[name].wait(PATIENCE_SECONDS)
         faults = self._faults.get(name)
         fault = faults.pop(0) if faults else None
         file = self._folder / name

@@ -18,6 +18,7 @@ from firstlight.data.loader import Batch, TokenLoader, rows_to_batch
 from firstlight.data.writer import ShardWriter
 from firstlight.errors import DataError
 from firstlight.files.atomic import write_json
+from waiting import PATIENCE_SECONDS
 
 SEEDS = st.integers(0, 2**63)
 
@@ -294,7 +295,7 @@ def test_batches_come_in_order_though_the_first_is_read_last(
     def slow(self: TokenDataset, span: slice) -> Any:
         if span == first:
             for _ in range(3):
-                assert others.acquire(timeout=60)
+                assert others.acquire(timeout=PATIENCE_SECONDS)
         else:
             others.release()
         return read(self, span)
@@ -311,7 +312,7 @@ def test_as_many_threads_read_as_asked_for(
     read = TokenDataset.__getitem__
 
     def meet(self: TokenDataset, span: slice) -> Any:
-        together.wait(timeout=60)  # breaks unless so many threads come here at once
+        together.wait(timeout=PATIENCE_SECONDS)  # breaks unless so many threads come here at once
         return read(self, span)
 
     monkeypatch.setattr(TokenDataset, "__getitem__", meet)

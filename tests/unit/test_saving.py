@@ -26,6 +26,7 @@ from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
 from firstlight.recipe import CheckpointConfig
+from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -38,7 +39,7 @@ class Gate(Disk):
 
     def make_folder(self, path: Path) -> None:
         self.reached.set()
-        assert self.open.wait(60)
+        wait_until("the opened gate", self.open.is_set)
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().make_folder(path)
@@ -73,7 +74,7 @@ def test_what_is_saved_is_the_state_at_the_call(
 
     def late(*arguments: Any) -> Path:
         started.set()
-        assert trained.wait(60)
+        wait_until("the end of the training", trained.is_set)
         return save_checkpoint(*arguments)
 
     monkeypatch.setattr(saving, "save_checkpoint", late)
@@ -82,7 +83,7 @@ def test_what_is_saved_is_the_state_at_the_call(
     with closing(saver(tmp_path)) as saves:
         saves.save(4, lambda: Checkpoint(files, {"a": tensor}, {"a": tensor}, state))
         # Nothing is on the disk yet, and training goes on.
-        assert started.wait(60)
+        wait_until("the beginning of the save", started.is_set)
         tensor.mul_(-7)
         events.append({"step": 5})
         state["step"] = 5
@@ -115,7 +116,7 @@ def test_a_save_while_one_is_being_written_waits_for_it(
 
         monkeypatch.setattr(saves, "wait", open_and_wait)
         saves.save(1, lambda: checkpoint({"a": tensor}))
-        assert gate.reached.wait(60)
+        wait_until("a write at the gate", gate.reached.is_set)
         assert not waited.is_set()
 
         def later() -> Checkpoint:
@@ -188,7 +189,7 @@ def test_a_failed_write_is_said_once_at_the_next_step(tmp_path: Path, gate: Gate
     gate.full = True
     with closing(saver(tmp_path)) as saves:
         saves.save(4, lambda: checkpoint({}))
-        assert gate.reached.wait(60)
+        wait_until("a write at the gate", gate.reached.is_set)
         saves.require_written()  # nothing is known yet
         gate.open.set()
         assert saves._writing is not None
@@ -316,7 +317,7 @@ threading._register_atexit(ending.set)  # called when the main thread has nothin
 
 class Late(Disk):
     def sync(self, file):
-        assert ending.wait(60)
+        assert ending.wait(300)
         super().sync(file)
 
 seam.disk = Late()
