@@ -95,7 +95,9 @@ def test_every_number_becomes_the_nearest_quantile_of_its_block(shape: tuple[int
     """Rows of 80 or 96 numbers end within a block."""
     layer = linear(*shape)
     weight = layer.weight.detach().clone()
-    found = NF4Linear(layer).weight_in(torch.float32)
+    # bitsandbytes compiles what it computes for odd numbers of weights: 12 s of C++.
+    with torch.compiler.set_stance("force_eager"):
+        found = NF4Linear(layer).weight_in(torch.float32)
     assert found.shape == shape
     flat = F.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
     largest = flat.abs().amax(1, keepdim=True)
