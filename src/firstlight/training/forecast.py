@@ -180,11 +180,10 @@ class ForecastComparison:
             **{name: _median(found[_SLOW_STEPS:]) for name, found in self._rates.items()},
         }
 
-    def predicted(self) -> dict[str, Any]:
+    def _predicted(self, forecast: Forecast) -> dict[str, Any]:
         """The forecast as JSON values, with what its rate is in learned tokens and sequences."""
-        assert self.forecast is not None
-        rates = self.forecast.tokens_per_second
-        return asdict(self.forecast) | {
+        rates = forecast.tokens_per_second
+        return asdict(forecast) | {
             "learned_tokens_per_second": _times(rates, self.label_share),
             "samples_per_second": _times(rates, 1 / self.seq_len),
         }
@@ -198,8 +197,9 @@ class ForecastComparison:
         if self.forecast is None:
             return None
         found = self.measured()
-        write_json(run_folder / FORECAST_NAME, {"predicted": self.predicted(), "measured": found})
-        text = self._memory_in_words(found)
+        predicted_values = self._predicted(self.forecast)
+        write_json(run_folder / FORECAST_NAME, {"predicted": predicted_values, "measured": found})
+        text = _memory_in_words(self.forecast, found)
         rate, predicted = found["tokens_per_second"], self.forecast.tokens_per_second
         if rate is None or predicted is None:
             return text
@@ -210,20 +210,20 @@ class ForecastComparison:
         expected = predicted[1] * self.label_share
         return f"{text}; learned tokens/s: predicted {expected:,.0f}, measured {learned:,.0f}"
 
-    def _memory_in_words(self, found: Mapping[str, Any]) -> str:
-        """Each figure beside its own kind."""
-        assert self.forecast is not None
-        tensors = found["peak_bytes"] or found["allocated_bytes"]
-        kinds = {
-            "tensors": (self.forecast.peak_bytes, "allocated", tensors),
-            "the process": (self.forecast.process_bytes, "resident", found["process_bytes"]),
-        }
-        told = [
-            f"of {kind}: predicted {_size(predicted)}, {name} {_size(measured)}"
-            for kind, (predicted, name, measured) in kinds.items()
-            if predicted is not None and measured is not None
-        ]
-        return f"memory {'; '.join(told)}"
+
+def _memory_in_words(forecast: Forecast, found: Mapping[str, Any]) -> str:
+    """Each figure beside its own kind."""
+    tensors = found["peak_bytes"] or found["allocated_bytes"]
+    kinds = {
+        "tensors": (forecast.peak_bytes, "allocated", tensors),
+        "the process": (forecast.process_bytes, "resident", found["process_bytes"]),
+    }
+    told = [
+        f"of {kind}: predicted {_size(predicted)}, {name} {_size(measured)}"
+        for kind, (predicted, name, measured) in kinds.items()
+        if predicted is not None and measured is not None
+    ]
+    return f"memory {'; '.join(told)}"
 
 
 def _tensor_bytes() -> int:

@@ -104,7 +104,8 @@ def predict_length(run: Run, tokens_per_second: float | None) -> None:
     rate = on_main(run.engine, lambda: tokens_per_second)
     if rate is not None:
         steps = predicted_steps(budget.seconds / 60, rate, run.batch, run.seq_len)
-        run.take_length(PredictedLength(steps))
+        budget.length = PredictedLength(steps)
+        run.take_length()
 
 
 def decide_length(run: Run) -> None:
@@ -127,7 +128,8 @@ def decide_length(run: Run) -> None:
     steps = on_main(run.engine, decide)
     if steps is None:
         return
-    run.take_length(DecidedLength(budget.length.predicted_steps, steps, step))
+    budget.length = DecidedLength(budget.length.predicted_steps, steps, step)
+    run.take_length()
     run.bar.message(
         f"step {step}: {budget.seconds_used:.0f} of {budget.seconds:.0f} s are used, and the run "
         f"has {steps:,} steps: {run.schedule.in_words(run.recipe.optimizer.learning_rate)}"

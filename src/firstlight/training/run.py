@@ -18,7 +18,7 @@ from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
 from firstlight.hardware.device import peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.schedule import PredictedLength, Schedule, resolve_schedule
+from firstlight.optim.schedule import Schedule, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
@@ -205,11 +205,8 @@ class Run:
         if self.held is not None:
             self.held.require()
 
-    def take_length(self, length: PredictedLength) -> None:
-        """Take over the number of steps of a run in minutes; it is on the disk when this ends."""
-        budget = self.budget
-        assert budget is not None
-        budget.length = length
+    def take_length(self) -> None:
+        """Take over the length of a run in minutes; it is on the disk when this ends."""
         self.schedule = self._resolved_schedule()
         wait_for_main(self.engine, self.write_budget)
 
