@@ -137,7 +137,7 @@ def _names_no_settings(recipe: Recipe) -> bool:
         and recipe.lora is None
         and recipe.preference is None
         # These have no Muon.
-        and parts.engine != "deepspeed"
+        and not named_engine(parts).updates_itself
         and parts.deepspeed_config is None
         and parts.offload == "none"
         and not recipe.optimizer.model_fields_set
