@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from huggingface_hub import constants
 import firstlight
 from firstlight.cli.main import main
 from firstlight.recipe import load_recipe
+from firstlight.sharing.facts import record_evaluation
 
 #: huggingface_hub's own.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<:DeprecationWarning")
@@ -293,6 +295,16 @@ def test_a_dry_run_of_a_model_without_a_run_writes_its_folder(run: Path, tmp_pat
     assert (out / "README.md").read_text() == "# Mine\n"
     assert json.loads((out / "config.json").read_text()) == config
     assert not (out / "recipe.yaml").exists()
+
+
+def test_evaluations_that_end_at_once_are_all_recorded(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    checkpoint = copy / "checkpoints" / "step-00000004"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: record_evaluation(checkpoint, {"number": n}), range(24)))
+    lines = (copy / "evaluations.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["number"] for line in lines[1:]) == [*range(24)]
 
 
 def test_a_pushed_corpus_is_fetched_from_the_hub(

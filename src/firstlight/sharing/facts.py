@@ -7,6 +7,7 @@ reduced to the last part of their name.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -294,8 +295,14 @@ def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     if run is None:
         return
     manifest, path = read_manifest(checkpoint), run / EVALUATIONS_NAME
-    lines = [
-        *read_json_lines(path),
-        {"step": manifest["step"], "checkpoint_sha256": manifest["sha256"], **result},
-    ]
-    write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    opened = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Two evaluations that end at once would each write the file without the other's line.
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        lines = [
+            *read_json_lines(path),
+            {"step": manifest["step"], "checkpoint_sha256": manifest["sha256"], **result},
+        ]
+        write_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    finally:
+        os.close(opened)
