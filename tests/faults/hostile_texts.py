@@ -297,7 +297,6 @@ TEXTS: dict[str, Build] = {
     ),
     "a template that is no Jinja": template("{% for %}"),
     # What lies beside the checkpoints of a run
-    "a run's metrics are a pipe": run_folder(lambda _, folder: fifo(folder / "metrics.jsonl")),
     "a run's lock is a folder": run_folder(lambda _, folder: folder_instead(folder / ".lock")),
     "a run's lock leads elsewhere": run_folder(
         lambda place, folder: link(folder / ".lock", place.outside / "written")
@@ -325,6 +324,7 @@ def with_log(content: bytes) -> Build:
 #: What is opened although something beside it is odd, and does no harm.
 HARMLESS: dict[str, Build] = {
     **{name: with_log(content) for name, content in DAMAGED_LOGS.items()},
+    "a run's metrics are a pipe": run_folder(lambda _, folder: fifo(folder / "metrics.jsonl")),
     "a run's lock is a pipe": run_folder(lambda _, folder: fifo(folder / ".lock")),
     "a checkpoint's manifest is a pipe": run_folder(
         lambda place, _: fifo(place.checkpoint / "manifest.json")

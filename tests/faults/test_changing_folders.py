@@ -187,6 +187,26 @@ def test_a_run_whose_folder_is_taken_over_during_a_save_publishes_nothing(
     assert newest(run).name == "step-00000006"
 
 
+@pytest.mark.parametrize("removed", [None, "run.json", "checkpoints"])
+def test_a_run_whose_folder_goes_while_a_checkpoint_is_read_back_says_so(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str | None
+) -> None:
+    run = Path(recipe["run"]["dir"])
+
+    def gone(folder: Path, **options: Any) -> None:
+        if removed is None:
+            run.rename(tmp_path / "elsewhere")
+        else:  # as far as a removal has come
+            (run / "run.json").unlink()
+            if removed == "checkpoints":
+                shutil.rmtree(run / "checkpoints")
+        verify_checkpoint(folder, **options)
+
+    monkeypatch.setattr("firstlight.checkpoint.saver.verify_checkpoint", gone)
+    with pytest.raises(CheckpointError, match=r"run folder .* was moved or removed while the run"):
+        train(recipe)
+
+
 def test_a_run_whose_folder_goes_after_its_last_save_says_so(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

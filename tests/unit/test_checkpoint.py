@@ -469,6 +469,16 @@ def test_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
         assert is_of_step(kept[-1], step)
 
 
+def test_nothing_is_deleted_in_a_folder_that_is_no_longer_the_runs(tmp_path: Path) -> None:
+    def gone() -> None:
+        raise CheckpointError("taken over")
+
+    *_, newest = save(tmp_path, 4, 8)
+    with pytest.raises(CheckpointError, match="taken over"):
+        prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=1, keep_best=0), gone)
+    assert names(tmp_path) == ["step-00000004", "step-00000008"]
+
+
 def test_after_a_rollback_the_new_checkpoint_is_kept_and_the_damaged_ones_go(
     tmp_path: Path,
 ) -> None:

@@ -74,7 +74,7 @@ class HeldFolder:
             is_same = os.path.samestat(os.fstat(self._opened), os.stat(self._path))
             if self._claim is not None:
                 found = (self._path / RUN_NAME).read_bytes()
-        if not is_same:
+        if not is_same or (found is None and self._claim is not None):
             raise CheckpointError(
                 f"run folder {self._path} was moved or removed while the run wrote into it: put it "
                 "back under this name, or name its new place as run.dir, and go on with --resume"

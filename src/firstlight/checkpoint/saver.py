@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from firstlight.checkpoint.checkpoint import (
 )
 from firstlight.checkpoint.retention import CheckpointConfig, prune_checkpoints
 from firstlight.checkpoint.run_folder import HeldFolder
+from firstlight.errors import FirstlightError
 from firstlight.hardware.device import free_memory_bytes, single_threaded_pool
 
 #: Share of the memory that is free at the first save, at most, for the copies of all processes.
@@ -106,6 +108,16 @@ class BackgroundSaver(Saver):
         """Raise a CheckpointError if the run folder is no longer this run's."""
         if self._held is not None:
             self._held.require()
+
+    @contextlib.contextmanager
+    def _in_own_folder(self) -> Iterator[None]:
+        """A context whose errors give way to the one of a run folder that is no longer this run's:
+        where that was moved, files are missing, which says nothing of the reason."""
+        try:
+            yield
+        except FirstlightError:
+            self._require_folder()
+            raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
         """Whether memory for copies is free, in each of so many processes of this machine."""
@@ -199,10 +211,11 @@ class CheckpointSaver(BackgroundSaver):
     def _write(self, step: int, checkpoint: Checkpoint) -> None:
         after = self._parent
         self._require_folder()
-        folder = save_checkpoint(self._run_folder, step, checkpoint, after, self._held)
-        verify_checkpoint(folder, from_disk=True)
-        self.saved_step = step
-        self._prune(folder)
+        with self._in_own_folder():
+            folder = save_checkpoint(self._run_folder, step, checkpoint, after, self._held)
+            verify_checkpoint(folder, from_disk=True)
+            self.saved_step = step
+            self._prune(folder)
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:

@@ -206,7 +206,7 @@ class ShardedSaver(BackgroundSaver):
         outcomes: list[dict[str, Any]],
     ) -> None:
         """Make a checkpoint of what all have written; nothing, where one of them could not."""
-        with self._folder.pop_all():
+        with self._in_own_folder(), self._folder.pop_all():
             for rank, outcome in enumerate(outcomes):
                 if "error" in outcome:
                     kind = StorageError if outcome["of_disk"] else CheckpointError
