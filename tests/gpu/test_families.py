@@ -60,7 +60,7 @@ def usual_config(family: str) -> ModelConfig:
     if kind is GPT2Config:
         return GPT2Config(**_SIZES, **own)
     sizes = _EXPERTS if "num_experts" in kind.model_fields else _GROUPED
-    return kind(**{**sizes, **own}, model_type=family)
+    return kind.model_validate({**sizes, **own, "model_type": family})
 
 
 def both(config: ModelConfig, seed: int, device: torch.device) -> tuple[Model, Any]:

@@ -80,8 +80,10 @@ def prepare(
         val_fraction: share of the text's bytes that is held out for validation, in whole
             documents; of fewer than 1/val_fraction documents, the last part of each document.
         split_of: see `SplitOf`; None splits by `val_fraction` alone.
-        workers, engine, ray_address: "local" encodes in `workers` processes (None chooses; several
-            import the caller's script: `if __name__ == "__main__":`), "ray" on a Ray cluster.
+        workers: number of processes that encode; None chooses. More than one import the caller's
+            script (`if __name__ == "__main__":`).
+        engine: "local" encodes in `workers` processes, "ray" on a Ray cluster.
+        ray_address: address of the Ray cluster; None is Ray's own choice.
         text_key: the field with the text in JSONL lines, Parquet columns and datasets.
         max_documents: number of documents after which nothing further is read; None is no limit.
         max_tokens: tokens of both splits, separators included, `val_fraction` of them for
