@@ -763,6 +763,8 @@ def test_rows_take_turns_each_in_its_environment(
 def test_the_other_programs_can_get_the_same_environment(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in TRAINING:
+        monkeypatch.delenv(name, raising=False)
     processes = FakeProcesses({})
     monkeypatch.setattr(training, "ask", processes)
     bench = TrainingBench(model=model, repeats=1, programs=["reference"], same_environment=True)

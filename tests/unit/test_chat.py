@@ -45,7 +45,9 @@ class Scripted(nn.Module):
     def __init__(self, vocab_size: int, context: int, script: Iterable[int]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.config = types.SimpleNamespace(vocab_size=vocab_size, max_position_embeddings=context)
+        self.config = types.SimpleNamespace(
+            vocab_size=vocab_size, max_position_embeddings=context, long_from=None
+        )
         self.script: Iterator[int] = iter(script)
         self.text: list[int] = []
         self.computed: list[int] = []

@@ -63,12 +63,13 @@ def config_of(family: str, vocab_size: int, **changes: Any) -> dict[str, Any]:
     if family.startswith("deepseek"):
         # Heads that share one compressed vector, and groups of experts that fit 8.
         shape |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2}
+        shape |= {"moe_intermediate_size": 32}
         shape |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     if family == "qwen3_next":
         shape |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         shape |= {"layer_types": ["linear_attention", "full_attention"]}
         shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         shape |= {"num_local_experts": 6, "num_experts_per_tok": 2}
     if family == "qwen3_moe":
         shape |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
