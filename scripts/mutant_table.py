@@ -537,7 +537,7 @@ MUTANTS = [
     Mutant(
         "deleted before verified",
         "firstlight/checkpoint/saver.py",
-        "        verify_checkpoint(folder, from_disk=True)\n",
+        "            verify_checkpoint(folder, from_disk=True)\n",
         "",
         (_CHECKPOINTS + "the_old_checkpoint_is_deleted_before_the_new_one_is_there",),
     ),

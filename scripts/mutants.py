@@ -11,6 +11,7 @@ Exits with 1 where fewer than 95 % are caught, or the table is stale.
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -41,7 +42,8 @@ def mutated(mutant: Mutant) -> str:
     """The file of a mutant, with its bug.
 
     Raises:
-        StaleTableError: the text to be replaced is not there exactly once, or a test is gone.
+        StaleTableError: the text to be replaced is not there exactly once, what comes out is not
+            Python, or a test is gone.
     """
     path = REPOSITORY / "src" / mutant.file
     content = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -52,7 +54,12 @@ def mutated(mutant: Mutant) -> str:
         file, _, name = test.partition("::")
         if f"def {name}(" not in (REPOSITORY / file).read_text(encoding="utf-8"):
             raise StaleTableError(f"{mutant.name}: there is no {test}")
-    return content.replace(mutant.old, mutant.new)
+    result = content.replace(mutant.old, mutant.new)
+    try:
+        ast.parse(result)
+    except SyntaxError as error:
+        raise StaleTableError(f"{mutant.name}: {mutant.file} is not Python: {error}") from None
+    return result
 
 
 @dataclass

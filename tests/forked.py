@@ -48,9 +48,13 @@ _READ_ONCE = (
     *("LD_", "LC_", "LANG", "TORCH_"),
 )
 #: Of these, variables that may differ: torch reads the first later, the second is for words that no
-#: test reads, and the third, which the command line sets in the process that tests, is for threads
-#: that wait, which forks of one thread don't have.
-_MAY_DIFFER = {"TORCH_EXTENSIONS_DIR", "TORCH_CPP_LOG_LEVEL", "GOMP_SPINCOUNT"}
+#: test reads, the third, which the command line sets in the process that tests, is for threads that
+#: wait, which forks of one thread don't have, and the last two, which scikit-learn sets when a
+#: library of a test imports it, are for Intel's OpenMP, which torch for Linux doesn't use.
+_MAY_DIFFER = {
+    *("TORCH_EXTENSIONS_DIR", "TORCH_CPP_LOG_LEVEL", "GOMP_SPINCOUNT"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+}
 
 _PRELOADED = (
     "torch._dynamo",
@@ -83,11 +87,16 @@ def can_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     rest = command[2:] if command[1:2] == ["-P"] else command[1:]
     if command[0] != _PYTHON or not rest or (rest[0][:1] == "-" and rest[0] not in _FORMS):
         return False
+    return not different_variables(environment)
+
+
+def different_variables(environment: Mapping[str, str]) -> list[str]:
+    """Names of variables that keep a process of this environment from being a fork."""
     names = (environment.keys() | _ENVIRONMENT.keys()) - _MAY_DIFFER
-    return all(
-        environment.get(name) == _ENVIRONMENT.get(name)
+    return sorted(
+        name
         for name in names
-        if name.startswith(_READ_ONCE)
+        if name.startswith(_READ_ONCE) and environment.get(name) != _ENVIRONMENT.get(name)
     )
 
 

@@ -23,7 +23,7 @@ from firstlight.data.prepare import prepare
 from firstlight.recipe import known_keys
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.run import Run as TrainingRun
-from forked import can_fork
+from forked import can_fork, different_variables
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -637,6 +637,7 @@ def test_variables_that_a_command_sets_in_this_process_let_later_ones_be_forked(
         assert run(verb, "nowhere").exit_code
     assert os.environ["GOMP_SPINCOUNT"]
     here = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert different_variables(here) == []
     assert can_fork([sys.executable, "-m", "firstlight"], here)
 
 
