@@ -528,10 +528,10 @@ MUTANTS = [
     Mutant(
         "deleted before saved",
         "firstlight/checkpoint/saver.py",
-        "        folder = save_checkpoint(",
-        "        import shutil\n\n"
-        "        shutil.rmtree(self._run_folder / 'checkpoints', ignore_errors=True)\n"
-        "        folder = save_checkpoint(",
+        "            folder = save_checkpoint(",
+        "            import shutil\n\n"
+        "            shutil.rmtree(self._run_folder / 'checkpoints', ignore_errors=True)\n"
+        "            folder = save_checkpoint(",
         (_CHECKPOINTS + "the_old_checkpoint_is_deleted_before_the_new_one_is_there",),
     ),
     Mutant(
