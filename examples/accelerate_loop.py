@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from parts import MIXED_PRECISION, parts_of, recipe_of_arguments
+from parts import MIXED_PRECISION, parts_of, run
 from torch import Tensor
 
 from firstlight.efficiency.memory import checkpoint_layers
@@ -78,4 +78,4 @@ def train(recipe: Recipe) -> list[float]:
 
 
 if __name__ == "__main__":
-    train(recipe_of_arguments())
+    run(train)

@@ -7,14 +7,16 @@ Of a recipe's `efficiency` section the examples' trainers are told `activation_c
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from firstlight.cli.options import split_arguments
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import find_hardware
 from firstlight.models import Model, empty_model
 from firstlight.optim.groups import parameter_kinds
@@ -54,9 +56,15 @@ class Parts:
         return TokenLoader(self.dataset, self.seq_len, rows, seed, rank=rank, world_size=processes)
 
 
-def recipe_of_arguments() -> Recipe:
-    """The recipe that the command line names: RECIPE.yaml [--section.key VALUE]..."""
-    return load_recipe(*split_arguments(sys.argv[1:], "train"))
+def run(train: Callable[[Recipe], list[float]]) -> list[float]:
+    """Call `train` with the recipe that the command line names; an error is one line.
+
+    example.py RECIPE.yaml [--section.key VALUE]...
+    """
+    try:
+        return train(load_recipe(*split_arguments(sys.argv[1:], "train")))
+    except FirstlightError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
 
 
 def parts_of(recipe: Recipe) -> Parts:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 import transformers
-from parts import MIXED_PRECISION, Parts, parts_of, recipe_of_arguments
+from parts import MIXED_PRECISION, Parts, parts_of, run
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers.trainer_callback import PrinterCallback
@@ -102,5 +102,5 @@ def train(recipe: Recipe) -> list[float]:
 
 
 if __name__ == "__main__":
-    for number, loss in enumerate(train(recipe_of_arguments()), start=1):
+    for number, loss in enumerate(run(train), start=1):
         print(f"step {number} loss {loss!r}")  # noqa: T201

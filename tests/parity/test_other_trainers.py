@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -135,6 +136,15 @@ def test_both_have_checkpointing_accumulation_bf16_and_8_bit_moments(
         # Rounded otherwise than in fp32, and yet the same run.
         assert found != expected
         assert found == pytest.approx(expected, rel=0.05)
+
+
+def test_errors_of_the_examples_are_one_line(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_EXAMPLES)
+    parts = importlib.import_module("parts")
+    arguments = ["loop.py", str(recipe), "--efficiency.precision", "fp16"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match=r"loop.py: error: .*fp16 needs a GPU.*; take bf16\Z"):
+        parts.run(parts.parts_of)
 
 
 @pytest.mark.slow

@@ -187,6 +187,13 @@ def test_the_beginning_of_a_text_is_as_long_as_its_tokens_allow(text: str, room:
     assert count(found) <= room < count(text[: len(found) + 1])
 
 
+def test_the_beginning_is_short_of_tokens_where_a_character_changes_how_others_are_merged() -> None:
+    tokens = {"t": 1, "th": 1, "tha": 3, "thai": 2}
+    assert longest_prefix("thai", 1, 2, tokens.__getitem__) == "th"
+    tokens["thai"] = 4
+    assert longest_prefix("thai", 2, 4, tokens.__getitem__) == "th"
+
+
 # Project Gutenberg
 
 _HEADER = "The Project Gutenberg EBook of X, by Y\r\n\r\nTitle: X\r\n\r\nLanguage: English\r\n\r\n"

@@ -60,8 +60,9 @@ _OF_TEXT = {
 @click.option(
     "--max-tokens",
     metavar="N",
-    help="Take so many tokens, for instance 10M, of both splits together, cut the last document "
-    "there, and read no further.",
+    help="Take at most so many tokens, for instance 10M, of both splits together, and read no "
+    "further. Each split's last document is cut between two characters, which can leave the split "
+    "a few tokens short.",
 )
 @click.option(
     "--strip-gutenberg",

@@ -138,8 +138,10 @@ def within_tokens(
 
 
 def longest_prefix(text: str, room: int, tokens: int, count: Callable[[str], int]) -> str:
-    """The beginning of a text, in whole characters, that is at most `room` tokens long; a few
-    tokens shorter at most, where no character ends at that token.
+    """The longest beginning of a text, in whole characters, that is at most `room` tokens long.
+
+    It can be a few tokens shorter: the next character may be several tokens, or may change how the
+    characters before it are merged.
 
     Args:
         text: the text.

@@ -86,8 +86,8 @@ def prepare(
         ray_address: address of the Ray cluster; None is Ray's own choice.
         text_key: the field with the text in JSONL lines, Parquet columns and datasets.
         max_documents: number of documents after which nothing further is read; None is no limit.
-        max_tokens: tokens of both splits, separators included, `val_fraction` of them for
-            validation; a document that passes a split's number is cut there. None is no limit.
+        max_tokens: largest number of tokens, separators included, `val_fraction` of them for
+            validation; each split's last document is cut between two characters. None: no limit.
         strip_gutenberg: leave out Project Gutenberg's header, credits and licence around a text.
         overwrite: replace `out` if it is a prepared corpus.
         shard_tokens: tokens after which the next shard is begun.
