@@ -42,7 +42,7 @@ def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
         assert line["weights"] < 1e-6, (case, line)
         assert line["state"] < 1e-6, (case, line)
         assert line["moved"] > 1e-3, (case, line)
-        if case["distributed"] == {"engine": "ddp"}:
+        if case["distributed"] in ({"engine": "ddp"}, _FSDP, _TENSOR):
             # Each matrix by one of them.
             own, alone = line["orthogonalised"]
             assert own == alone / size

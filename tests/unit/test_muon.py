@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from firstlight.models import MoEConfig
 from firstlight.optim.cautious import decay_cautiously
-from firstlight.optim.muon import COEFFICIENTS, Muon, normalised, orthogonalised
+from firstlight.optim.muon import COEFFICIENTS, Muon, neuron_factors, neuron_squares, orthogonalised
 from firstlight.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
@@ -152,8 +152,7 @@ def test_rows_are_divided_by_their_averaged_size(shape: tuple[int, ...], transpo
     v = torch.zeros(rows, dtype=torch.float64)
     for seed in range(4):
         o = random(*shape, seed=seed)
-        settings = {"beta2": 0.9, "transposed": transposed}
-        found = normalised(o, state, settings)
+        found = o * neuron_factors(neuron_squares(o, transposed), state, 0.9)
         o = o.double()
         v = 0.9 * v + 0.1 * o.square().mean(along, keepdim=True)
         expected = o / v.sqrt()

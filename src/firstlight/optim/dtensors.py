@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
 
@@ -75,6 +78,111 @@ def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
     tensor = tensor.to(example.to_local().device)
     # Every rank has the same values: nothing is sent.
     return distribute_tensor(tensor, example.device_mesh, example.placements, src_data_rank=None)
+
+
+def shard_group(parameter: Tensor) -> ProcessGroup | None:
+    """The processes that have the shards of a parameter between them; None where it is not
+    sharded, or along two dimensions of its mesh (fsdp of tensor-parallel shards)."""
+    if not is_sharded(parameter):
+        return None
+    cut = [n for n, placed in enumerate(parameter.placements) if not placed.is_replicate()]
+    return parameter.device_mesh.get_group(cut[0]) if len(cut) == 1 else None
+
+
+def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor | None:
+    """The full tensor of one parameter for each process: the first parameter's for the first
+    process of their `shard_group`, and so on; None for a process that has none.
+
+    A collective. In all, n processes receive what `gather` sends to each of them.
+
+    Args:
+        shards: this process' shard of a tensor with each parameter's shape; all of one dtype.
+        parameters: as many parameters as there are processes at most, all of one `shard_group`.
+    """
+    group = shard_group(parameters[0])
+    assert group is not None
+    rank, processes = group.rank(), group.size()
+    axes = [_axis(parameter) for parameter in parameters]
+    # The axis that is cut comes first, so that shards of a tensor lie one after the other.
+    rows = [shard.movedim(axis, 0).flatten() for shard, axis in zip(shards, axes, strict=True)]
+    counts = [len(row) for row in rows] + [0] * (processes - len(rows))
+    if rank >= len(parameters):
+        _all_to_all(torch.cat(rows), counts, [0] * processes, group)
+        return None
+    parameter, axis = parameters[rank], axes[rank]
+    lengths = _lengths(parameter.shape[axis], processes)
+    rest = parameter.shape[:axis] + parameter.shape[axis + 1 :]
+    width = math.prod(rest)
+    received = _all_to_all(torch.cat(rows), counts, [n * width for n in lengths], group)
+    return received.view(-1, *rest).movedim(0, axis)
+
+
+def scatter_each(
+    full: Tensor | None, parameters: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """This process' shard of each parameter's tensor, which its process has in full: the inverse
+    of `gather_each`.
+
+    Args:
+        full: the full tensor of this process' parameter; None where it has none.
+        parameters: see `gather_each`.
+        dtype: dtype of the full tensors.
+    """
+    group = shard_group(parameters[0])
+    assert group is not None
+    rank, processes = group.rank(), group.size()
+    axes, given = [_axis(parameter) for parameter in parameters], [0] * processes
+    sent = torch.empty(0, dtype=dtype, device=own_shard(parameters[0], parameters[0]).device)
+    if full is not None:
+        axis = axes[rank]
+        width = full.numel() // full.shape[axis]
+        given = [n * width for n in _lengths(full.shape[axis], processes)]
+        sent = full.movedim(axis, 0).flatten()
+    shapes = []
+    for parameter, axis in zip(parameters, axes, strict=True):
+        own = own_shard(parameter, parameter).shape
+        shapes.append((own[axis], *own[:axis], *own[axis + 1 :]))
+    counts = [math.prod(shape) for shape in shapes]
+    received = _all_to_all(sent, given, counts + [0] * (processes - len(counts)), group)
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        received.narrow(0, start, count).view(shape).movedim(0, axis)
+        for start, count, shape, axis in zip(starts, counts, shapes, axes, strict=False)
+    ]
+
+
+def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """What belongs to this process' shard of a parameter, of a tensor that every process has: the
+    tensor itself where it has one entry along the axis that is cut."""
+    if not is_sharded(parameter) or tensor.shape[_axis(parameter)] == 1:
+        return tensor
+    group, axis = shard_group(parameter), _axis(parameter)
+    assert group is not None
+    lengths = _lengths(parameter.shape[axis], group.size())
+    return tensor.narrow(axis, sum(lengths[: group.rank()]), lengths[group.rank()])
+
+
+def _axis(parameter: Tensor) -> int:
+    """The axis along which a parameter with a `shard_group` is cut."""
+    from torch.distributed.tensor import Shard
+
+    assert is_sharded(parameter)
+    axes = [placed.dim for placed in parameter.placements if isinstance(placed, Shard)]
+    return axes[0]
+
+
+def _lengths(length: int, processes: int) -> list[int]:
+    """Lengths of the shards of an axis, as torch cuts it: the last ones may be shorter or empty."""
+    most = -(-length // processes)
+    return [min(most, max(length - rank * most, 0)) for rank in range(processes)]
+
+
+def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+    """The numbers that this process gets: `taken` from each of the others, to which it gives
+    `given` of `sent` [sum(given)], one after the other."""
+    received = sent.new_empty(sum(taken))
+    torch.distributed.all_to_all_single(received, sent, taken, given, group=group)
+    return received
 
 
 @contextlib.contextmanager

@@ -7,21 +7,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from firstlight.optim.cautious import decay_cautiously
-from firstlight.optim.dtensors import gather, is_sharded, own_shard, shard_like
+from firstlight.optim.dtensors import (
+    gather,
+    gather_each,
+    is_sharded,
+    own_part,
+    own_shard,
+    scatter_each,
+    shard_group,
+    shard_like,
+)
 from firstlight.optim.spec import (
-    ForeachOptimizer,
     Groups,
     Layout,
     OptimizerSpec,
     is_sharded_like,
     momentum_layout,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _EPS = 1e-7
 
@@ -45,7 +56,7 @@ COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = 
 }
 
 
-class Muon(ForeachOptimizer):
+class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) with decoupled weight decay and updates of AdamW's size (Liu et al.
     2025, arXiv 2502.16982): torch.optim.Muon with `match_rms_adamw`, to the bit for matrices.
 
@@ -56,10 +67,10 @@ class Muon(ForeachOptimizer):
     With `beta2`, NorMuon (arXiv 2510.05491): the rows of o, one for each neuron, are divided by the
     root of their averaged mean squares v [..., F, 1], and o is scaled to a root mean square of 0.2.
 
-    Matrices may be sharded (FSDP2, tensor parallelism): moments and weights stay shards, and each
-    matrix is gathered in bf16 when its turn comes. Where processes have the same whole gradients
-    (DDP), each orthogonalises its share of the matrices and sends them to the others in bf16, which
-    changes no bit: see `process`.
+    Several processes orthogonalise a share of the matrices each, which changes no bit. Where they
+    have the same whole gradients (DDP, see `process`), each sends its matrices to the others in
+    bf16. Where matrices are sharded (FSDP2, tensor parallelism), moments and weights stay shards:
+    each process gets the shards of its matrices in bf16, and sends back shards of the results.
 
     Args:
         groups: torch's parameter groups, of parameters [..., F, C]; `transposed` ones have their
@@ -99,8 +110,6 @@ class Muon(ForeachOptimizer):
             "cautious": cautious,
             "weight_decay": 0.0,
             "transposed": False,
-            # A list's matrices are updated one by one: they would all be in memory as bf16.
-            "foreach": False,
         }
         super().__init__(groups, defaults)
         self.process = (0, 1)
@@ -108,35 +117,68 @@ class Muon(ForeachOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
-        rank, processes = self.process
-        if processes == 1:
-            super().step()
-            return
-        found = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        # Matrices of one size at a time take all processes as long, and few are in memory.
-        found.sort(key=lambda pair: pair[0].numel())
-        for start in range(0, len(found), processes):
-            part, received = found[start : start + processes], []
-            for owner, (parameter, group) in enumerate(part):
-                direction = self._direction(parameter, group)
-                if owner == rank:
-                    direction = orthogonalised(direction, group["coefficients"]).contiguous()
+        found: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    found.setdefault(shard_group(parameter), []).append((parameter, group))
+        for team, pairs in found.items():
+            # Matrices of one size at a time take all processes as long, and few are in memory.
+            pairs.sort(key=lambda pair: pair[0].numel())
+            processes = self.process[1] if team is None else team.size()
+            for start in range(0, len(pairs), processes):
+                part = pairs[start : start + processes]
+                if team is not None:
+                    self._update_shards(part, team)
+                elif processes > 1:
+                    self._update_copies(part)
                 else:
-                    direction = torch.empty_like(parameter, dtype=torch.bfloat16)
-                received.append(direction)
-            for owner, (parameter, group) in enumerate(part):
-                # Sent after all have computed: products of the processes run at the same time.
-                torch.distributed.broadcast(received[owner], owner)
-                self._apply(received[owner], parameter, group)
+                    self._update_alone(*part[0])
 
-    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """See `ForeachOptimizer.update`."""
-        for parameter in parameters:
+    def _update_alone(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter, or a shard of one that is cut along two dimensions of its mesh: every
+        process computes that matrix whole, from bf16, which is half to send."""
+        direction = self._direction(parameter, group)
+        if is_sharded(parameter):
+            direction = gather(direction.bfloat16(), parameter)
+        direction = orthogonalised(direction, group["coefficients"])
+        factors = self._factors(direction, parameter, group)
+        direction = direction if factors is None else direction * factors
+        self._apply(own_shard(shard_like(direction, parameter), parameter), parameter, group)
+
+    def _update_copies(self, part: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Update as many parameters as there are processes with the same gradients: each computes
+        one matrix, and the others receive it."""
+        received = []
+        for owner, (parameter, group) in enumerate(part):
             direction = self._direction(parameter, group)
-            if is_sharded(parameter):
-                # Every process computes each matrix whole, from bf16, which is half to send.
-                direction = gather(direction.bfloat16(), parameter)
-            self._apply(orthogonalised(direction, group["coefficients"]), parameter, group)
+            if owner == self.process[0]:
+                direction = orthogonalised(direction, group["coefficients"]).contiguous()
+            else:
+                direction = torch.empty_like(parameter, dtype=torch.bfloat16)
+            received.append(direction)
+        for owner, (parameter, group) in enumerate(part):
+            # Sent after all have computed: products of the processes run at the same time.
+            torch.distributed.broadcast(received[owner], owner)
+            factors = self._factors(received[owner], parameter, group)
+            direction = received[owner] if factors is None else received[owner] * factors
+            self._apply(direction, parameter, group)
+
+    def _update_shards(self, part: list[tuple[Tensor, dict[str, Any]]], team: ProcessGroup) -> None:
+        """Update this process' shards of as many parameters as there are processes: each gets the
+        shards of one matrix, computes it, and sends each process its shard."""
+        parameters = [parameter for parameter, _ in part]
+        shards = [self._direction(parameter, group).bfloat16() for parameter, group in part]
+        full = gather_each(shards, parameters)
+        if full is not None:
+            full = orthogonalised(full, part[team.rank()][1]["coefficients"])
+        directions = scatter_each(full, parameters, torch.bfloat16)
+        for owner, (parameter, group) in enumerate(part):
+            own = full if owner == team.rank() else None
+            factors = self._factors(own, parameter, group, team, owner)
+            if factors is not None:
+                directions[owner] = directions[owner] * own_part(factors, parameter)
+            self._apply(directions[owner], parameter, group)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """The parameter's averaged gradient, or this process' shard of it; counts the step."""
@@ -147,17 +189,37 @@ class Muon(ForeachOptimizer):
         # Nesterov momentum: this step's gradient counts once more.
         return gradient.lerp(average, momentum)
 
+    def _factors(
+        self,
+        direction: Tensor | None,
+        parameter: Tensor,
+        group: dict[str, Any],
+        team: ProcessGroup | None = None,
+        owner: int = 0,
+    ) -> Tensor | None:
+        """NorMuon's `neuron_factors` of an orthogonalised direction [..., F, C], which only `owner`
+        of a team has; None for plain Muon."""
+        if group["beta2"] is None:
+            return None
+        second_moment = self.state[parameter]["second_moment"]
+        if direction is None:
+            squares = torch.empty_like(second_moment)
+        else:
+            squares = neuron_squares(direction, group["transposed"])
+        if team is not None:
+            # Few numbers, and every process keeps all: the mean over the neurons needs them.
+            torch.distributed.broadcast(squares, group=team, group_src=owner)
+        return neuron_factors(squares, second_moment, group["beta2"])
+
     def _apply(self, direction: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Move the parameter, or this process' shard of it, along an orthogonalised direction
-        [..., F, C]."""
-        state, own = self.state[parameter], own_shard(parameter, parameter)
+        """Move the parameter along its orthogonalised direction [..., F, C], times its factors, or
+        this process' shard along the shard of that."""
+        own = own_shard(parameter, parameter)
         # AdamW's typical update has this root mean square, so one learning rate serves both.
-        scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
-        if group["beta2"] is not None:
-            # Its root mean square is one already, whatever the shape.
-            direction = normalised(direction, state["second_moment"], group)
-            scale = 0.2
-        direction = own_shard(shard_like(direction, parameter), parameter)
+        scale = 0.2
+        if group["beta2"] is None:
+            # NorMuon's factors give it a root mean square of one, whatever the shape.
+            scale *= math.sqrt(max(parameter.shape[-2:]))
         decay = group["lr"] * group["weight_decay"]
         if group["cautious"]:
             decay_cautiously(own, direction, decay)
@@ -216,26 +278,31 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     return x.mT if is_tall else x
 
 
-def normalised(matrices: Tensor, second_moment: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Orthogonalised matrices [..., F, C] with neurons of like size, and a root mean square of one.
+def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
+    """Mean squares of the neurons of orthogonalised matrices [..., F, C], in fp32: [..., F, 1],
+    or [..., 1, C] of `transposed` matrices, which have their neurons in the columns."""
+    # In fp32: bf16 has three digits, and a slow average would not move.
+    squares = matrices.float().square()
+    return squares.mean(-2 if transposed else -1, keepdim=True)
+
+
+def neuron_factors(squares: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """Factors of the neurons of orthogonalised matrices, which give them like size, and the
+    matrices a root mean square of one.
 
     Args:
-        matrices: orthogonalised matrices of any dtype.
-        second_moment: averaged mean squares of the neurons, [..., F, 1], or [..., 1, C] of
-            transposed matrices; takes in the new ones.
-        group: torch's parameter group, with `beta2` and `transposed`.
+        squares: mean squares of the neurons, [..., F, 1] or [..., 1, C].
+        second_moment: their average, which takes in the new ones.
+        beta2: decay rate of that average.
 
     Returns:
-        [..., F, C] in the dtype of `second_moment`.
+        The shape and dtype of `second_moment`.
     """
-    # In fp32: bf16 has three digits, and a slow average would not move.
-    squares = matrices.to(second_moment.dtype).square()
-    squares = squares.mean(-2 if group["transposed"] else -1, keepdim=True)
-    second_moment.lerp_(squares, 1 - group["beta2"])
+    second_moment.lerp_(squares, 1 - beta2)
     inverse = 1 / (second_moment.sqrt() + _EPS)
     # Mean squares of the rescaled neurons: no second pass over the matrix is needed.
     mean = (squares * inverse.square()).mean((-2, -1), keepdim=True)
-    return matrices * (inverse / (mean.sqrt() + _EPS))
+    return inverse / (mean.sqrt() + _EPS)
 
 
 def _muon(groups: Groups, config: Any) -> Muon:
