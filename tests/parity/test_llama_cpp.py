@@ -192,6 +192,18 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
     ),
     "mixtral-yarn": ("mixtral", {**_EXPERTS, "head_dim": 16, "rope_parameters": _YARN}),
+    "mistral-yarn": ("mistral", {"sliding_window": None, "rope_parameters": _YARN}),
+    "arcee-yarn": ("arcee", {"head_dim": 16, "rope_parameters": _YARN}),
+    "qwen3_moe-yarn": (
+        "qwen3_moe",
+        {
+            **_EXPERTS,
+            "head_dim": 32,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "rope_parameters": _YARN,
+        },
+    ),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
     "gpt_oss-yarn": ("gpt_oss", {**_GPT_OSS, "rope_parameters": _YARN}),
     "gpt_oss-without-window": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * 4}),
@@ -214,6 +226,10 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DEEPSEEK, "rope_parameters": {**_YARN, "attention_factor": 1.2, "mscale_all_dim": 0.5}},
     ),
     "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
+    "qwen3_next-yarn": (
+        "qwen3_next",
+        {**_QWEN3_NEXT, "rope_parameters": {**_YARN, "partial_rotary_factor": 0.5}},
+    ),
     "qwen3_next-tied": (
         "qwen3_next",
         {

@@ -18,6 +18,7 @@ from firstlight.errors import ConfigError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.evaluation.positions import evaluate_by_position
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
+from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import load_model, model_files, read_config
@@ -163,6 +164,13 @@ def test_a_section_of_positions_changes_them_and_keeps_all_else(
     )
     ids = torch.arange(100)[None]
     assert not torch.equal(before(ids), now(ids))
+
+
+def test_a_plan_has_the_changed_positions_of_the_model(llama: Path, recipe: dict[str, Any]) -> None:
+    planned = resolve_for(parse_recipe(longer(recipe)), find_machine(), str(llama))
+    assert planned.model == LlamaConfig(
+        **_SIZES | {"max_position_embeddings": 128, "rope_scaling": YARN}
+    )
 
 
 def test_the_loss_beyond_the_old_context_falls_and_the_run_goes_on(

@@ -36,6 +36,7 @@ from firstlight.recipe import (
 from firstlight.recipe.deepspeed import with_deepspeed_file
 from firstlight.recipe.resolve import AutoPrecision, Facts, facts_here, for_new_model, resolve
 from firstlight.training.length import predicted_steps
+from firstlight.training.model_section import with_positions
 from firstlight.weights.huggingface import read_config
 
 #: Of the memory of a GPU that is not in the table.
@@ -276,8 +277,10 @@ def _prepared_kind(recipe: Recipe) -> Kind:
 
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
     if init_from is not None:
-        source = resolve_model_folder(init_from)
-        return recipe.model_copy(update={"model": read_config(source)})
+        config = read_config(resolve_model_folder(init_from))
+        # As in a run, which says so itself.
+        config = with_positions(recipe, config, init_from, tell=lambda _: None)
+        return recipe.model_copy(update={"model": config})
     model = recipe.model or recipe.planning.model
     if model is None:
         raise ConfigError(
