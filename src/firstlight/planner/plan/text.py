@@ -96,7 +96,10 @@ def in_words(one: Estimate) -> str:
     """Memory, and for what fits the speed where it is known."""
     if one.problem:
         return one.problem
-    fits = "fits" if one.fits else "DOES NOT FIT"
+    if one.fits:
+        fits = "fits"
+    else:
+        fits = "may not fit" if one.is_bound else "DOES NOT FIT"
     phase = ""
     if one.training is not None:
         is_training = one.training.total_bytes == one.needed_bytes
@@ -241,7 +244,8 @@ def speed(rate: Range) -> str:
 
 def _rate(one: Estimate) -> str:
     if not one.fits:
-        return "does not fit"
+        # The bound is that of a step without torch.compile, which mostly takes less.
+        return "may not fit" if one.is_bound else "does not fit"
     rate = one.tokens_per_second
     return "" if rate is None else f"{rate.expected:,.0f}"
 
