@@ -9,8 +9,8 @@ The product C = A @ B of square fp32 matrices is cut in two ways, each cut a cal
 
     row blocks      C[rows] = A[rows] @ B: all of B is read once for each block of rows, and with
                     blocks of one row nothing of it is used twice
-    square blocks   C[i, j] += A[i, k] @ B[k, j] in three loops: three blocks have to fit into a
-                    cache to be used again and again; small ones pay for a call each
+    square blocks   C[i, j] += A[i, k] @ B[k, j] in three loops: blocks are reused only while three
+                    of them fit into a cache; with small blocks the cost of a call dominates
 
 The last cut of both is the whole product, in the blocks that the library itself chooses.
 """
@@ -35,7 +35,7 @@ CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 #: Bytes that one call reads at least.
 _CALL_BYTES = 1 << 22
 
-#: Measurements of each row; a row says their median.
+#: Measurements of each row; a row reports their median.
 _REPEATS = 5
 
 
@@ -70,7 +70,8 @@ def multiply_rows(a: Tensor, b: Tensor, out: Tensor, rows: int) -> None:
 
 
 def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
-    """out = a @ b, all [edge, edge], in square blocks."""
+    """Write a @ b into `out`, block by block: fp32 matrices [edge, edge], `block` rows and columns
+    of each at a time."""
     out.zero_()
     for i in range(0, len(a), block):
         for j in range(0, len(a), block):

@@ -2,8 +2,9 @@
 
     python -m firstlight.bench.gpu_training REQUEST
 
-REQUEST is one of `training_once` without "data", and with "work", where the tokens of the standard
-library lie or are made, and "vocab_size" of their tokenizer.
+REQUEST has the keys of `training_once`, but in place of "data" it has "work", the folder of the
+standard library's tokens, which are made where they are missing, and "vocab_size", the size of
+their vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ VOCAB_SIZE, DRY_VOCAB_SIZE = 50257, 512
 
 _GIB = 2**30
 
-#: Keys of firstlight's own rows: what its guide tells one to set on a GPU.
+#: Keys of firstlight's own rows: the settings that the guide names for a GPU.
 _KEYS: dict[str, Any] = {"efficiency": {"compile": True, "vocab_multiple": 64}}
 
 _PROGRAMS = {
@@ -46,16 +47,16 @@ _PROGRAMS = {
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One model.
+    """One model to train, and the settings of its measurement.
 
     Attributes:
         model: name in `models.MODELS`.
         seq_len: tokens of a sequence.
-        rows: micro-batch sizes by the least memory of a GPU in GiB, the largest first.
-        values: places of the rows in the order, by program.
-        seconds: duration of the first turn, by program.
+        rows: micro-batch size by least memory of the GPU in GiB, the largest memory first.
+        values: place in the order of measurement by program; a lower one is measured earlier.
+        seconds: expected seconds of the first turn, by program.
         goal: goal in Markdown.
-        goal_rate: name of the picture's line, and its tokens a second.
+        goal_rate: label of the picture's reference line, and its tokens a second.
         variants: keys of the recipe of further rows of firstlight, by name.
     """
 

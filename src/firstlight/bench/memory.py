@@ -13,15 +13,15 @@ REQUEST is a JSON object:
 
     program  "firstlight" or "transformers"
     folder   the model folder
-    way      of firstlight's `load`; null is its default
+    way      mode of firstlight's `load`; null is its default
     dtype    "float32" or "bfloat16"; null is that of the file
     device   "cpu" or "cuda"
     threads  for torch
 
 What is measured, in this order:
 
-1. `import_seconds`: everything that loading needs is imported, and what the program itself puts
-   off until later is not.
+1. `import_seconds`: everything that loading needs is imported. Imports that the program itself
+   puts off until later are not.
 2. On a GPU its context is made. The resident memory of the process is noted, and its peak and that
    of the GPU's allocator are set back.
 3. `load_seconds`: from the call to the model in evaluation mode. `load_peak_bytes` is the peak of
@@ -31,8 +31,8 @@ What is measured, in this order:
    of the whole process. `device_peak_bytes` is the peak of torch's allocator on the GPU
    (`torch.cuda.max_memory_allocated`) by then; null on a CPU, where all memory is the host's.
 
-`load_cpu_seconds` and `first_logits_cpu_seconds` are the processor's time, user and system, of
-all threads: it suffers less than the clock's when other work shares the machine.
+`load_cpu_seconds` and `first_logits_cpu_seconds` are the processor time, user and system, of all
+threads: other work on the machine changes it less than wall-clock time.
 
 The one line on stdout is a JSON object of these numbers and `model_bytes`, the bytes of the
 model's parameters.
@@ -65,7 +65,8 @@ _STATUS = Path("/proc/self/status")
 
 
 def reset_peak() -> None:
-    """Set the peak (VmHWM) back to what is resident now (proc(5), clear_refs, Linux 4.0)."""
+    """Set the peak of resident memory (VmHWM) to the present size (proc(5), clear_refs, Linux
+    4.0)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

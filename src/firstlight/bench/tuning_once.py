@@ -23,9 +23,12 @@ from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.report.records import RECIPE_NAME, last_start
 from firstlight.training.loop import train
 
-#: Steps of the run that measures the pace, of which every third is evaluated; and the seconds after
-#: which it ends with its first evaluation.
-_PACE_STEPS, PACE_EVERY, _PACE_SECONDS = 12, 3, 20.0
+#: Steps of the run that measures the pace.
+_PACE_STEPS = 12
+#: Steps between its evaluations.
+PACE_EVERY = 3
+#: Seconds after which it ends with its first evaluation.
+_PACE_SECONDS = 20.0
 
 
 #: Function from a request and a number of seconds to the result of a trial; see `ask`.
@@ -75,23 +78,24 @@ def tuning_once(request: dict[str, Any]) -> dict[str, Any]:
     """Run a trial, or the first steps of the recipe, in this process. No checkpoint is written.
 
     Args:
-        request: "recipe", its values; "init_from"; "threads" of torch; "parent", number of the
-            process that asks; "pace", True for the first steps; "curves" of complete trials.
+        request: "recipe", its values; "init_from"; "threads" of torch; "parent", process id of
+            the caller; "pace", True to time the first steps alone; "curves" of complete trials.
 
     Returns:
-        "curve": [point, step, tokens, loss] of each evaluation; "pruned"; "seconds" of the steps.
-        Of the pace: "step_seconds", "evaluation_seconds", "start_seconds", "objective", and the
+        "curve": [its number from 1, step, tokens, loss] of each evaluation; "pruned"; "seconds" of
+        the steps.
+        With "pace": "step_seconds", "evaluation_seconds", "start_seconds", "objective", and the
         whole run's "max_steps", "warmup_steps" and "seq_len".
 
     Raises:
-        FirstlightError: see `train`; or there is no held-out text.
+        FirstlightError: the run fails (see `train`), or its data has no held-out text.
     """
     torch.set_num_threads(request["threads"])
     recipe = parse_recipe(request["recipe"])
     watch = _Pace(recipe) if request["pace"] else _Trial(recipe, request["curves"])
 
     def on_step(record: Mapping[str, Any]) -> None:
-        # Without the process that asked, nobody reads the result.
+        # Nobody reads the result once the calling process is gone.
         if watch.is_done_with(record) or not psutil.pid_exists(request["parent"]):
             raise _Done
 
@@ -105,7 +109,7 @@ class _Done(Exception):  # noqa: N818 - no error
 
 
 class _Trial:
-    """The evaluations of a trial, and whether it is hopeless.
+    """The evaluations of a trial, which is ended early where it is hopeless.
 
     Args:
         recipe: the trial's recipe.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @best_option
 @with_json
 def info_command(checkpoint: str | None, best: bool, as_json: bool) -> dict[str, Any]:
-    """What a model is (CHECKPOINT), or what this machine can do (nothing named)."""
+    """Describe a model (CHECKPOINT), or without an argument this machine."""
     if checkpoint is None and best:
         raise ConfigError("--best is for a run folder: name one")
     return _machine() if checkpoint is None else _model(checkpoint, best)

@@ -252,14 +252,15 @@ def _masked(checksum: int) -> int:
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     """CRC-32C of bytes, uint8 [N] (RFC 3720, appendix B.4).
 
-    A checksum is linear. The bytes are rows of `_LANES` words; the sum of all rows, each moved by
-    the number of rows after it, has the same checksum as all of them: N / 16384 steps in numpy.
+    The checksum is linear over GF(2). The bytes are rows of `_LANES` words, and the xor of all
+    rows, each advanced by the number of rows after it, has the checksum of the whole: N / 16384
+    steps in numpy.
     """
     rest = len(content) % 4
     body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
     state = 0xFFFFFFFF
     if len(body) > 4 * _LANES:
-        # Zeros at the beginning change nothing where the initial value is added to the first word.
+        # Zeros at the beginning change nothing if the initial value is xored into the first word.
         missing = -len(body) % (4 * _LANES)
         first = np.zeros(4 * _LANES, np.uint8)
         first[missing:] = body[: 4 * _LANES - missing]

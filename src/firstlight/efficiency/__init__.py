@@ -123,14 +123,17 @@ def loss_function(
     forward: Callable[..., Tensor] | None = None,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """The function that training calls for the summed loss []: the model's forward pass in the
-    config's precision, compiled, its activations offloaded, as the config says.
+    """The function that training calls for the summed loss [], with the precision, compilation and
+    offloading of activations that `config` names.
 
     Args:
-        forward: function that computes the forward pass where the model itself does not: see
-            `Engine.share`.
-        objective: makes the loss function of what computes logits; None is the cross-entropy,
-            which the model computes itself.
+        model: the model, with the methods that `config` applies to it.
+        config: the recipe's section.
+        hardware: the device that computes.
+        forward: replacement of the model's forward pass, such as an engine's (`Engine.share`);
+            None is the model itself.
+        objective: function from one that computes logits to one that computes the loss; None is
+            the cross-entropy, which the model computes itself.
 
     Raises:
         ConfigError: compilation is asked for and can't work here.

@@ -32,7 +32,8 @@ def has_only_fp16_units(hardware: Hardware) -> bool:
 
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
-    """The dtype of matrix products."""
+    """The dtype of matrix products; "auto" is bf16 where this hardware multiplies it faster than
+    fp32, else fp32."""
     if config.precision == "auto":
         worth_it = hardware.bf16 and bf16_is_faster(hardware.device)
         return torch.bfloat16 if worth_it else torch.float32
@@ -43,7 +44,7 @@ def dtype_of(precision: str) -> torch.dtype:
     """The dtype of matrix products in a precision of `EfficiencyConfig`, "auto" excepted."""
     return {
         "fp32": torch.float32,
-        # tf32 is how fp32 is multiplied, no dtype of tensors.
+        # tf32 is a way to multiply fp32 tensors, not a dtype.
         "tf32": torch.float32,
         "fp16": torch.float16,
     }.get(precision, torch.bfloat16)

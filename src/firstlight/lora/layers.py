@@ -227,8 +227,8 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def merge_lora(model: Model) -> None:
-    """Merge the changes into the weights, in place: a plain model that computes the same, with
-    trainable parameters of the original dtypes. 4-bit weights are dequantised.
+    """Merge the adapters into the base weights, in place. The model then has plain layers and
+    trainable parameters of the original dtypes; 4-bit weights are dequantised.
 
     An adapted head is untied from the embedding, also in `model.config`.
     """

@@ -26,7 +26,7 @@ def _usual_types(layers: int, period: int) -> list[str]:
 
 
 class Qwen3NextConfig(MoEConfig):
-    """Shape of a Qwen3-Next model."""
+    """Configuration of a Qwen3-Next model."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {
         "qwen3_next": FamilySpec(
@@ -72,7 +72,7 @@ class Qwen3NextConfig(MoEConfig):
             norm_kind="one_plus",
             rope=RopeSpec(partial_factor=0.25),
             experts=QWEN_EXPERTS,
-            # Layers that predict further tokens, which transformers leaves out, too.
+            # Layers that predict further tokens (MTP), which transformers leaves out, too.
             left_out=("mtp.",),
         )
     }
@@ -80,7 +80,7 @@ class Qwen3NextConfig(MoEConfig):
     shared_sizes: ClassVar[tuple[str, ...]] = ("shared_expert_intermediate_size",)
 
     model_type: Literal["qwen3_next"] = "qwen3_next"
-    """"qwen3_next"."""
+    """name of the family in config.json, "qwen3_next"."""
     layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
     """"full_attention" or "linear_attention" (a gated delta rule) for each layer; null is full in
     every fourth, or in the last of fewer."""
@@ -89,29 +89,29 @@ class Qwen3NextConfig(MoEConfig):
     linear_key_head_dim: int = Field(32, gt=0)
     """size of a query's and key's head in layers with linear attention."""
     linear_value_head_dim: int = Field(32, gt=0)
-    """size of a value's head there."""
+    """size of a value's head in layers with linear attention."""
     linear_num_key_heads: int = Field(4, gt=0)
-    """query and key heads there."""
+    """query and key heads of layers with linear attention."""
     linear_num_value_heads: int = Field(8, gt=0)
-    """value heads there, a multiple of the key heads."""
+    """value heads of layers with linear attention, a multiple of their key heads."""
     shared_expert_intermediate_size: int = Field(0, ge=0)
-    """width inside the expert that each token visits anyway; 0 is moe_intermediate_size."""
+    """width inside the shared expert, which every token visits; 0 is moe_intermediate_size."""
     decoder_sparse_step: int = Field(1, gt=0)
-    """every so many layers have experts, counted from 1."""
+    """layers whose number, counted from 1, is a multiple of this have experts."""
     mlp_only_layers: list[int] = Field([])
     """layers, counted from 0, without experts."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_kinds(cls, values: Any) -> Any:
-        # Runs before the bases'.
+        # Runs before the validators of the base classes.
         if not isinstance(values, dict):
             return values
         values = {**values}
         layers = values.get("num_hidden_layers", cls.model_fields["num_hidden_layers"].default)
         kinds = values.get("layer_types")
         if isinstance(layers, int) and kinds and kinds == _usual_types(layers, min(layers, 4)):
-            # One model has one config.
+            # The default is left out, so that equal models have equal configs.
             del values["layer_types"]
         return values
 

@@ -119,7 +119,7 @@ def check_rope(scaling: AnyRope | None, rotary_dim: int, rope_theta: float) -> N
 
 
 def rope_changes_at(scaling: AnyRope | None) -> int | None:
-    """First length of a text that has LongRoPE's long factors; None for other kinds."""
+    """Tokens of the shortest text that LongRoPE's long factors are for; None for other scalings."""
     if not isinstance(scaling, LongRope):
         return None
     return scaling.original_max_position_embeddings + 1

@@ -57,7 +57,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
 
 def takes_all(name: str, parameter: Tensor) -> bool:
-    """True for every parameter."""
+    """True: the optimizer updates every parameter (default of `OptimizerSpec.takes`)."""
     return True
 
 

@@ -54,11 +54,12 @@ def require_texts(inputs: Sequence[str]) -> None:
 
 
 def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """The inputs as they are, where all their records are conversations; else the files of these.
+    """`inputs` unchanged if every file of records in them is in `sources`, else the names of
+    `sources`.
 
     Args:
         inputs: files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
-        sources: those of them that hold conversations.
+        sources: sources among the inputs that hold conversations.
     """
     names = {source.name for source in sources}
     try:

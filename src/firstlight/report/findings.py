@@ -1,6 +1,6 @@
 """Findings about a run: overfitting and divergence, judged from its metrics.
 
-The same judgement stands on the terminal, in `--json` and in the report.
+The terminal, `--json` and the report show the same findings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Finding:
 
     Attributes:
         kind: "diverged" or "overfitting".
-        since_step: the step since when it is so.
+        since_step: first step at which the finding holds.
         text: the finding as one sentence without a full stop.
         advice: the remedy, as one sentence without a full stop.
         figures: the numbers that the sentence names, as JSON values.

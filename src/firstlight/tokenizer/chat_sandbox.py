@@ -39,7 +39,7 @@ from firstlight.tokenizer.chat_meter import (
 
 #: Characters of a template.
 MAX_TEMPLATE_CHARS = 1_000_000
-#: Words and signs of a template's program: each takes some 50 microseconds to compile. The longest
+#: Jinja tokens of a template: each takes some 50 microseconds to compile. The longest
 #: of published models have 5,000.
 MAX_TEMPLATE_TOKENS = 15_000
 
@@ -48,7 +48,7 @@ def check_template(template: str) -> None:
     """Refuse a template that doesn't compile.
 
     Raises:
-        TokenizerError: it is too long, or not Jinja; with the line.
+        TokenizerError: the template is too long, or invalid Jinja; the message names the line.
     """
     _compiled(template)
 

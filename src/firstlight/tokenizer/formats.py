@@ -182,7 +182,7 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
     with library_errors(f"tokenizer {path} can't be loaded", muted=True):
         backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         leading = _leading_token(backend)
-    require_swift(path, backend)
+    require_fast_patterns(path, backend)
     config = read_config(path.parent)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     bos = token_text(config.pop("bos_token", None)) or leading
@@ -313,14 +313,14 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def require_swift(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Refuse a tokenizer whose patterns fail, or take long, on one of some short texts.
+def require_fast_patterns(path: Path, backend: tokenizers.Tokenizer) -> None:
+    """Refuse a tokenizer whose regular expressions fail or take too long on short texts.
 
     The library gives up after ten million tries at one place of a text, which takes a tenth of a
-    second, so texts of growing length show what a pattern costs before it costs much.
+    second, so texts of growing length reveal a slow pattern early.
 
     Raises:
-        TokenizerError: it does.
+        TokenizerError: a pattern fails or takes longer than `_MOST_SECONDS`.
     """
     if not may_panic(backend):
         return
@@ -330,8 +330,8 @@ def require_swift(path: Path, backend: tokenizers.Tokenizer) -> None:
             backend.decode(backend.encode(text, add_special_tokens=False).ids)
         if time.thread_time() - began > _MOST_SECONDS:
             raise TokenizerError(
-                f"tokenizer {path} has a pattern that takes for ever on texts such as "
-                f"{text[:8]!r}...: no real tokenizer does"
+                f"tokenizer {path} has a pattern that takes over {_MOST_SECONDS:g} s on texts "
+                f"such as {text[:8]!r}...: use another tokenizer"
             )
 
 

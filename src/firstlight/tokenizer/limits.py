@@ -3,7 +3,7 @@
 tokenizer.json is a small program: steps that rewrite a text, patterns that cut it, templates that
 put tokens around it. The library runs whatever it says, so its steps, and how much longer they
 make a text, are counted here before the library sees the file. Patterns that no count judges are
-tried on short texts: see `formats.require_swift`.
+tried on short texts: see `formats.require_fast_patterns`.
 """
 
 from __future__ import annotations

@@ -278,5 +278,5 @@ def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
-    """Make `tokens` control tokens; those of the vocabulary keep their ids."""
+    """Make `tokens` control tokens; tokens that are in the vocabulary already keep their ids."""
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])

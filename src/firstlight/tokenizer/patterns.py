@@ -1,7 +1,8 @@
 """Patterns and steps of tokenizer.json on which the library may panic.
 
 A pattern that repeats repeated groups can make the library's regular expressions give up in the
-middle of a text. Files with such steps are tried on short texts: see `formats.require_swift`.
+middle of a text. Files with such steps are tried on short texts: see
+`formats.require_fast_patterns`.
 """
 
 from __future__ import annotations

@@ -84,8 +84,12 @@ def count_tensors(stored: Mapping[str, _Described]) -> int:
 def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
     """The tensors of a model's file by name, as views of its parameters.
 
-    Left out are a tied head and the rows that pad the vocabulary; stacked experts appear one by
-    one, as in their family's files, unless `stacked` keeps them as they are.
+    A tied head and the rows that pad the vocabulary are left out.
+
+    Args:
+        model: the model.
+        stacked: True keeps the experts of a layer as one tensor [E, ...]; False gives a view of
+            each expert under its name in the family's files.
     """
     config = model.config
     tensors: dict[str, Tensor] = {}

@@ -93,20 +93,20 @@ def _matrix_of(stored: StoredTensor, expert: int) -> Tensor:
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers in bf16, [..., in].
+    """The values of MXFP4 blocks (OCP Microscaling Formats 1.0) in bf16, [..., in].
 
     Args:
-        blocks: two numbers of 4 bits a byte, uint8 [..., in / 32, 16].
+        blocks: two E2M1 values a byte, the low four bits first, uint8 [..., in / 32, 16].
         scales: exponents of the blocks' scales, plus 127, uint8 [..., in / 32].
     """
     values = torch.tensor(_VALUES, dtype=torch.bfloat16)
     values = torch.cat((values, -values))
     every = torch.arange(256)
-    # The two numbers of a byte are looked up as one of 32 bits.
+    # One look-up gives both bf16 values of a byte, as one int32.
     pairs = torch.stack((values[every & 15], values[every >> 4]), dim=1).view(torch.int32).flatten()
     numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
     numbers = numbers.view(*scales.shape, -1)
-    # Not a product: 2^128 and 2^-127 are beyond the format, though numbers times these are not.
+    # Not a product with the scale: 2^128 is beyond bf16, though a value times it may not be.
     return torch.ldexp(numbers, scales.int()[..., None] - 127, out=numbers).flatten(-2)
 
 

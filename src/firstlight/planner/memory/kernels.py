@@ -59,7 +59,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """Equal calls of an operator: what a model of speed works with.
+    """Equal calls of an operator, the input of the speed model.
 
     Attributes:
         operator: the operator with its shapes and phase.
@@ -71,7 +71,7 @@ class OperatorCount:
 
 
 def bytes_of(layout: Layout) -> int:
-    """Of a tensor, packed."""
+    """Bytes of a contiguous tensor."""
     return layout[1].itemsize * math.prod(layout[0])
 
 
@@ -85,13 +85,13 @@ _sdpa_backward_flops: Any = sdpa_backward_flop_count
 
 
 def _blockwise_flops(query: Tensor, key: Tensor) -> int:
-    """Of one product: the keys of a block end with it."""
+    """FLOPs of one of the two products: the keys of a block end with it."""
     batch, heads, new, size = query.shape
     scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
     return 2 * batch * heads * size * scores
 
 
-#: Of operators that torch's counter leaves out; whole rows where torch counts those on GPUs.
+#: FLOPs of operators that torch's counter leaves out; whole rows where torch counts those on GPUs.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: _sdpa_flops(
         q.shape, k.shape, v.shape

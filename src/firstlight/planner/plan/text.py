@@ -96,10 +96,7 @@ def in_words(one: Estimate) -> str:
     """Memory, and for what fits the speed where it is known."""
     if one.problem:
         return one.problem
-    if one.fits:
-        fits = "fits"
-    else:
-        fits = "may not fit" if one.is_bound else "DOES NOT FIT"
+    fits = "fits" if one.fits else "may not fit" if one.is_bound else "DOES NOT FIT"
     phase = ""
     if one.training is not None:
         is_training = one.training.total_bytes == one.needed_bytes

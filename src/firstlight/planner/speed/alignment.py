@@ -21,12 +21,15 @@ from firstlight.recipe import ResolvedRecipe
 #: Numbers in a packet of 16 bits each, and the multiple that a vocabulary is padded to.
 _PACKET, _VOCABULARY = 8, 64
 
-#: Rate of aligned products over that of others, at most, on a GPU that is not at hand.
+#: Upper bound of the rate of aligned products over that of others, on a GPU that is not at hand.
 _GAIN_ON_GPUS = 2.0
 
-#: Measured products [tokens, inner] x [inner, size]: multiplications of one, the least and the
-#: greatest number of tokens, the greatest inner size, and rounds.
-_PRODUCT_SIZE, _LEAST_TOKENS, _MOST_TOKENS, _MOST_INNER, _ROUNDS = 2e8, 16, 256, 512, 5
+#: Multiplications of a measured product [tokens, inner] x [inner, size].
+_PRODUCT_SIZE = 2e8
+#: Bounds of its tokens, and the largest inner size.
+_LEAST_TOKENS, _MOST_TOKENS, _MOST_INNER = 16, 256, 512
+#: Measurements of each product.
+_ROUNDS = 5
 
 #: A gain below this is no warning.
 _LEAST_GAIN = 1.01
@@ -67,7 +70,7 @@ def alignment_warnings(recipe: ResolvedRecipe, here: torch.device | None) -> Ite
         )
         yield (
             f"{_name(recipe, size)} is no multiple of {_PACKET}, and {share:.0%} of the matrix "
-            f"products have it: {advice}, {origin} {gain:.2f} times the speed of a step"
+            f"products use it: {advice}, {origin} {gain:.2f} times the speed of a step"
         )
 
 
@@ -88,7 +91,7 @@ def _matrix_shapes(recipe: ResolvedRecipe) -> list[tuple[int, int]]:
 
 
 def _name(recipe: ResolvedRecipe, size: int) -> str:
-    """The model's key of a size, as far as one has it."""
+    """The model's key of a size with its value, or words where no key has that value."""
     keys = [key for key, value in recipe.model if value == size and key.endswith("size")]
     return f"model.{keys[0]} {size:,}" if keys else f"a width of {size:,} inside the model"
 
@@ -98,7 +101,7 @@ def _measured_gain(
 ) -> float:
     """Time of a product and of its weight's gradient with `size`, over that with `aligned`:
     the median of rounds in which the two take turns."""
-    # A large vocabulary is measured with fewer tokens: a plan is not to wait for it.
+    # A large vocabulary is measured with fewer tokens, so that planning stays fast.
     fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET
     tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)
     ratios = []

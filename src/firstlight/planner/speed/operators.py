@@ -223,7 +223,7 @@ def streamed_bytes(operator: Operator) -> float:
     if name == "nll_loss_forward":
         return float(total_bytes(operator.inputs[1:]))
     if name in ("nll_loss_backward", "embedding_dense_backward"):
-        # All of the result is set to zero; what is not is small.
+        # The whole gradient is set to zero; other traffic of nll_loss is negligible.
         return float(
             total_bytes(operator.outputs) + 2 * total_bytes(operator.inputs[:1])
             if name.startswith("emb")

@@ -241,11 +241,14 @@ def _streams(dtype: torch.dtype) -> Iterator[Operator]:
 
 
 def calibrate(seconds: float = 60.0, folder: Path | None = None) -> Calibration:
-    """Time the standard operators, and keep the times.
+    """Time the standard operators, and store the times.
 
     Args:
-        seconds: no operator is begun after it; they take about a minute and a half.
+        seconds: time after which no further operator is begun; all take about 90 s.
         folder: the store's folder; None is calibration/ in the cache.
+
+    Returns:
+        The calibration, with the times of earlier calls.
 
     Raises:
         StorageError: the disk refuses.
@@ -275,7 +278,7 @@ _ROUNDS = 7
 
 
 def measure_reference() -> Reference:
-    """Measure them, in turns: a quarter of a second."""
+    """Measure the reference products and the reference stream in turns, which takes 0.25 s."""
     m, n, k = _PRODUCT
     calls: dict[str, Callable[[], object]] = {}
     work: dict[str, float] = {}

@@ -354,7 +354,8 @@ def _on_calibrated(
 
 
 def overlapping_bytes(exchange: Exchange) -> float:
-    """Through each link in a step, of what can be sent while something else is computed."""
+    """Bytes through each link in a step that can be sent while something else is computed: weights
+    and gradients, of which a ring of n processes sends (n - 1) / n, twice to add them up."""
     share = (exchange.processes - 1) / exchange.processes
     if exchange.gathers_weights:
         gathered = 2 * exchange.weight_bytes + exchange.gradient_bytes
@@ -363,9 +364,10 @@ def overlapping_bytes(exchange: Exchange) -> float:
 
 
 def waiting_bytes(exchange: Exchange) -> float:
-    """Through each link in a step, of what the next operator needs: tensor parallel's sums, and
-    what a pipeline's stages pass on and back."""
+    """Bytes through each link in a step that the next operator waits for: tensor parallelism's sums
+    of activations and their gradients, and those that pass between a pipeline's stages."""
     count = exchange.tensor_parallel
+    # After attention and after the MLP, in the forward and in the backward pass.
     sums = 4 * exchange.layers * exchange.micro_batches
     passed = 2 * exchange.micro_batches * exchange.hidden_bytes if exchange.stages > 1 else 0.0
     return 2 * (count - 1) / count * exchange.hidden_bytes * sums + passed
