@@ -30,6 +30,23 @@ def test_every_family_has_its_figures_beside_transformers() -> None:
     assert all(float(figure) < 1e-4 for _, *figures in rows for figure in figures)
 
 
+def test_every_family_is_a_row_of_the_readme() -> None:
+    table = _PAGE.partition("## Agreement with transformers")[2].partition("\n## ")[0]
+    expected = []
+    for name, family, *figures in re.findall(
+        r"^\| ([^|]+) \| `(\w+)` \| (\S+) \| (\S+) \|$", table, re.M
+    ):
+        config, spec = FAMILIES[family].config, FAMILIES[family].spec
+        parallel = bool(config.tensor_parallel_sizes) and not spec.indivisible
+        does = ", ".join("yes" if one else "refused" for one in (parallel, config.has_pipeline))
+        cells = name, f"`{spec.architecture}`", *figures, f"`{spec.gguf.architecture}`", does
+        expected.append(f"| {' | '.join(cells)} |")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    found = readme.partition("## Families of models")[2].partition("\n## ")[0]
+    assert re.findall(r"^\|.+\|$", found, re.M)[2:] == expected
+    assert len(expected) == len(FAMILIES)
+
+
 @pytest.mark.parametrize("block", _BLOCKS, ids=lambda block: str(block).split()[1].strip(":"))
 def test_a_block_is_a_model_of_the_size_it_says(block: str, tmp_path: Path) -> None:
     said = re.match(r"\s*# [\w.-]+: ([\d,]+) parameters\n", block)
