@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hypothesis import settings
 import forked
 from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer, train_tokenizer
+from waiting import processes_waited_for
 
 # The same examples everywhere, and no limit on their time: other work may share the machine.
 settings.register_profile("firstlight", deadline=None, derandomize=True)
@@ -170,6 +171,29 @@ def recipe(tmp_path: Path, data: Path) -> dict[str, Any]:
         "evaluation": {"every_steps": 6, "max_rows": 4, "sample_tokens": 4, "on_start": False},
         "checkpoint": {"every_steps": 4},
     }
+
+
+def _say_who_was_waited_for() -> Generator[None, Any, Any]:
+    """Add to the error of a time that is over what the processes of the test said until then."""
+    try:
+        return (yield)
+    except (subprocess.TimeoutExpired, TimeoutError, pytest.fail.Exception) as error:
+        if not isinstance(error, pytest.fail.Exception) or "Timeout" in str(error):
+            for words in processes_waited_for(error):
+                error.add_note(words)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    """See `_say_who_was_waited_for`."""
+    return (yield from _say_who_was_waited_for())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    """See `_say_who_was_waited_for`."""
+    return (yield from _say_who_was_waited_for())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

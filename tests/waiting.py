@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
+import subprocess
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+import types
+from collections.abc import Callable, Iterator
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -32,3 +36,51 @@ def wait_until(event: str, look: Callable[[], T], is_it: Callable[[T], bool] = b
             )
         threading.Event().wait(0.02)
     return seen
+
+
+def processes_waited_for(error: BaseException) -> Iterator[str]:
+    """Describe the processes that a test knew when its time was over.
+
+    Args:
+        error: the error, with the frames of the wait in its traceback.
+
+    Yields:
+        The command, whether it runs, and the end of its output so far, of each
+        `subprocess.Popen` in a local variable of a frame or in an attribute of one.
+    """
+    seen: dict[int, subprocess.Popen[Any]] = {}
+    trace = error.__traceback__
+    while trace is not None:
+        for value in _values_in(trace.tb_frame):
+            if isinstance(value, subprocess.Popen) and hasattr(value, "returncode"):
+                seen.setdefault(id(value), value)
+        trace = trace.tb_next
+    for process in seen.values():
+        state = "it runs" if process.poll() is None else f"it ended with {process.returncode}"
+        # Bytes that an unfinished `communicate` has read lie in an attribute of no public name.
+        read = getattr(process, "_fileobj2output", {})
+        said = {
+            name: b"".join(read.get(pipe, ())) + _unread(pipe)
+            for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
+            if pipe is not None
+        }
+        yield f"waited for {process.args!r}: {state}; seen last:" + "".join(
+            f"\n{name}: {text[-4000:].decode(errors='replace')}" for name, text in said.items()
+        )
+
+
+def _values_in(frame: types.FrameType) -> Iterator[Any]:
+    """Local variables, and the attributes of each."""
+    for value in list(frame.f_locals.values()):
+        yield value
+        if not isinstance(value, type | types.ModuleType):
+            yield from list(getattr(value, "__dict__", {}).values())
+
+
+def _unread(pipe: IO[Any]) -> bytes:
+    """Bytes that a pipe holds now."""
+    found = b""
+    if not pipe.closed:
+        while select.select([pipe], [], [], 0)[0] and (piece := os.read(pipe.fileno(), 65536)):
+            found += piece
+    return found

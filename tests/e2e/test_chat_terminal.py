@@ -20,7 +20,7 @@ import pytest
 from talking_models import write_talking_model
 
 from firstlight.cli.main import main
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 #: One letter each of what a terminal obeys: colour, bell, return, a C1 control, a turned text.
 WILD = "red \x1b[31m\x07\r\x9b2J\u202e ok\tend"
@@ -236,10 +236,15 @@ class Screen:
 
     def end(self) -> int:
         """The exit code, once it has ended by itself."""
-        while self.process.poll() is None:
-            ready, _, _ = select.select([self._master], [], [], 0.1)
-            if ready:
+
+        def shown() -> bytes:
+            if select.select([self._master], [], [], 0)[0]:
                 self.seen += os.read(self._master, 4096)
+            return self.seen[-2000:]
+
+        wait_until(
+            "the end of the chat; its terminal", shown, lambda _: self.process.poll() is not None
+        )
         return self.process.wait()
 
     def close(self) -> None:

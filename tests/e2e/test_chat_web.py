@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 import pytest
 from talking_models import write_talking_model
 
+from waiting import PATIENCE_SECONDS
+
 pytestmark = pytest.mark.slow
 
 _DRIVER = Path(__file__).with_name("chat_page_driver.py")
@@ -78,7 +80,7 @@ class Server:
     def end(self) -> int:
         """Ctrl-C; the exit code."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE_SECONDS)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -265,7 +267,7 @@ def test_stopping_leaving_and_waiting(browser: Any, started: Started) -> None:
     # Ctrl-C, with an answer being made.
     server.process.send_signal(signal.SIGINT)
     server.let(400)
-    assert server.process.wait(60) == 0
+    assert server.process.wait(PATIENCE_SECONDS) == 0
     assert server.temporary == []
 
 
@@ -275,7 +277,9 @@ def test_others_than_the_page_get_no_answer(started: Started) -> None:
     assert address.hostname is not None
 
     def status(path: str, **headers: str) -> int:
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+        connection = http.client.HTTPConnection(
+            address.hostname or "", address.port, timeout=PATIENCE_SECONDS
+        )
         connection.putrequest("GET", path, skip_host=True)
         for name, value in headers.items():
             connection.putheader(name.replace("_", "-"), value)

@@ -23,6 +23,7 @@ from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import load
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
+from waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -183,7 +184,7 @@ def test_the_server_gives_the_answer_of_chat(tuned: Path) -> None:
             json.dumps(asked).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as reply:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as reply:
             (choice,) = json.load(reply)["choices"]
     finally:
         process.kill()

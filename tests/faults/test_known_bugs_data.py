@@ -128,8 +128,10 @@ def test_batches_come_in_the_order_in_which_readers_finish(
 
     def first_last(self: TokenLoader, first: int) -> Any:
         if first == 0:
-            for _ in range(3):
-                assert others.acquire(timeout=PATIENCE_SECONDS)
+            for number in range(3):
+                assert others.acquire(timeout=PATIENCE_SECONDS), (
+                    f"waited for three reads beside the first batch's; seen last: {number}"
+                )
         batch = read(self, first)
         others.release()
         return batch

@@ -80,14 +80,14 @@ def live(
         url = url_of(listening)
         thread.start()
         try:
-            assert ready.wait(PATIENCE)
+            assert ready.wait(PATIENCE), f"waited {PATIENCE:g} s for {url} to be served"
             yield Live(url, service, decoder)
         finally:
             decoder.release()
             server.should_exit = True
             thread.join(PATIENCE)
             service.stop()
-            assert not thread.is_alive()
+            assert not thread.is_alive(), f"waited {PATIENCE:g} s for the end of {url}"
 
 
 @dataclass

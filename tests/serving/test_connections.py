@@ -254,8 +254,10 @@ def test_where_all_connections_are_being_answered_a_newcomer_is_told_so(
         busy = [stack.enter_context(server.connect()) for _ in range(2)]
         for connection in busy:
             connection.sendall(raw_request("/v1/completions", content_for("/v1/completions")))
-        assert submitted.acquire(timeout=PATIENCE)
-        assert submitted.acquire(timeout=PATIENCE)
+        for number in range(2):
+            assert submitted.acquire(timeout=PATIENCE), (
+                f"waited {PATIENCE:g} s for two requests to be submitted; seen last: {number}"
+            )
         with server.connect() as other:
             require_error(other, 503)
             assert is_closed(other)

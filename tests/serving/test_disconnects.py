@@ -262,7 +262,7 @@ def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.Monkey
         content = content_for(PATHS[1], n=8, logprobs=True, top_logprobs=20)
         connection.sendall(raw_request(PATHS[1], content))  # plain: half a megabyte at once
         wait_for_answers(1)
-        assert lost.wait(PATIENCE)
+        assert lost.wait(PATIENCE), f"waited {PATIENCE:g} s for the end of the connection"
         connection.settimeout(PATIENCE)
         received = b""
         with contextlib.suppress(ConnectionResetError):

@@ -17,6 +17,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import continuation, generate, pieces_of
 from firstlight.serving.processor import fingerprint_of
+from waiting import PATIENCE_SECONDS
 
 openai = pytest.importorskip("openai")
 
@@ -29,7 +30,9 @@ MESSAGES: list[Any] = [
 
 def client_of(server: Live, key: str = KEY.decode()) -> Any:
     """One that tries once."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=120)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_SECONDS
+    )
 
 
 @pytest.fixture(scope="module")

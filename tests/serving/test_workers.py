@@ -33,7 +33,7 @@ def occupied(workers: Workers, size: int) -> tuple[threading.Event, Future[bool]
         return over.wait(PATIENCE)
 
     future = workers.submit("busy", size, work)
-    assert begun.wait(PATIENCE)
+    assert begun.wait(PATIENCE), f"waited {PATIENCE:g} s for a job of size {size} to begin"
     return over, future
 
 

@@ -110,7 +110,10 @@ class WatchedDecoder(BatchDecoder):
     def wait_for(self, what: Callable[[], bool]) -> None:
         """Wait until something is so that changes with a step or a prompt."""
         with self._done:
-            assert self._done.wait_for(what, PATIENCE)
+            assert self._done.wait_for(what, PATIENCE), (
+                f"waited {PATIENCE:g} s for steps or prompts; seen last: {self.steps} steps, "
+                f"prompts {self.prompts}"
+            )
 
 
 class Collected:
@@ -136,7 +139,9 @@ class Collected:
     def wait_for(self, what: Callable[[], bool]) -> None:
         """Wait until something is so that changes with a delivery."""
         with self._changed:
-            assert self._changed.wait_for(what, PATIENCE)
+            assert self._changed.wait_for(what, PATIENCE), (
+                f"waited {PATIENCE:g} s for deliveries; seen last: {list(self.updates.values())}"
+            )
 
     def ended(self, sequence: ScheduledSequence) -> bool:
         """Whether its last update has come."""

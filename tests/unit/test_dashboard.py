@@ -13,6 +13,7 @@ from report_runs import record, write_lines, write_run
 
 from firstlight.errors import ConfigError, InputError
 from firstlight.report.dashboard import Dashboard, serve
+from waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def running(dashboard: Dashboard) -> Iterator[int]:
 
 def ask(port: int, path: str = "/", **headers: str) -> tuple[int, dict[str, str], str]:
     """(status, headers, text) of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()

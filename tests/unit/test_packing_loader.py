@@ -294,8 +294,10 @@ def test_batches_come_in_order_though_the_first_is_read_last(
 
     def slow(self: TokenDataset, span: slice) -> Any:
         if span == first:
-            for _ in range(3):
-                assert others.acquire(timeout=PATIENCE_SECONDS)
+            for number in range(3):
+                assert others.acquire(timeout=PATIENCE_SECONDS), (
+                    f"waited for three reads beside the first batch's; seen last: {number}"
+                )
         else:
             others.release()
         return read(self, span)

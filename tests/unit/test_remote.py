@@ -24,7 +24,7 @@ from firstlight.data.remote import cache_folder, is_url, local_folder
 from firstlight.data.sources import SOURCES_NAME
 from firstlight.errors import DataError, FirstlightError, MissingDependencyError, StorageError
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 SHARD = "train-00001.bin"
 
@@ -361,7 +361,9 @@ def test_processes_that_ask_at_once_fetch_it_once(server: RemoteServer, source: 
         wait_for(server, "manifest.json", 3)
         wait_for(server, SHARD)
         server.gate[SHARD].set()
-        folders = {process.communicate(timeout=120)[0].strip() for process in processes}
+        folders = {
+            process.communicate(timeout=PATIENCE_SECONDS)[0].strip() for process in processes
+        }
     finally:
         for process in processes:
             process.kill()

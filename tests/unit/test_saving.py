@@ -317,7 +317,7 @@ threading._register_atexit(ending.set)  # called when the main thread has nothin
 
 class Late(Disk):
     def sync(self, file):
-        assert ending.wait(300)
+        assert ending.wait(300), "waited 300 s for the end of the main thread"
         super().sync(file)
 
 seam.disk = Late()
