@@ -147,8 +147,8 @@ MUTANTS = [
     Mutant(
         "neurons of the wrong side",
         "firstlight/optim/muon.py",
-        '-2 if group["transposed"] else -1',
-        '-1 if group["transposed"] else -2',
+        "-2 if transposed else -1",
+        "-1 if transposed else -2",
         (_MUON + "rows_are_divided_by_their_averaged_size",),
     ),
     Mutant(
