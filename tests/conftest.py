@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import itertools
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -38,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     `--timeout` is for: there tests have no time limit."""
     if importlib.util.find_spec("pytest_timeout") is None:
         parser.addoption("--timeout", help="no effect: pytest-timeout is not installed")
+
+
+def pytest_configure() -> None:
+    """A script's shell has what it starts in the background ignore SIGINT, which tests send."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
