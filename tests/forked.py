@@ -49,11 +49,12 @@ _READ_ONCE = (
 )
 #: Of these, variables that may differ: torch reads the first later, the second is for words that no
 #: test reads, the third, which the command line sets in the process that tests, is for threads that
-#: wait, which forks of one thread don't have, and the last two, which scikit-learn sets when a
-#: library of a test imports it, are for Intel's OpenMP, which torch for Linux doesn't use.
+#: wait, which forks of one thread don't have, the next two, which scikit-learn sets when a library
+#: of a test imports it, are for Intel's OpenMP, which torch for Linux doesn't use, and the last,
+#: which Ray sets, is read by each call of `breakpoint`.
 _MAY_DIFFER = {
     *("TORCH_EXTENSIONS_DIR", "TORCH_CPP_LOG_LEVEL", "GOMP_SPINCOUNT"),
-    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTHONBREAKPOINT"),
 }
 
 _PRELOADED = (

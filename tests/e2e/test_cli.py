@@ -636,7 +636,8 @@ def test_variables_that_a_command_sets_in_this_process_let_later_ones_be_forked(
     for verb in ("train", "eval", "generate"):
         assert run(verb, "nowhere").exit_code
     assert os.environ["GOMP_SPINCOUNT"]
-    here = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # As Ray sets it.
+    here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
     assert different_variables(here) == []
     assert can_fork([sys.executable, "-m", "firstlight"], here)
 

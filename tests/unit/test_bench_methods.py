@@ -522,7 +522,8 @@ def test_the_peak_is_of_what_came_after_it_was_set_back() -> None:
     with mmap.mmap(-1, 200_000_000) as large:
         for _ in range(200):
             large.write(bytes(1_000_000))
-    assert peak_resident_bytes() >= level + 200_000_000
+    # Linux counts pages in lots for each core, and takes some from a process that rests.
+    assert peak_resident_bytes() >= level + 190_000_000
     reset_peak()
     assert peak_resident_bytes() < level + 100_000_000
 
