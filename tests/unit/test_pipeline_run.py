@@ -84,6 +84,10 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     assert list(result_lines(run, with_curve=False)) == lines[10:]
     commands = {words[1]: words[1:] for words in (shlex.split(c) for c, _ in run.next_commands)}
     assert list(commands) == ["generate", "chat", "serve", "convert", "train"]
+    # The prompt is the beginning of a held-out text, so that it has the texts' language.
+    prompt = commands["generate"][3]
+    assert 0 < len(prompt) <= 32
+    assert run.samples[0][0].lstrip().startswith(prompt)
     assert main([*commands["generate"], "--max-new-tokens", "4"]) == 0
     assert main(commands["convert"]) == 0
 

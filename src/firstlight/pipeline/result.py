@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Columns and rows of the curve of the loss.
 _CURVE_COLUMNS, _CURVE_ROWS = 80, 8
+#: Characters of the prompt that a next command has.
+_PROMPT_CHARS = 32
 #: The last evaluation is worse than the best one from this share of its bits on.
 _WORSE = 0.02
 
@@ -74,6 +77,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
     samples = read_json_lines(folder / SAMPLES_NAME)
+    prompt = _first_words(samples[0]["prompt"]) if samples else ""
     last = max((line["step"] for line in samples), default=0)
     if best and kept is not None:
         last = kept.step
@@ -91,20 +95,31 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         state.get("xz"),
         [(line["prompt"], line["text"]) for line in samples if line["step"] == last],
         time.time() - call.began,
-        list(_next_commands(call, request, best=best)),
+        list(_next_commands(call, request, prompt, best=best)),
         state.get("kind") == "chat",
         best,
     )
 
 
-def _next_commands(call: RunCall, request: Request, *, best: bool) -> Iterator[tuple[str, str]]:
+def _first_words(prompt: str) -> str:
+    """The beginning of a prompt for a command line: whole words of its first line; "" for none."""
+    line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
+    # Some languages have no spaces between words.
+    return textwrap.shorten(line, _PROMPT_CHARS, placeholder="") or line[:_PROMPT_CHARS]
+
+
+def _next_commands(
+    call: RunCall, request: Request, prompt: str, *, best: bool
+) -> Iterator[tuple[str, str]]:
     folder, inputs = shlex.quote(str(call.folder)), shlex.join(request.inputs)
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
     if answers:
         yield f"firstlight chat {run}", "ask it, and read its answers"
     else:
-        yield f"firstlight generate {run} --prompt 'Once upon a time'", "continue a text"
+        # Of the texts' own language and kind.
+        words = shlex.quote(prompt or "Once upon a time")
+        yield f"firstlight generate {run} --prompt {words}", "continue a text"
         yield f"firstlight chat {run}", "write and let it go on, turn by turn"
     yield f"firstlight serve {run}", "an OpenAI-compatible server"
     yield (
