@@ -23,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.bench import methods, process
-from firstlight.bench.memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.bench.methods import (
     TIME_IS_UP,
     MethodRuns,
@@ -62,6 +61,7 @@ from firstlight.bench.written_out import write_out
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import Hardware
+from firstlight.hardware.resident import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.models import GPT2Config, empty_model
 from firstlight.models.gpt2 import GPT2Attention
 from firstlight.models.language_model import InitConfig

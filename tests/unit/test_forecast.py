@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from firstlight.checkpoint.saver import Snapshot
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.allocator import AllocatedPeak, allocated_bytes
 from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.hardware.resident import peak_resident_bytes, resident_bytes
 from firstlight.planner.plan import automatic
 from firstlight.planner.plan import processes as forecasting
 from firstlight.planner.plan.automatic import (
@@ -101,6 +103,17 @@ def test_a_run_sets_its_forecast_beside_what_it_took(
     assert 0 < found["measured"]["allocated_bytes"] < found["measured"]["process_bytes"]
     assert found["measured"]["process_bytes"] > 2**26
     assert found["measured"]["tokens_per_second"] > 0
+
+
+def test_memory_that_was_free_again_before_a_run_is_not_the_runs(recipe: dict[str, Any]) -> None:
+    before = 2**29
+    with mmap.mmap(-1, before) as memory:
+        memory.write(bytes(before))
+    level = resident_bytes()
+    assert peak_resident_bytes() >= level + before // 2
+    result = firstlight.train(recipe, forecaster=Prophet())
+    found = json.loads((result.run_folder / FORECAST_NAME).read_text(encoding="utf-8"))
+    assert found["measured"]["process_bytes"] < level + before // 2
 
 
 @pytest.mark.skipif(allocated_bytes() is None, reason="this C library counts nothing")

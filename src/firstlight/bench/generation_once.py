@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.memory import begin_peak, peak_resident_bytes
+from firstlight.bench.memory import begin_peak
 from firstlight.bench.process import answer
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import load
 from firstlight.hardware.device import synchronize
+from firstlight.hardware.resident import peak_resident_bytes
 from firstlight.models import Model
 
 #: Seconds to the first token, seconds of the other tokens, tokens of the first prompt.

@@ -1,9 +1,5 @@
-"""Memory of this process: resident as the kernel counts it, of torch's allocator, of the GPU.
-
-Pages of a memory-mapped file count as resident from when they are touched. Resident memory is read
-from /proc/self/status, since `ru_maxrss` starts from the parent's peak on Linux. Where the peak
-can't be set back (/proc/self/clear_refs is not writable) it is that of the whole process; without
-/proc it comes from `ru_maxrss`.
+"""Memory of a loading process: resident as the kernel counts it (`hardware.resident`), of torch's
+allocator, of the GPU.
 
 `load_once` loads one model once, in a process of its own, and says what it took:
 
@@ -47,46 +43,18 @@ import gc
 import importlib
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.bench.process import answer
+from firstlight.hardware.resident import peak_resident_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     import torch
     from torch.profiler import profile
-
-_STATUS = Path("/proc/self/status")
-
-
-def reset_peak() -> None:
-    """Set the peak of resident memory (VmHWM) to the present size (proc(5), clear_refs, Linux
-    4.0)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def resident_bytes() -> int:
-    """Resident bytes now; without /proc, the process's peak so far."""
-    return _status_bytes("VmRSS")
-
-
-def peak_resident_bytes() -> int:
-    """The most bytes that were resident since `reset_peak`."""
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(field: str) -> int:
-    if not _STATUS.exists():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    lines = dict(line.split(":", 1) for line in _STATUS.read_text(encoding="utf-8").splitlines())
-    return int(lines[field].split()[0]) * 1024
 
 
 def driver_used_bytes() -> int | None:

@@ -11,7 +11,6 @@ import functools
 import platform
 import re
 import resource
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ import torch
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.gpus import find_gpu
+from firstlight.hardware.resident import peak_resident_bytes
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,8 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used so far: allocated on a GPU, resident for the process on a CPU."""
+    """The most memory used so far: allocated on a GPU; on a CPU resident for the process, since
+    `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    # ru_maxrss would start from the peak of the process that started this one.
-    text = status.read_text(encoding="utf-8") if status.exists() else ""
-    if match := re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE):
-        return int(match[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()

@@ -19,6 +19,7 @@ import torch
 from firstlight.files.atomic import write_json
 from firstlight.hardware.allocator import AllocatedPeak
 from firstlight.hardware.device import Hardware, peak_memory_bytes
+from firstlight.hardware.resident import reset_peak
 from firstlight.recipe import ResolvedRecipe
 from firstlight.report.records import MOSTLY_LEARNED
 
@@ -130,8 +131,8 @@ class ForecastComparison:
 
     def predict_process(self, held_bytes: int, *, compiles: bool) -> None:
         """Add the memory of the whole process to the forecast, on a CPU: what is resident at this
-        moment, the tensors that are still to come, and what comes with them. What is allocated is
-        measured from here on.
+        moment, the tensors that are still to come, and what comes with them. Both kinds of memory
+        are measured from here on.
 
         Args:
             held_bytes: bytes of the forecast's tensors that are in memory already.
@@ -145,6 +146,8 @@ class ForecastComparison:
         total = int(psutil.Process().memory_info().rss + coming + libraries)
         self.forecast = replace(self.forecast, process_bytes=total)
         self._allocated.start(held_bytes)
+        # Before a run on texts, its tokenizer and the trials of its speed may have taken more.
+        reset_peak()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take a step's metrics in."""
@@ -166,7 +169,8 @@ class ForecastComparison:
             "peak_bytes": of tensors, by a GPU's allocator; None on a CPU, where nobody counts.
             "allocated_bytes": on a CPU, of tensors and of libraries' buffers for a step, by the C
                 library's allocator; None where it doesn't count.
-            "process_bytes": on a CPU the most resident memory of the process, else None.
+            "process_bytes": on a CPU the most resident memory of the process since the prediction,
+            else None.
             "tokens_per_second", "learned_tokens_per_second" and "samples_per_second": the medians
             of all steps but the first ones, None without any.
         """
