@@ -46,7 +46,7 @@ def test_perplexity_is_that_of_all_tokens_but_the_first() -> None:
 
 
 def test_the_importance_is_the_mean_square_of_a_matrixs_inputs(stories: Path) -> None:
-    model = read_source(stories, None, None)
+    model = read_source(stories, None, None, lambda source: source)
     tokenizer = model.tokenizer
     assert tokenizer is not None
     text = (stories / "greedy.txt").read_text() * 5
@@ -65,7 +65,7 @@ def test_the_importance_is_the_mean_square_of_a_matrixs_inputs(stories: Path) ->
 
 
 def test_the_text_is_as_long_as_the_context(stories: Path) -> None:
-    tokenizer = read_source(stories, None, None).tokenizer
+    tokenizer = read_source(stories, None, None, lambda source: source.tokenizer)
     assert tokenizer is not None
     assert evaluation_ids(tokenizer, 100).shape == (1, 100)
     assert evaluation_ids(tokenizer, 10_000).shape == (1, 512)

@@ -87,7 +87,13 @@ def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None
             return None, problems
 
 
-def read_model_folder(name: str | Path, read: Callable[[Path], T], *, best: bool = False) -> T:
+def read_model_folder(
+    name: str | Path,
+    read: Callable[[Path], T],
+    *,
+    pickled: bool = False,
+    best: bool = False,
+) -> T:
     """What `read` makes of the model folder that a name means (see `resolve_model_folder`). A run
     may delete its checkpoint while it is read: then the one that is newest now is read.
 
@@ -95,7 +101,7 @@ def read_model_folder(name: str | Path, read: Callable[[Path], T], *, best: bool
         ConfigError, CheckpointError, ModelError: see `resolve_model_folder` and `read`.
     """
     while True:
-        folder = resolve_model_folder(name, best=best)
+        folder = resolve_model_folder(name, pickled=pickled, best=best)
         try:
             return read(folder)
         except (FirstlightError, OSError):

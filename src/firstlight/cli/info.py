@@ -26,7 +26,13 @@ def info_command(checkpoint: str | None, best: bool, as_json: bool) -> dict[str,
     """Describe a model (CHECKPOINT), or without an argument this machine."""
     if checkpoint is None and best:
         raise ConfigError("--best is for a run folder: name one")
-    return _machine() if checkpoint is None else _model(checkpoint, best)
+    if checkpoint is None:
+        return _machine()
+    from firstlight.checkpoint.selection import read_model_folder
+
+    result, config = read_model_folder(checkpoint, _model, best=best)
+    _show_model(result, config)
+    return result
 
 
 def _machine() -> dict[str, Any]:
@@ -67,8 +73,8 @@ def _machine() -> dict[str, Any]:
     return result
 
 
-def _model(checkpoint: str, best: bool) -> dict[str, Any]:
-    from firstlight.checkpoint.selection import resolve_model_folder, trained_on
+def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    from firstlight.checkpoint.selection import trained_on
     from firstlight.lora.files import adapter_chain
     from firstlight.models.accounting import (
         cache_bytes_per_token,
@@ -79,7 +85,6 @@ def _model(checkpoint: str, best: bool) -> dict[str, Any]:
     from firstlight.weights.huggingface import read_config, tokenizer_of
     from firstlight.weights.loading import fitting_tensors
 
-    folder = resolve_model_folder(checkpoint, best=best)
     config = read_config(folder)
     model = meta_model(config)
     count = count_parameters(model)
@@ -106,8 +111,7 @@ def _model(checkpoint: str, best: bool) -> dict[str, Any]:
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }
-    _show_model(result, config)
-    return result
+    return result, config
 
 
 def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -165,14 +165,17 @@ def convert(
     """
     dtype, text = _checked_options(to, dtype, tolerance, calibration)
     out = _free_place(out, source)
-    model = read_source(source, tokenizer, config, best=best)
-    model = with_qkv_biases(model) if to != "hf" else model
-    own_config = config_from_hf(model.config, model.name)
-    _require_fit(model, own_config)
-    if dtype in QUANTISED and model.tokenizer is None:
-        raise ModelError(f"{dtype} is checked on a text: give a tokenizer with --tokenizer")
-    with new_folder(out) as folder:
-        return _converted(model, own_config, folder, out, to, dtype, text, tolerance)
+
+    def write(model: Source) -> Conversion:
+        model = with_qkv_biases(model) if to != "hf" else model
+        own_config = config_from_hf(model.config, model.name)
+        _require_fit(model, own_config)
+        if dtype in QUANTISED and model.tokenizer is None:
+            raise ModelError(f"{dtype} is checked on a text: give a tokenizer with --tokenizer")
+        with new_folder(out) as folder:
+            return _converted(model, own_config, folder, out, to, dtype, text, tolerance)
+
+    return read_source(source, tokenizer, config, write, best=best)
 
 
 def _converted(

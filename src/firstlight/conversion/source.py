@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from firstlight.checkpoint.checkpoint import (
     saved_vocab_multiple,
 )
 from firstlight.checkpoint.manifest import CHECKPOINTS
-from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.checkpoint.selection import read_model_folder
 from firstlight.checkpoint.sharded import sharded_model
 from firstlight.conversion.check import logits_of
 from firstlight.conversion.foreign import ForeignModel, read_foreign
@@ -35,6 +35,8 @@ from firstlight.weights.huggingface import CONFIG_NAME, load_model, read_config,
 from firstlight.weights.loading import fitting_tensors, one_by_one, weights_to_save
 from firstlight.weights.mxfp4 import open_tensors
 from firstlight.weights.stored import WEIGHTS_NAME, has_pickled_weights
+
+T = TypeVar("T")
 
 #: Fewer rows than this beyond the tokenizer's are padding, to a multiple of 64 or 128.
 _MAX_PADDING = 128
@@ -71,40 +73,51 @@ def read_source(
     source: str | Path,
     tokenizer: str | Path | None,
     config: str | Path | None,
+    use: Callable[[Source], T],
     *,
     best: bool = False,
-) -> Source:
-    """The model to convert.
+) -> T:
+    """The result of `use` for the model to convert. If a run deletes its checkpoint meanwhile,
+    `use` is called again for the newest one.
 
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
         tokenizer: a tokenizer's folder or file, in place of the source's.
         config: a JSON file with settings that another program's files lack.
+        use: function that reads the model's tensors and files, and writes the result.
         best: take a run's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
         ConfigError: `config` or `best` does not fit this source, or `config` is not an object.
         InputError: a file is missing, or of an unsupported kind.
-        ModelError, CheckpointError, TokenizerError: the source can't be read.
+        ModelError, CheckpointError, TokenizerError: the source can't be read, or see `use`.
     """
     given = None
     if tokenizer is not None:
         given = Tokenizer.from_pretrained(Path(tokenizer).expanduser())
     path = Path(source).expanduser()
     if not best and path.exists() and (path.is_file() or foreign_folder(path) is not None):
-        return _read_foreign(path, given, config)
+        return use(_read_foreign(path, given, config))
     if path.suffix in (".pt", ".pth") and not path.exists():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f"checkpoint {path} does not exist{nearest(path.name, siblings)}")
     if config is not None:
         raise ConfigError("--config is for other programs' checkpoints: a model folder has its own")
-    folder = resolve_model_folder(source, pickled=True, best=best)
+    name = _name_of(source)
+    return read_model_folder(
+        source, lambda folder: use(_read_folder(folder, name, given)), pickled=True, best=best
+    )
+
+
+def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
+    """The model of a Hugging Face folder or an adapter, with the tokenizer that is given, if any,
+    in place of its own."""
     if is_adapter(folder):
-        return _read_adapter(folder, _name_of(source), given)
+        return _read_adapter(folder, name, given)
     content, tensors = read_folder(folder)
     model = Source(
         program="Hugging Face",
-        name=_name_of(source),
+        name=name,
         config=content if given is None else {**content, **_special_tokens(given)},
         tensors=tensors,
         tokenizer=given or tokenizer_of(folder),

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
-from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder
 from firstlight.data.corpus import Corpus
 from firstlight.data.examples import PreferenceDataset, preference_splits
 from firstlight.data.loader import rows_to_batch
@@ -225,8 +225,11 @@ def give_references(
 
     if newest is None:
         assert init_from is not None
-        folder = resolve_model_folder(init_from)
-        start = {"name": base_name(init_from, folder), "sha256": base_identity(folder)}
+
+        def identity(folder: Path) -> dict[str, str]:
+            return {"name": base_name(init_from, folder), "sha256": base_identity(folder)}
+
+        start = read_model_folder(init_from, identity)
     else:
         start = load_trainer_state(newest).get("data", {}).get("reference") or {}
     for split in pairs:

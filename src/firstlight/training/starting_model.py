@@ -18,7 +18,7 @@ from firstlight.checkpoint.checkpoint import (
     load_trainer_state,
     saved_vocab_multiple,
 )
-from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder
 from firstlight.checkpoint.sharded import fitting_model
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
 from firstlight.hardware.device import Hardware
@@ -87,7 +87,11 @@ def first_model(
         )
     if recipe.lora is not None and newest is not None:
         return resumed_base(recipe, newest)
-    base = None if recipe.lora is None else starting_base(init_from)
+    if recipe.lora is not None and init_from is None:
+        raise ConfigError(
+            "lora trains a small change of given weights: name them with --init-from, or leave "
+            "the lora section out to train all weights from scratch"
+        )
     if init_from is not None and recipe.init != InitConfig():
         raise ConfigError(
             "the init section is for new weights, and --init-from names trained ones: leave one of "
@@ -96,26 +100,18 @@ def first_model(
     if newest is not None:
         return engine.new_model(_resumed_config(recipe, newest, tell), multiple), None
     if init_from is not None:
-        return _starting_model(recipe, tokenizer, init_from, new_rows, tell), base
+
+        def starting(folder: Path) -> tuple[Model, AdapterBase | None]:
+            model = _starting_model(recipe, tokenizer, folder, init_from, new_rows, tell)
+            if recipe.lora is None:
+                return model, None
+            return model, AdapterBase(base_name(init_from, folder), base_identity(folder))
+
+        return read_model_folder(init_from, starting)
     # On the CPU, whose generator draws the same numbers for every device.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     config = _new_config(recipe, tokenizer, engine)
     return engine.new_model(config, multiple, generator, recipe.init), None
-
-
-def starting_base(init_from: str | Path | None) -> AdapterBase:
-    """The base of a run that begins.
-
-    Raises:
-        ConfigError: none is given.
-    """
-    if init_from is None:
-        raise ConfigError(
-            "lora trains a small change of given weights: name them with --init-from, or leave "
-            "the lora section out to train all weights from scratch"
-        )
-    folder = resolve_model_folder(init_from)
-    return AdapterBase(base_name(init_from, folder), base_identity(folder))
 
 
 def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
@@ -264,14 +260,14 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
 def _starting_model(
     recipe: Recipe,
     tokenizer: Tokenizer,
+    folder: Path,
     init_from: str | Path,
     new_rows: str,
     tell: Callable[[str], None],
 ) -> Model:
-    """The model of --init-from, which brings its own config, with room for the tokens that the
-    data's tokenizer has beyond its own."""
+    """The model of --init-from in `folder`, which brings its own config, with room for the tokens
+    that the data's tokenizer has beyond its own."""
     multiple = recipe.efficiency.vocab_multiple
-    folder = resolve_model_folder(init_from)
     config = with_positions(recipe, read_config(folder), init_from, tell)
     loaded = load_model(
         folder, dtype=torch.float32, mode="sequential", vocab_multiple=multiple, config=config
