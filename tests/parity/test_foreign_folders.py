@@ -274,6 +274,13 @@ def test_a_file_without_its_settings_names_what_is_missing(
         read_foreign(tmp_path / "model.pt")
 
 
+def test_a_folder_of_nanochat_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("model_000100.pt", "meta_000100.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=r"is of nanochat.*NanoChatForCausalLM"):
+        read_foreign(tmp_path)
+
+
 def test_openais_folder_is_converted_with_its_tokenizer(
     tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,11 @@ class Opened:
 
 def foreign_folder(path: Path) -> Path | None:
     """The folder of a model whose files are several, given it or one of its files; None for a
-    model that is one file, or of no known program."""
+    model that is one file, or of no known program.
+
+    Raises:
+        ModelError: the folder is nanochat's.
+    """
     folder = path if path.is_dir() else path.parent
     is_named = path.name == LITGPT_NAME or ".ckpt" in path.name
     is_meant = is_named or path.is_dir() or _META_FILE.fullmatch(path.name) is not None
@@ -95,6 +99,8 @@ def foreign_folder(path: Path) -> Path | None:
         return folder
     if (folder / _META_CONFIG).is_file() and _meta_files(folder):
         return folder
+    if path.is_dir() and any(path.glob("model_*.pt")) and any(path.glob("meta_*.json")):
+        raise _of_nanochat(path)
     return folder if (folder / _OPENAI_CONFIG).is_file() and _bundles(folder) else None
 
 
@@ -156,6 +162,14 @@ def _open_file(path: Path) -> Opened:
     )
 
 
+def _of_nanochat(path: Path) -> ModelError:
+    return ModelError(
+        f"{path} is of nanochat, whose model (norms without weights, squared ReLU, capped "
+        "logits) is no family that is read here: transformers has its first form as "
+        "NanoChatForCausalLM, later forms have no class there"
+    )
+
+
 def _without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {n: t for n, t in weights.items() if not n.endswith(_BUFFERS)}
 
@@ -171,11 +185,7 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
         if any(name.endswith(layout.mark) for name in weights):
             return layout
     if "transformer.h.0.attn.c_q.weight" in weights:
-        raise ModelError(
-            f"{path} is of nanochat, whose model (norms without weights, squared ReLU, capped "
-            "logits) is no family that is read here: transformers has its first form as "
-            "NanoChatForCausalLM, later forms have no class there"
-        )
+        raise _of_nanochat(path)
     if any(name.startswith("transformer.h.0.attn.qkv.") for name in weights):
         raise ModelError(
             f"{path} is of litgpt: name the folder that has it as {LITGPT_NAME} "
