@@ -365,7 +365,8 @@ def wait_until_running(server: Running, connection: socket.socket) -> None:
 def wait_until_refused(server: Running) -> None:
     """Wait until the server accepts no more connections."""
     deadline = time.monotonic() + PATIENCE
-    with suppress(ConnectionRefusedError):
+    # Reset: the server stopped to listen while the connection was being made.
+    with suppress(ConnectionRefusedError, ConnectionResetError):
         while time.monotonic() < deadline:
             server.connect().close()
         raise AssertionError(f"waited {PATIENCE:g} s for a refusal, and connections are accepted")
