@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,16 @@ def test_a_terminated_prepare_leaves_nothing_and_says_so(
     assert done.stderr.lstrip("\n").splitlines() == [f"firstlight: error: {word}"]
     assert json.loads(done.stdout)["error"]["message"] == word
     assert sorted(path.name for path in tmp_path.iterdir()) == ["driver.py", "tokenizer"]
+
+
+def test_ctrl_c_while_python_ends_prints_nothing() -> None:
+    script = (
+        "import atexit, os, signal, sys\n"
+        "from firstlight.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['firstlight', '--version']\n"
+        "sys.exit(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

@@ -187,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fit; 75 a training run that was stopped early and saved; 76 one that diverged; 130 interrupted;
     129, 138 or 143 terminated by SIGHUP, SIGUSR1 or SIGTERM.
     """
-    if arguments is None:
+    ends_process = arguments is None
+    if ends_process:
         # The process ends with this: to look for cycles among all that torch imported takes a
         # third of a second.
         atexit.register(gc.freeze)
@@ -231,6 +232,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not any(part in str(error).lower() for part in words):
             raise
         return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
+    finally:
+        # Ctrl-C while Python ends would print a traceback of whatever cleans up then.
+        if ends_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
     return exit_code or 0
 
 
