@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import textwrap
 import time
@@ -102,10 +103,13 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
 
 
 def _first_words(prompt: str) -> str:
-    """The beginning of a prompt for a command line: whole words of its first line; "" for none."""
+    """The beginning of a prompt for a command line: words of its first line, up to a character
+    that a terminal could act on; "" for none."""
     line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
+    line = "".join(itertools.takewhile(str.isprintable, line))
+    short = textwrap.shorten(line, _PROMPT_CHARS, placeholder="", break_long_words=False)
     # Some languages have no spaces between words.
-    return textwrap.shorten(line, _PROMPT_CHARS, placeholder="") or line[:_PROMPT_CHARS]
+    return short or line[:_PROMPT_CHARS]
 
 
 def _next_commands(

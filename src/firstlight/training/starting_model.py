@@ -107,6 +107,9 @@ def first_model(
                 return model, None
             return model, AdapterBase(base_name(init_from, folder), base_identity(folder))
 
+        if engine.size > 1:
+            # A process that looked for a newer checkpoint alone would mix it with the others'.
+            return starting(resolve_model_folder(init_from))
         return read_model_folder(init_from, starting)
     # On the CPU, whose generator draws the same numbers for every device.
     generator = torch.Generator().manual_seed(recipe.run.seed)

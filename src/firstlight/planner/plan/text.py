@@ -96,7 +96,7 @@ def in_words(one: Estimate) -> str:
     """Memory, and for what fits the speed where it is known."""
     if one.problem:
         return one.problem
-    fits = "fits" if one.fits else "may not fit" if one.is_bound else "DOES NOT FIT"
+    fits = "fits" if one.fits else "may not fit" if one.may_fit_compiled else "DOES NOT FIT"
     phase = ""
     if one.training is not None:
         is_training = one.training.total_bytes == one.needed_bytes
@@ -242,7 +242,7 @@ def speed(rate: Range) -> str:
 def _rate(one: Estimate) -> str:
     if not one.fits:
         # The bound is that of a step without torch.compile, which mostly takes less.
-        return "may not fit" if one.is_bound else "does not fit"
+        return "may not fit" if one.may_fit_compiled else "does not fit"
     rate = one.tokens_per_second
     return "" if rate is None else f"{rate.expected:,.0f}"
 
