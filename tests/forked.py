@@ -47,14 +47,19 @@ _READ_ONCE = (
     *("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "GLIBC_"),
     *("LD_", "LC_", "LANG", "TORCH_"),
 )
-#: Of these, variables that may differ: torch reads the first later, the second is for words that no
-#: test reads, the third, which the command line sets in the process that tests, is for threads that
-#: wait, which forks of one thread don't have, the next two, which scikit-learn sets when a library
-#: of a test imports it, are for Intel's OpenMP, which torch for Linux doesn't use, and the last,
-#: which Ray sets, is read by each call of `breakpoint`.
+#: Of these, variables that may differ.
 _MAY_DIFFER = {
-    *("TORCH_EXTENSIONS_DIR", "TORCH_CPP_LOG_LEVEL", "GOMP_SPINCOUNT"),
-    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTHONBREAKPOINT"),
+    # torch reads it later.
+    "TORCH_EXTENSIONS_DIR",
+    # It changes words of torch that no test reads.
+    "TORCH_CPP_LOG_LEVEL",
+    # The command line sets it, in the process that tests, too. Forks have no threads that wait.
+    "GOMP_SPINCOUNT",
+    # scikit-learn sets them for Intel's OpenMP, which torch for Linux doesn't use.
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    # Ray sets it. Each call of `breakpoint` reads it.
+    "PYTHONBREAKPOINT",
 }
 
 _PRELOADED = (

@@ -24,13 +24,14 @@ from firstlight.parallel.group import gather_to_main
 from firstlight.parallel.selection import make_engine
 from firstlight.training.program import TrainingProgram
 
-STEPS, ROWS = 50, 4
+STEPS = 50
 
 
 def trained(
-    case: dict[str, Any], engine: Engine | None
+    case: dict[str, Any], engine: Engine | None, rows: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights and the optimizer's state after all steps. Without an engine, in one process."""
+    """The weights and the optimizer's state after all steps of so many rows. Without an engine, in
+    one process."""
     model = model_of(case["family"], torch.float64, 1)
     recipe = plain_recipe(
         {
@@ -46,7 +47,7 @@ def trained(
         model = engine.new_model(model.config, 1).to(torch.float64)
         model.load_state_dict({name: values[name] for name in model.state_dict()})
     program = TrainingProgram(recipe, model, find_hardware(str(DEVICE)), engine)
-    ids, labels = global_batch(ROWS, "unequal")
+    ids, labels = global_batch(rows, "unequal")
     rank, size = (0, 1) if engine is None else (engine.rank, engine.size)
     for step in range(STEPS):
         turned = (ids + step) % 61
@@ -83,6 +84,8 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 def main() -> None:
     world = find_world()
+    # Two for each process: all have as many micro-batches.
+    rows = 2 * world.size
     #: The weights, state and orthogonalised matrices of one process, for each family and settings.
     references: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], int]] = {}
     with process_group(world, DEVICE, 120):
@@ -90,13 +93,13 @@ def main() -> None:
             config = DistributedConfig(**case["distributed"])
             engine = make_engine(config, world, DEVICE)
             with engine.session(), counted() as own:
-                weights, state = trained(case, engine)
+                weights, state = trained(case, engine, rows)
             if not world.is_main:
                 continue
             key = json.dumps([case["family"], case["optimizer"]])
             if key not in references:
                 with counted() as alone:
-                    references[key] = (*trained(case, None), len(alone))
+                    references[key] = (*trained(case, None, rows), len(alone))
             expected, expected_state, alone_count = references[key]
             start = dict(model_of(case["family"], torch.float64, 1).named_parameters())
             moved = min(float((w - start[n]).abs().max()) for n, w in expected.items())

@@ -20,7 +20,7 @@ from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import preparation
 from firstlight.pipeline.facts import MachineFacts
 from firstlight.pipeline.plan import Request, request_of, run_name, time_text
-from firstlight.pipeline.result import TextRun, result_lines
+from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts
 from firstlight.pipeline.run_folder import RunCall
 from firstlight.planner.plan.machine import find_machine
@@ -56,6 +56,21 @@ def write_texts(folder: Path, count: int = 30, words: int = 150) -> Path:
 def trained(folder: Path, **changes: Any) -> TextRun:
     options: dict[str, Any] = {"steps": 3, "overrides": TINY, "progress": False} | changes
     return train_texts(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("\n  Short line.\nSecond", "Short line."),
+        ("a line with more words than thirty-two letters hold", "a line with more words than"),
+        ("日" * 50, "日" * 32),
+        ("hello " + "b" * 50, "hello"),
+        ("tea\x1b]0;title\x07 time", "tea"),
+        (" \n ", ""),
+    ],
+)
+def test_a_command_begins_with_harmless_whole_words_of_a_prompt(prompt: str, words: str) -> None:
+    assert first_words(prompt) == words
 
 
 def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: Path) -> None:

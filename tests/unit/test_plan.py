@@ -432,13 +432,16 @@ def test_operators_are_timed_for_as_long_as_is_left_of_a_plans_time(
 def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:
     resolved = resolve_for(recipe(), find_machine("H100"))
 
-    def outcome(name: str, size: int, changes: dict[str, Any], is_bound: bool) -> Estimate:
-        memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
+    def outcome(
+        name: str, size: int, changes: dict[str, Any], is_bound: bool, overhead: int = 0
+    ) -> Estimate:
+        memory = MemoryPrediction(size, "backward", {}, {}, size, overhead, 0, ())
         return Estimate(name, changes, resolved, memory, usable_bytes=9, is_bound=is_bound)
 
     methods_found = [
         outcome("no torch.compile", 4 * _GIB, {"efficiency.compile": False}, False),
         outcome("chunked loss", 3 * _GIB, {"efficiency.loss_chunk_tokens": 8}, True),
+        outcome("Adafactor", 3 * _GIB, {"optimizer.name": "adafactor"}, True, overhead=10),
     ]
     machine = find_machine("RTX 4090")
     first = outcome("as it stands", 2 * _GIB, {}, False)
@@ -447,6 +450,8 @@ def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None
     assert rows["no torch.compile"] == ("4.00 GiB", "-100%", "does not fit")
     # A bound that is too large says nothing of the compiled step.
     assert rows["chunked loss"] == ("< 3.00 GiB", "25%", "may not fit")
+    # Compiling leaves what lies beside the allocator.
+    assert rows["Adafactor"][2] == "does not fit"
     assert any("< is without torch.compile" in line for line in blocks(plan) if type(line) is str)
 
 

@@ -97,7 +97,7 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
 
     Args:
         shards: this process' shard of a tensor with each parameter's shape; all of one dtype.
-        parameters: as many parameters as there are processes at most, all of one `shard_group`.
+        parameters: parameters of one `shard_group`, at most one for each of its processes.
     """
     group = shard_group(parameters[0])
     assert group is not None
@@ -152,8 +152,13 @@ def scatter_each(
 
 
 def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """What belongs to this process' shard of a parameter, of a tensor that every process has: the
-    tensor itself where it has one entry along the axis that is cut."""
+    """The part of a full tensor that lies along this process' shard of a parameter; the tensor
+    itself where it has one entry along the axis that is cut.
+
+    Args:
+        tensor: the same on every process; along each axis as long as the parameter, or 1.
+        parameter: a parameter with a `shard_group`, or one that is not sharded.
+    """
     if not is_sharded(parameter) or tensor.shape[_axis(parameter)] == 1:
         return tensor
     group, axis = shard_group(parameter), _axis(parameter)

@@ -78,7 +78,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
     samples = read_json_lines(folder / SAMPLES_NAME)
-    prompt = _first_words(samples[0]["prompt"]) if samples else ""
+    prompt = first_words(samples[0]["prompt"]) if samples else ""
     last = max((line["step"] for line in samples), default=0)
     if best and kept is not None:
         last = kept.step
@@ -102,7 +102,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     )
 
 
-def _first_words(prompt: str) -> str:
+def first_words(prompt: str) -> str:
     """The beginning of a prompt for a command line: words of its first line, up to a character
     that a terminal could act on; "" for none."""
     line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")

@@ -278,7 +278,7 @@ def _prepared_kind(recipe: Recipe) -> Kind:
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
     if init_from is not None:
         config = read_config(resolve_model_folder(init_from))
-        # As in a run, which says so itself.
+        # The run tells the person about changed positions; a plan would say it twice.
         config = with_positions(recipe, config, init_from, tell=lambda _: None)
         return recipe.model_copy(update={"model": config})
     model = recipe.model or recipe.planning.model

@@ -354,8 +354,7 @@ def _on_calibrated(
 
 
 def overlapping_bytes(exchange: Exchange) -> float:
-    """Bytes through each link in a step that can be sent while something else is computed: weights
-    and gradients, of which a ring of n processes sends (n - 1) / n, twice to add them up."""
+    """Bytes of weights and gradients through each link in a step, sent beside other work."""
     share = (exchange.processes - 1) / exchange.processes
     if exchange.gathers_weights:
         gathered = 2 * exchange.weight_bytes + exchange.gradient_bytes
@@ -364,8 +363,7 @@ def overlapping_bytes(exchange: Exchange) -> float:
 
 
 def waiting_bytes(exchange: Exchange) -> float:
-    """Bytes through each link in a step that the next operator waits for: tensor parallelism's sums
-    of activations and their gradients, and those that pass between a pipeline's stages."""
+    """Bytes of activations and their gradients through each link in a step, sent while all wait."""
     count = exchange.tensor_parallel
     # After attention and after the MLP, in the forward and in the backward pass.
     sums = 4 * exchange.layers * exchange.micro_batches
