@@ -22,6 +22,7 @@ from firstlight.pipeline.facts import (
     expected_bits,
     worth_of_bytes,
 )
+from firstlight.pipeline.plan import request_of
 from firstlight.pipeline.run_folder import commented_yaml
 from firstlight.pipeline.scan import CorpusFacts
 from firstlight.recipe import parse_recipe
@@ -146,6 +147,8 @@ def test_sizes_have_names_and_numbers() -> None:
     assert choose(TEXT, MACHINE, Length(60.0), {}, "3M")["model.hidden_size"] == 192
     with pytest.raises(ConfigError, match=r"--size smal is unknown \(did you mean 'small'"):
         choose(TEXT, MACHINE, Length(60.0), {}, "smal")
+    with pytest.raises(ConfigError, match="--size 3Q is unknown"):  # before the texts are read
+        request_of(["not-read.txt"], None, None, None, "3Q", {}, "text")
 
 
 def test_tokens_have_the_model_whose_time_they_fill() -> None:

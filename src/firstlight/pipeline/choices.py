@@ -170,9 +170,12 @@ def _row(width: int, table: Sequence[tuple[int, int]]) -> int:
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 
-def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
-    if size in settings.SIZES:
-        return settings.SIZES[size]
+def parameters_of(size: str) -> float:
+    """The number of parameters that a size such as "10M" asks for.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
     number, unit = size[:-1], size[-1:].lower()
     is_number = number.replace(".", "", 1).isdecimal() and float(number) > 0
     if unit not in _COUNTS or not is_number:
@@ -180,7 +183,13 @@ def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
             f"--size {size} is unknown{nearest(size, settings.SIZES)}: choose one of "
             f"{', '.join(settings.SIZES)}, or a number of parameters such as 10M"
         )
-    wanted = float(number) * _COUNTS[unit]
+    return float(number) * _COUNTS[unit]
+
+
+def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
+    if size in settings.SIZES:
+        return settings.SIZES[size]
+    wanted = parameters_of(size)
 
     def distance(shape: tuple[int, int]) -> float:
         return abs(math.log(ModelSize(*shape, text.vocab_size, 256).parameters / wanted))
@@ -364,6 +373,6 @@ def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
     new = expected_bits(best.shape.layer_parameters, read, plenty)
     return (
         f"the text is read {epochs:.0f} times; {rounded(read)} bytes of such text in place of "
-        f"{rounded(text.train_tokens * text.bytes_per_token)} would give about "
-        f"{new / best.bits - 1:+.0%} bits for a byte"
+        f"{rounded(text.train_tokens * text.bytes_per_token)} would save about "
+        f"{1 - new / best.bits:.0%} of the bits"
     )

@@ -20,7 +20,7 @@ from firstlight.data.sources import (
 )
 from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline import settings
-from firstlight.pipeline.choices import choose, choose_vocabulary
+from firstlight.pipeline.choices import choose, choose_vocabulary, parameters_of
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
 from firstlight.pipeline.scan import SHOWN_FILES, Scan, described, scan_corpus
@@ -138,8 +138,10 @@ def request_of(
     """The request of `train_texts`'s arguments.
 
     Raises:
-        ConfigError: a time or number can't be read, or two lengths are given.
+        ConfigError: a time, number or size can't be read, or two lengths are given.
     """
+    if size is not None and size not in settings.SIZES:
+        parameters_of(size)  # before any text is read
     names = [inputs] if isinstance(inputs, str | Path) else inputs
     if isinstance(overrides, Mapping):
         overrides = [(name, json.dumps(value)) for name, value in overrides.items()]
