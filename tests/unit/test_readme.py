@@ -19,7 +19,7 @@ def test_it_is_short() -> None:
 
 def _table() -> list[list[str]]:
     """The cells of each row of the table beside other programs, its titles first."""
-    text = _README.partition("## Beside other programs")[2].partition("\n## ")[0]
+    text = _README.partition("## Comparison with other programs")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return [rows[0], *rows[2:]]
 
@@ -31,7 +31,7 @@ def test_each_answer_about_a_program_leads_to_where_it_is_documented() -> None:
     assert len(rows) >= 20
     for question, *answers in rows:
         assert len(answers) == len(_PROGRAMS), question
-        kinds = "yes|partly|no" if "Families" not in question else r"\d+\+?|hundreds|of \w+"
+        kinds = "yes|partly|no" if "Families" not in question else r"\d+\+?|hundreds|those of \w+"
         for answer, address in zip(answers, addresses, strict=True):
             found = re.fullmatch(rf'\[({kinds})\]\(([^ )]+)( "[^"]+")?\)', answer)
             assert found, (question, answer)
@@ -50,7 +50,7 @@ def _families() -> int:
 def test_the_number_of_families_is_that_of_their_page() -> None:
     row = next(row for row in _table() if row[0].startswith("Families"))
     assert row[1] == f"[{_families()}](docs/model-families.md)"
-    assert f" {_families()} families: logits within" in _README
+    assert f" {_families()} families, logits are within" in _README
 
 
 def test_figures_of_the_promises_are_those_of_the_pages_that_they_name() -> None:
@@ -74,7 +74,7 @@ def test_the_figures_of_the_demo_are_those_of_the_quickstart() -> None:
     shown = (_ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     demo = shown.partition("## The demo")[2].partition("\n## ")[0]
     said = re.search(
-        r": ([\d.]+) bits for a byte of held-out\nfiles, where gzip needs ([\d.]+) and xz ([\d.]+)",
+        r"needs ([\d.]+)\nbits per byte of held-out files, gzip ([\d.]+) and xz ([\d.]+)",
         _README,
     )
     assert said
