@@ -52,12 +52,15 @@ class State:
         promise: the last mark before the power cut; None before the first.
         began: number of changes before it.
         lost: what became of the changes that were not synced, for the message of a failure.
+        is_out_of_order: True if only the last change of entries is on the disk, and an earlier one
+            of another folder is not.
     """
 
     tree: Tree
     promise: Any
     began: int
     lost: str
+    is_out_of_order: bool
 
     def write(self, folder: Path) -> None:
         """Make a folder hold this and nothing else."""
@@ -137,6 +140,12 @@ class _Moment:
             contents[node] = self.held.setdefault(bytes(content), bytes(content))
         return tree_of(entries, contents)
 
+    def is_out_of_order(self, kept: Sequence[int]) -> bool:
+        """Whether of the entry changes only the last is on the disk, and an earlier one of another
+        folder is not."""
+        is_last = list(kept) == [len(self.changes) - 1]
+        return is_last and any(one.folder != self.changes[-1].folder for one in self.changes)
+
 
 def _suffer(content: bytearray, change: Write | Cut, fate: str) -> None:
     """Make a change of a file's bytes as far as its fate lets it."""
@@ -190,7 +199,8 @@ def states(record: RecordingDisk, seed: int = 0, draws: int = 8) -> list[State]:
                 tree = moment.after(files, kept, fate, generator)
                 lost = f"after {number} changes, of {moment.changes} {kept}, unsynced bytes {fate}"
                 key = repr(moment.promise), frozenset(tree.items())
-                found.setdefault(key, State(tree, moment.promise, number, lost))
+                state = State(tree, moment.promise, number, lost, moment.is_out_of_order(kept))
+                found.setdefault(key, state)
     return list(found.values())
 
 
@@ -199,11 +209,16 @@ ALL = 1 << 20
 
 
 def chosen(found: list[State], sample: int) -> list[State]:
-    """So many states, of all moments, and those in which everything is lost that was not synced
+    """So many states, up to half of them out of order, where a missing sync between two folders
+    shows, and the others of all moments; and those in which everything is lost that was not synced
     when a promise was made."""
     if len(found) <= sample:
         return found
-    drawn = set(random.Random(1).sample(range(len(found)), sample))
+    generator = random.Random(1)
+    first = [place for place, state in enumerate(found) if state.is_out_of_order]
+    drawn = set(generator.sample(first, min(len(first), sample // 2)))
+    others = [place for place in range(len(found)) if place not in drawn]
+    drawn.update(generator.sample(others, sample - len(drawn)))
     promises = [repr(state.promise) for state in found]
     return [found[place] for place in sorted(drawn | {promises.index(one) for one in promises})]
 
