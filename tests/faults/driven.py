@@ -108,6 +108,7 @@ def outcome(run: Path) -> dict[str, Any]:
     folder = newest(run)
     state = load_trainer_state(folder)
     del state["recipe"]["run"]["dir"]
+    draws = (run / "draws.txt").read_text(encoding="utf-8").splitlines()
     result: dict[str, Any] = {
         name: (folder / name).read_bytes()
         for name in ("model.safetensors", "optimizer.safetensors")
@@ -120,7 +121,9 @@ def outcome(run: Path) -> dict[str, Any]:
             for record in read_json_lines(run / "metrics.jsonl")
         ],
         "samples": (run / "samples.jsonl").read_bytes(),
-        "draws": (run / "draws.txt").read_text(encoding="utf-8"),
+        # Of a step that a kill undid the same numbers are drawn again.
+        "draws": list(dict.fromkeys(draws)),
+        "drawn again": len(draws) - len(set(draws)),
         "litter": sorted(run.rglob(".tmp-*")),
     }
 

@@ -97,4 +97,4 @@ def test_a_stopped_run_has_done_no_step_in_vain(tmp_path: Path, data: Path) -> N
     assert all("stopped by SIGTERM and saved" in result["error"] for result in results)
     assert [result["code"] for result in others] == [75, 143, 0]
     assert [result["lines"][-1] for result in others] == [4, 6, _STEPS]
-    assert differences(run_of(broken), run_of(whole)) == ["draws"]  # `on_step` saw two steps twice
+    assert differences(run_of(broken), run_of(whole)) == ["drawn again"]  # two steps

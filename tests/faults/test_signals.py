@@ -59,6 +59,10 @@ def test_sigterm_in_any_phase_of_a_run_loses_nothing(
             place = (first["first_record"] + first["last_record"]) // 2
         again = generator.randint(1, max(first["events"] - place, 1))
         chains.append([(recipe, {"events": place}), (recipe, {"events": again}), (recipe, {})])
+    # In an evaluation, and then after it, before a step of the next process is done.
+    recipe = write_recipe(tmp_path, "evaluated", data, **_SECTIONS)
+    evaluated = [{"signal": ["SIGTERM", *place, 1]} for place in (("check", 3), ("update", 4))]
+    chains.append([*((recipe, faults) for faults in evaluated), (recipe, {})])
     codes = []
     for chain, results in zip(chains, drive(chains), strict=True):
         said, before = f"{chain}: {results}", 0
@@ -67,7 +71,10 @@ def test_sigterm_in_any_phase_of_a_run_loses_nothing(
                 before = assert_durable(before, result, said)
                 codes.append(result["code"])
         assert results[2]["code"] == 0, said
-        assert differences(run_of(chain[0][0]), run_of(whole)) == [], said
+        # What was done when a process ended at once is done again.
+        ended = {result["code"] for result in results} & {143, -signal.SIGTERM}
+        may_differ = {"drawn again"} if ended else set()
+        assert set(differences(run_of(chain[0][0]), run_of(whole))) <= may_differ, said
     assert 75 in codes
     assert len(codes) > 1.5 * count
     record_property("cases", ("SIGTERM in a phase of a run", len(codes)))
@@ -91,8 +98,8 @@ def test_a_second_signal_ends_a_run_at_once_and_a_file_asks_for_a_checkpoint(
         # What was saved before is there.
         assert (ended["code"], ended["saved"], ended["lines"]) == (codes[again], 4, _ALL[:5])
         assert resumed["code"] == 0
-        # The fifth step was done twice, and drawn for twice.
-        assert differences(run_of(tmp_path / f"{again}.yaml"), run_of(whole)) == ["draws"]
+        # The fifth step was done twice.
+        assert differences(run_of(tmp_path / f"{again}.yaml"), run_of(whole)) == ["drawn again"]
 
 
 def test_a_run_that_has_a_minute_at_a_time_gets_on(tmp_path: Path, data: Path) -> None:
