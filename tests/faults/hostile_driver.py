@@ -167,7 +167,8 @@ def attempt(case: dict[str, str]) -> dict[str, Any]:
     before, limit = _memory("VmRSS"), _memory("VmData") + _HARD_LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (_HARD_LIMIT_SECONDS, resource.RLIM_INFINITY))
-    signal.alarm(2 * _HARD_LIMIT_SECONDS)  # for what waits without end, as on a pipe
+    # For what waits without end, as on a pipe; on a busy machine a case's CPU time takes longer.
+    signal.alarm(12 * _HARD_LIMIT_SECONDS)
     os.chdir(case["folder"])
     sys.addaudithook(watch)
     error: BaseException | None = None
