@@ -29,7 +29,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.training.preference import PreferenceObjective
 from firstlight.training.step import train_step
-from firstlight.weights.huggingface import load_model
+from firstlight.weights.huggingface import LoadedModel, base_identity, load_model
 
 CONTEXT = 128
 
@@ -431,6 +431,28 @@ def test_a_run_that_is_gone_on_with_is_the_run_that_was_not_stopped(
     assert records_of(whole)[-1]["train/reward_margin"] > 0
     for name, tensor in weights(expected.checkpoint).items():
         assert torch.equal(tensor, weights(found.checkpoint)[name])
+
+
+def test_references_are_those_of_the_checkpoint_that_was_loaded(
+    pairs: dict[str, Any], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the run to start from saves a newer one meanwhile."""
+    newer = base.rename(base.parents[2] / base.name)
+    loaded: list[Path] = []
+
+    def load(folder: Path, **options: Any) -> LoadedModel:
+        loaded.append(folder)
+        found = load_model(folder, **options)
+        newer.rename(base)
+        return found
+
+    monkeypatch.setattr("firstlight.training.starting_model.load_model", load)
+    pairs["schedule"]["max_steps"] = 1
+    result = train(pairs, init_from=base.parents[1])
+    (folder,) = loaded
+    assert folder != base
+    reference = load_trainer_state(result.checkpoint)["data"]["reference"]
+    assert reference == {"name": str(folder), "sha256": base_identity(folder)}
 
 
 def test_references_are_kept_verified_and_made_again(

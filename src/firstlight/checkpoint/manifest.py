@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import CheckpointError, InputError, describe_os_error
+from firstlight.errors import CheckpointError, FirstlightError, InputError, describe_os_error
 from firstlight.files.atomic import (
     MAX_JSON_BYTES,
     json_text,
@@ -85,6 +85,35 @@ def step_of(folder: Path) -> int | None:
     """The step that a checkpoint folder's name says; None for a folder of another name."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
+
+
+def require_kept(checkpoint: Path) -> None:
+    """Refuse the path of a checkpoint that its run has deleted; other paths pass.
+
+    Raises:
+        CheckpointError: the run's folder has no such checkpoint.
+    """
+    folder = checkpoint.parent
+    is_of_run = step_of(checkpoint) is not None and folder.name == CHECKPOINTS and folder.is_dir()
+    if is_of_run and not checkpoint.exists():
+        raise CheckpointError(
+            f"checkpoint {checkpoint} does not exist: a run deletes its older checkpoints "
+            f"(checkpoint.keep_last, keep_every); name {folder.parent} for its newest one"
+        )
+
+
+@contextlib.contextmanager
+def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
+    """A context for reading a checkpoint of another run, which may delete it meanwhile.
+
+    Raises:
+        CheckpointError: it was deleted, in place of the error that reading it ended in.
+    """
+    try:
+        yield
+    except (FirstlightError, OSError):
+        require_kept(checkpoint)
+        raise
 
 
 def step_folders(run_folder: Path) -> list[Path]:

@@ -19,6 +19,8 @@ from firstlight.checkpoint.manifest import (
     best_saved,
     foreign_checkpoints,
     own_past,
+    reading_checkpoint,
+    require_kept,
     saved_checkpoints,
 )
 from firstlight.console import say
@@ -95,7 +97,8 @@ def read_model_folder(
     best: bool = False,
 ) -> T:
     """What `read` makes of the model folder that a name means (see `resolve_model_folder`). A run
-    may delete its checkpoint while it is read: then the one that is newest now is read.
+    may delete its checkpoint while it is read: then the one that is newest or best now is read; of
+    a checkpoint's own path an error says that it was deleted.
 
     Raises:
         ConfigError, CheckpointError, ModelError: see `resolve_model_folder` and `read`.
@@ -153,9 +156,11 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
         if newest is None:
             raise CheckpointError(f"run folder {path} has no complete checkpoint yet")
         return newest
+    require_kept(path)
     folder = find_model_folder(name, pickled=pickled)
     if (folder / MANIFEST_NAME).is_file() and (folder / STATE_NAME).is_file():
-        verify_checkpoint(folder)
+        with reading_checkpoint(folder):
+            verify_checkpoint(folder)
     return folder
 
 
@@ -183,6 +188,7 @@ def trained_on(folder: Path) -> dict[str, Any]:
     """`dir`, `seq_len` and `document_masking` of the data that a checkpoint was trained on; {} for
     other folders."""
     if not (folder / STATE_NAME).is_file():
+        require_kept(folder)
         return {}
     data = load_trainer_state(folder).get("data")
     return data if isinstance(data, dict) else {}

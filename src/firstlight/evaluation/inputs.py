@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict
 
 import torch
 
+from firstlight.checkpoint.manifest import require_kept
 from firstlight.checkpoint.selection import read_model_folder, trained_on
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.examples import open_split
 from firstlight.data.remote import local_folder
-from firstlight.errors import DataError, ModelError
+from firstlight.errors import CheckpointError, DataError, ModelError
 from firstlight.hardware.device import find_hardware
 from firstlight.weights.huggingface import LoadedModel, load_model
 
@@ -53,11 +55,17 @@ def load_for_evaluation(
         ModelError, CheckpointError: the model can't be used.
     """
     hardware = find_hardware(device)
-    return read_model_folder(
-        checkpoint,
-        lambda folder: load_model(folder, hardware.device, dtype=torch.float32),
-        best=best,
-    )
+
+    def read(folder: Path) -> LoadedModel:
+        loaded = load_model(folder, hardware.device, dtype=torch.float32)
+        # Now: once a run has deleted the checkpoint it can't be told.
+        try:
+            return dataclasses.replace(loaded, trained_on=trained_on(folder))
+        except CheckpointError:
+            require_kept(folder)
+            return loaded  # damaged: an error where it is needed
+
+    return read_model_folder(checkpoint, read, best=best)
 
 
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
@@ -72,7 +80,7 @@ def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> 
 def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenDataset:
     """The split to evaluate, which holds no preference pairs."""
     folder = evaluated_folder(loaded, data, split)
-    dataset = open_split(folder, split, long=trained_on(loaded.folder).get("long") or "cut")
+    dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
     if dataset.kind == "preference":
         raise DataError(
             f"{dataset.folder} holds preference pairs, whose loss is about two models: name text "
@@ -81,11 +89,20 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
     return dataset
 
 
+def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
+    """See `trained_on`.
+
+    Raises:
+        CheckpointError: the model's checkpoint has been deleted or damaged meanwhile.
+    """
+    return trained_on(loaded.folder) if loaded.trained_on is None else loaded.trained_on
+
+
 def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
     """Options with those of training where none are given."""
-    training_data = trained_on(loaded.folder)
+    training_data = _training_data(loaded)
     limit = loaded.model.config.max_position_embeddings
     seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
     if document_masking is None:
@@ -116,7 +133,7 @@ def evaluated_folder(
         DataError: the model does not tell, or was trained on several; or the data can't be had.
         MissingDependencyError, StorageError: see `remote.local_folder`.
     """
-    trained = trained_on(loaded.folder)
+    trained = _training_data(loaded)
     location = data if data is not None else trained.get("dir")
     corpora = trained.get("corpora")
     if location is None and isinstance(corpora, dict):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.data.kinds import START_FROM
@@ -69,15 +70,21 @@ class FineTuning:
             if others := other_files_line(request.inputs, found):
                 tell(others)
             request.check(conversations=True)
-        from firstlight.checkpoint.selection import resolve_model_folder, resolve_tokenizer
+        from firstlight.checkpoint.selection import read_model_folder, resolve_tokenizer
         from firstlight.models.accounting import count_parameters, meta_model
         from firstlight.tokenizer import Tokenizer
         from firstlight.weights.huggingface import read_config
 
         assert request.init_from is not None
-        self._folder = resolve_model_folder(request.init_from)
-        self._config: ModelConfig = read_config(self._folder)
-        self._tokenizer: Tokenizer = Tokenizer.from_pretrained(resolve_tokenizer(self._folder))
+
+        def read(folder: Path) -> tuple[Path, ModelConfig, Tokenizer]:
+            tokenizer = Tokenizer.from_pretrained(resolve_tokenizer(folder))
+            return folder, read_config(folder), tokenizer
+
+        self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
+        # A run may have deleted this checkpoint when it is needed again.
+        is_here = Path(request.init_from).expanduser().is_dir()
+        self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(
             count_parameters(meta_model(self._config)).total,
             self._config.hidden_size,
@@ -167,7 +174,7 @@ class FineTuning:
                 section, _, key = choice.key.partition(".")
                 values.setdefault(section, {})[key] = choice.value
             recipe = parse_recipe(values, "the chosen recipe", _of_run(request))
-            resolved = resolve_for(recipe, machine, str(self._folder))
+            resolved = resolve_for(recipe, machine, self._start)
             if not method.adapters and 16 * self._model.parameters > machine.usable_bytes:
                 continue
             found = estimate_run(resolved, machine)
@@ -226,7 +233,7 @@ class FineTuning:
             plan.machine,
             plan.speed,
             lambda: call.length(request),
-            str(self._folder),
+            self._start,
         )
         memory = fitted.memory_bytes or plan.memory_bytes
         plan = replace(plan, choices=fitted.choices, memory_bytes=memory)

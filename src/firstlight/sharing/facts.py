@@ -20,7 +20,7 @@ import numpy as np
 
 from firstlight.checkpoint.checkpoint import STATE_NAME, load_trainer_state
 from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, read_manifest
-from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.checkpoint.selection import read_model_folder
 from firstlight.data import shards
 from firstlight.data.remote import is_url
 from firstlight.data.sources import neutral_name, read_sources
@@ -114,7 +114,16 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
         ConfigError, CheckpointError, ModelError, TokenizerError: the model or a file of its run
             can't be read.
     """
-    folder = Path(os.path.abspath(resolve_model_folder(source, best=best)))
+    return read_model_folder(source, facts_of, best=best)
+
+
+def facts_of(folder: Path) -> ModelFacts:
+    """The facts of a model folder, which has been verified if it is a checkpoint.
+
+    Raises:
+        ModelError, CheckpointError, TokenizerError: see `read_facts`.
+    """
+    folder = Path(os.path.abspath(folder))
     config = read_config(folder)
     model = ModelFacts(
         folder=folder,

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from firstlight.checkpoint.selection import read_model_folder
 from firstlight.conversion.convert import convert
 from firstlight.data import shards
 from firstlight.errors import DataError, InputError
@@ -29,7 +30,7 @@ from firstlight.files.atomic import (
 from firstlight.report.pictures import loss_picture
 from firstlight.sharing.card import CARD_NAME, PICTURE_NAME, RECIPE_NAME, model_card
 from firstlight.sharing.corpus_card import corpus_card
-from firstlight.sharing.facts import ModelFacts, corpus_facts, neutral_recipe, read_facts
+from firstlight.sharing.facts import ModelFacts, corpus_facts, facts_of, neutral_recipe
 from firstlight.sharing.upload import require_name, require_repository, upload_folder
 from firstlight.tokenizer import Tokenizer
 
@@ -100,10 +101,14 @@ def push(
         StorageError: the disk refuses.
     """
     _require_free_name(repository, upload=upload)
-    facts = read_facts(source, best=best)
     with _place(repository, out, upload=upload) as (folder, kept):
-        with new_folder(folder) as new:
-            notes = _write_model(facts, repository, new, gguf, licence, card)
+
+        def written(source: Path) -> tuple[ModelFacts, tuple[str, ...]]:
+            facts = facts_of(source)
+            with new_folder(folder) as new:
+                return facts, _write_model(facts, repository, new, gguf, licence, card)
+
+        facts, notes = read_model_folder(source, written, best=best)
         return Pushed(
             repository=repository,
             url=upload_folder(folder, repository, kind="model", private=private)

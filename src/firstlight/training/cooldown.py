@@ -17,7 +17,7 @@ from firstlight.checkpoint.checkpoint import (
     load_trainer_state,
 )
 from firstlight.checkpoint.manifest import CHECKPOINTS
-from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.checkpoint.selection import read_model_folder
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.schedule import Schedule
 from firstlight.recipe import Recipe, parse_recipe
@@ -50,15 +50,18 @@ def cooldown_recipe(
         raise ConfigError(
             f"{trunk} is a file: a cooldown takes the run folder of its trunk, or a checkpoint"
         )
-    folder = resolve_model_folder(trunk)
-    if not (folder / STATE_NAME).is_file() or not (
-        (folder / OPTIMIZER_NAME).is_file() or is_sharded_checkpoint(folder)
-    ):
-        raise CheckpointError(
-            f"{trunk} is no checkpoint with an optimizer state, which a cooldown goes on with: "
-            "name a run folder or one of its checkpoints"
-        )
-    state = load_trainer_state(folder)
+
+    def read(folder: Path) -> tuple[Path, dict[str, Any]]:
+        if not (folder / STATE_NAME).is_file() or not (
+            (folder / OPTIMIZER_NAME).is_file() or is_sharded_checkpoint(folder)
+        ):
+            raise CheckpointError(
+                f"{trunk} is no checkpoint with an optimizer state, which a cooldown goes on with: "
+                "name a run folder or one of its checkpoints"
+            )
+        return folder, load_trainer_state(folder)
+
+    folder, state = read_model_folder(trunk, read)
     step, schedule = state["step"], _stable_schedule(folder, state)
     values = dict(state["recipe"])
     values["run"] = {**values["run"], "dir": str(_cooldown_folder(folder, step))}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
-from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder
+from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.corpus import Corpus
 from firstlight.data.examples import PreferenceDataset, preference_splits
 from firstlight.data.loader import rows_to_batch
@@ -37,11 +38,11 @@ from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import CheckpointError, ConfigError, InputError, ModelError
 from firstlight.files.atomic import make_folder, read_json, write_json
 from firstlight.hardware.device import Hardware
-from firstlight.lora.files import base_name
 from firstlight.models import Model
 from firstlight.models.ops import IGNORE_INDEX, at_least_fp32
 from firstlight.parallel import all_reduce_sum
 from firstlight.recipe import PreferenceConfig, Recipe, ResolvedRecipe
+from firstlight.training.starting_model import ModelIdentity
 from firstlight.weights.huggingface import base_identity, load_model
 
 
@@ -198,7 +199,7 @@ def give_references(
     splits: Sequence[Corpus | None],
     model: Model,
     newest: Path | None,
-    init_from: str | Path | None,
+    started_from: ModelIdentity | None,
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
@@ -210,7 +211,7 @@ def give_references(
         model: the model that is about to be trained.
         newest: the checkpoint that the run goes on from; it names the starting model, which is
             loaded only if the cache has lost what it made.
-        init_from: the model that a run begins with.
+        started_from: the model that a run begins with; None where it goes on.
 
     Raises:
         CheckpointError: the starting model is needed, and gone or another by now.
@@ -224,12 +225,8 @@ def give_references(
         return model if newest is None else _loaded_again(newest, start)
 
     if newest is None:
-        assert init_from is not None
-
-        def identity(folder: Path) -> dict[str, str]:
-            return {"name": base_name(init_from, folder), "sha256": base_identity(folder)}
-
-        start = read_model_folder(init_from, identity)
+        assert started_from is not None
+        start = asdict(started_from)
     else:
         start = load_trainer_state(newest).get("data", {}).get("reference") or {}
     for split in pairs:

@@ -14,12 +14,13 @@ from firstlight.checkpoint.checkpoint import (
     load_checkpoint,
     load_trainer_state,
 )
-from firstlight.checkpoint.manifest import MANIFEST_NAME, foreign_checkpoints, step_folders
-from firstlight.checkpoint.selection import (
-    list_checkpoints,
-    newest_checkpoint,
-    resolve_model_folder,
+from firstlight.checkpoint.manifest import (
+    MANIFEST_NAME,
+    foreign_checkpoints,
+    require_kept,
+    step_folders,
 )
+from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe
@@ -27,6 +28,7 @@ from firstlight.report.records import RECIPE_NAME
 from firstlight.training.model_section import changed_keys
 from firstlight.training.processes import on_main
 from firstlight.training.run import Run
+from firstlight.training.starting_model import read_start
 from firstlight.training.state import TrainState, restore
 
 #: Keys of the optimizer with whose values the tensors of its state change.
@@ -114,24 +116,27 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
         raise ConfigError("schedule.resume goes on in another run's: name that (--init-from)")
     if run.recipe.lora is not None:
         raise ConfigError("schedule.resume goes on with all of a model: leave it out, or lora")
-    folder = resolve_model_folder(init_from)
-    if not (folder / OPTIMIZER_NAME).is_file() and not is_sharded_checkpoint(folder):
-        raise CheckpointError(
-            f"{init_from} has no optimizer state, which schedule.resume goes on with: name a run "
-            "or one of its checkpoints, or leave schedule.resume out"
-        )
-    checkpoint = load_checkpoint(folder, verify=False)  # finding it did
-    keys = _STATE_KEYS
-    if run.recipe.optimizer.name == "adafactor":
-        keys = (*keys, "adafactor_variant")
-    saved = checkpoint.trainer_state.get("recipe", {})
-    for key, before, now in _changed_of_optimizer(saved, run, keys):
-        raise CheckpointError(
-            f"{folder} has the state of optimizer.{key} {before}, and schedule.resume goes on with "
-            f"it: set that instead of {now}, or leave schedule.resume out"
-        )
-    # All of the state is restored; what was the other run's own is left out below.
-    found = restore(checkpoint, run.program)
+
+    def restored(folder: Path) -> tuple[Path, TrainState]:
+        if not (folder / OPTIMIZER_NAME).is_file() and not is_sharded_checkpoint(folder):
+            raise CheckpointError(
+                f"{init_from} has no optimizer state, which schedule.resume goes on with: name a "
+                "run or one of its checkpoints, or leave schedule.resume out"
+            )
+        checkpoint = load_checkpoint(folder, verify=False)  # finding it did
+        keys = _STATE_KEYS
+        if run.recipe.optimizer.name == "adafactor":
+            keys = (*keys, "adafactor_variant")
+        saved = checkpoint.trainer_state.get("recipe", {})
+        for key, before, now in _changed_of_optimizer(saved, run, keys):
+            raise CheckpointError(
+                f"{folder} has the state of optimizer.{key} {before}, and schedule.resume goes on "
+                f"with it: set that instead of {now}, or leave schedule.resume out"
+            )
+        # All of the state is restored; what was the other run's own is left out below.
+        return folder, restore(checkpoint, run.program)
+
+    folder, found = read_start(init_from, run.engine, restored)
     # max_steps counts from the beginning of the schedule, which was another run's.
     if found.step >= run.max_steps:
         raise ConfigError(
@@ -183,7 +188,10 @@ def shared_newest(
 
     def find() -> str | None:
         newest = _newest_checkpoint(run_folder, resume, branch_from, tell)
-        return None if newest is None else str(newest)
+        if newest is None:
+            return None
+        require_kept(newest)  # a trunk that goes on may have deleted it
+        return str(newest)
 
     found = on_main(engine, find)
     # Else each machine would write a part of the checkpoints to a disk of its own.

@@ -29,7 +29,7 @@ from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
-from firstlight.training.starting_model import AdapterBase
+from firstlight.training.starting_model import ModelIdentity
 from firstlight.training.state import (
     TrainState,
     data_identity,
@@ -81,7 +81,7 @@ class Run:
     dataset: Corpus
     validation: Corpus | None
     init_from: str | None
-    base: AdapterBase | None
+    base: ModelIdentity | None
     tasks: Sequence[Task]
     tell: Callable[[str], None]
     branch_from: Path | None = None

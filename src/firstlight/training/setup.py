@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes
+from firstlight.checkpoint.manifest import reading_checkpoint
 from firstlight.checkpoint.run_folder import held
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
@@ -97,13 +98,16 @@ def set_up(
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell)
-        goes_on = resume or newest is not None
-        earlier = decided_before(recipe, newest, folder) if goes_on else {}
-        if init_from is None and (earlier or newest is None):
-            recipe = for_new_model(recipe, earlier, tell)
-        run = _assembled(
-            recipe, folder, newest, earlier, init_from, new_rows, hardware, engine, tell
-        )
+        # A trunk that goes on may delete the checkpoint that is branched off.
+        trunk = branch if newest == branch else None
+        with contextlib.nullcontext() if trunk is None else reading_checkpoint(trunk):
+            goes_on = resume or newest is not None
+            earlier = decided_before(recipe, newest, folder) if goes_on else {}
+            if init_from is None and (earlier or newest is None):
+                recipe = for_new_model(recipe, earlier, tell)
+            run = _assembled(
+                recipe, folder, newest, earlier, init_from, new_rows, hardware, engine, tell
+            )
         run.held = held_folder
         yield run
 
@@ -128,7 +132,7 @@ def _assembled(
     dataset, validation, tokenizer = _open_data(recipe, newest or init_from, engine, tell)
     recipe = for_pairs(_masked(recipe, dataset), dataset, newest or init_from)
     _seed(recipe)
-    model, base = first_model(recipe, tokenizer, newest, init_from, new_rows, engine, tell)
+    model, start = first_model(recipe, tokenizer, newest, init_from, new_rows, engine, tell)
     recipe = _with_model(recipe, model.config, dataset, validation, tell)
     _require_fitting_prompts(recipe, model.config, tokenizer, answered=dataset.has_examples)
     tasks = tasks_of(recipe, model, tokenizer)
@@ -136,7 +140,7 @@ def _assembled(
         tell(f"warning: {note}")
     resolved = _resolved(recipe, hardware, dataset, engine, earlier, tell)
     # Before adapters and the optimizer: references are those of the model as it was.
-    give_references(resolved, (dataset, validation), model, newest, init_from, hardware, tell)
+    give_references(resolved, (dataset, validation), model, newest, start, hardware, tell)
     attach(model, resolved, hardware)
     program = TrainingProgram(resolved, model, hardware, engine)
     # From here on random numbers are for dropout, which differs from row to row.
@@ -150,7 +154,8 @@ def _assembled(
     rows = dataset.num_rows(resolved.data.seq_len)
     budget = budget_of(resolved, program, folder, newest, rows, resumed=resumed)
     run = Run(
-        *(resolved, program, folder, tokenizer, dataset, validation, origin, base, tasks, tell),
+        *(resolved, program, folder, tokenizer, dataset, validation, origin),
+        *(None if resolved.lora is None else start, tasks, tell),
         budget=budget,
     )
     if newest is not None:

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from firstlight.checkpoint.checkpoint import copy_checkpoint
-from firstlight.checkpoint.manifest import CHECKPOINTS
+from firstlight.checkpoint.manifest import CHECKPOINTS, reading_checkpoint
 from firstlight.console import own_version
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError, FirstlightError
@@ -93,7 +93,8 @@ def _make_folder_ready(run: Run) -> None:
         remove_leftovers(folder)
     # Before the recipe: whoever finds that can go on with it.
     if run.branch_from is not None:
-        copy_checkpoint(run.branch_from, run.folder, run_id)
+        with reading_checkpoint(run.branch_from):
+            copy_checkpoint(run.branch_from, run.folder, run_id)
     # What was decided stands also for a run that is killed before its first checkpoint. A file
     # that says the same keeps its comments.
     if not _says(run.folder / RECIPE_NAME, run.recipe):

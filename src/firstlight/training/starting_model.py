@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -18,6 +19,7 @@ from firstlight.checkpoint.checkpoint import (
     load_trainer_state,
     saved_vocab_multiple,
 )
+from firstlight.checkpoint.manifest import reading_checkpoint
 from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder
 from firstlight.checkpoint.sharded import fitting_model
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -32,6 +34,7 @@ from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.model_section import contradictions, with_positions
+from firstlight.training.processes import on_main
 from firstlight.weights.huggingface import (
     LoadedModel,
     base_identity,
@@ -42,15 +45,17 @@ from firstlight.weights.huggingface import (
 )
 from firstlight.weights.loading import fitting_tensors, grow_vocabulary
 
+T = TypeVar("T")
+
 _BASE_KEYS = ("name", "sha256")
 
 
 @dataclass(frozen=True)
-class AdapterBase:
-    """The model that a run's adapter belongs to.
+class ModelIdentity:
+    """The name and content of the model that a run started from.
 
     Attributes:
-        name: the folder or hub id of the base.
+        name: the folder or hub id of the model.
         sha256: see `base_identity`.
     """
 
@@ -66,8 +71,9 @@ def first_model(
     new_rows: str,
     engine: Engine,
     tell: Callable[[str], None],
-) -> tuple[Model, AdapterBase | None]:
-    """The model to be trained, and with `lora` the base that its adapter belongs to.
+) -> tuple[Model, ModelIdentity | None]:
+    """The model to be trained, and what it started from, with `lora` or of a new run on preference
+    pairs.
 
     Args:
         tokenizer: the tokenizer of the data.
@@ -101,23 +107,38 @@ def first_model(
         return engine.new_model(_resumed_config(recipe, newest, tell), multiple), None
     if init_from is not None:
 
-        def starting(folder: Path) -> tuple[Model, AdapterBase | None]:
+        def starting(folder: Path) -> tuple[Model, ModelIdentity | None]:
             model = _starting_model(recipe, tokenizer, folder, init_from, new_rows, tell)
-            if recipe.lora is None:
+            if recipe.lora is None and recipe.preference is None:
                 return model, None
-            return model, AdapterBase(base_name(init_from, folder), base_identity(folder))
+            # Now, of the very files that were read.
+            return model, ModelIdentity(base_name(init_from, folder), base_identity(folder))
 
-        if engine.size > 1:
-            # A process that looked for a newer checkpoint alone would mix it with the others'.
-            return starting(resolve_model_folder(init_from))
-        return read_model_folder(init_from, starting)
+        return read_start(init_from, engine, starting)
     # On the CPU, whose generator draws the same numbers for every device.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     config = _new_config(recipe, tokenizer, engine)
     return engine.new_model(config, multiple, generator, recipe.init), None
 
 
-def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
+def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T]) -> T:
+    """What `read` makes of the model to start from (see `read_model_folder`). All processes read
+    the checkpoint that the main one finds newest."""
+    if engine.world.size == 1:
+        return read_model_folder(init_from, read)
+
+    def found() -> str | None:
+        # A model of the hub has a place of its own on each machine.
+        is_here = Path(init_from).expanduser().is_dir()
+        return str(resolve_model_folder(init_from)) if is_here else None
+
+    name = on_main(engine, found)
+    folder = resolve_model_folder(init_from) if name is None else Path(name)
+    with reading_checkpoint(folder):
+        return read(folder)
+
+
+def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, ModelIdentity]:
     """The base of a run that goes on, with its weights.
 
     Raises:
@@ -131,7 +152,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
         )
     if not isinstance(saved, dict) or not all(isinstance(saved.get(k), str) for k in _BASE_KEYS):
         raise CheckpointError(f"{newest}: trainer_state.json does not say what its base is")
-    base = AdapterBase(saved["name"], saved["sha256"])
+    base = ModelIdentity(saved["name"], saved["sha256"])
     try:
         folder = resolve_model_folder(base.name)
         found = base_identity(folder)
@@ -141,7 +162,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, AdapterBase]:
             mode="sequential",
             vocab_multiple=recipe.efficiency.vocab_multiple,
         ).model
-    except ModelError as error:
+    except (ModelError, CheckpointError) as error:
         raise CheckpointError(
             f"{newest} can't be resumed without its base {base.name}: {error}"
         ) from error

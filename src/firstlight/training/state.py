@@ -30,7 +30,7 @@ from firstlight.training.random_states import (
     states_of_ranks,
     states_to_write,
 )
-from firstlight.training.starting_model import AdapterBase
+from firstlight.training.starting_model import ModelIdentity
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import file_name, file_tensors
 
@@ -74,7 +74,7 @@ def capture(
     state: TrainState,
     program: TrainingProgram,
     tokenizer: Tokenizer,
-    base: AdapterBase | None,
+    base: ModelIdentity | None,
     origin: dict[str, Any],
 ) -> Checkpoint:
     """The checkpoint of a run as it is now; with `checkpoint.sharded` this process' part of it.

@@ -47,6 +47,8 @@ class LoadedModel:
         eos_token_ids: ids that end a generation.
         folder: the model folder, or an adapter's own folder.
         mapped: the files that are mapped as parameters; () if the weights were copied.
+        trained_on: the data that a checkpoint was trained on, where they were read with it; else
+            None.
     """
 
     model: Model
@@ -54,6 +56,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     folder: Path
     mapped: tuple[FileState, ...] = ()
+    trained_on: Mapping[str, Any] | None = None
 
     def require_unchanged(self) -> None:
         """Refuse weights whose mapped file has changed; call it before each use.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.checkpoint.selection import read_model_folder
 from firstlight.data.alignment import open_training_split
 from firstlight.data.corpus import Kind
 from firstlight.data.examples import kind_of
@@ -277,7 +277,7 @@ def _prepared_kind(recipe: Recipe) -> Kind:
 
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
     if init_from is not None:
-        config = read_config(resolve_model_folder(init_from))
+        config = read_model_folder(init_from, read_config)
         # The run tells the person about changed positions; a plan would say it twice.
         config = with_positions(recipe, config, init_from, tell=lambda _: None)
         return recipe.model_copy(update={"model": config})
