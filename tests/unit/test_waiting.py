@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import select
 import subprocess
 import sys
 
 import pytest
 
+import conftest
 from waiting import processes_waited_for
 
+pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
@@ -29,3 +32,59 @@ def test_a_process_that_was_waited_for_is_described_with_its_output() -> None:
             raise TimeoutError
     (words,) = processes_waited_for(ended.value)
     assert words == f"waited for {command}: it ended with 0; seen last:\nstdout: last\n"
+
+
+#: Tests of processes that say a word and wait then, so that the time of each test is over.
+_TESTS = """
+import select, signal, subprocess, sys
+import pytest
+
+@pytest.fixture
+def start():
+    processes = []
+
+    def start_one(word):
+        command = [sys.executable, "-c", f"print({word!r}.upper(), flush=True); input()"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, text=True, **pipes))
+        select.select([processes[-1].stdout], [], [])
+        return processes[-1]
+
+    yield start_one
+    for process in processes:
+        with process:
+            process.kill()
+
+def test_of_communicate(start):
+    process = start("communicate")
+    process.communicate(timeout=0.01)
+
+@pytest.mark.timeout(0.5)
+def test_of_the_tests_limit(start):
+    process = start("limit")
+    while True:
+        signal.pause()
+
+@pytest.fixture
+def late(start):
+    process = start("set-up")
+    raise TimeoutError
+
+def test_of_set_up(late): ...
+
+def test_of_something_else(start):
+    process = start("something else")
+    pytest.fail("not for its time")
+"""
+
+
+def test_only_tests_whose_time_is_over_show_what_their_processes_said(
+    pytester: pytest.Pytester,
+) -> None:
+    pytest.importorskip("pytest_timeout")
+    pytester.makepyfile(_TESTS)
+    result = pytester.runpytest_inprocess(plugins=[conftest])
+    result.assert_outcomes(failed=3, errors=1)
+    shown = result.stdout.str()
+    said = re.findall(r"^E +waited for .*: it runs; seen last:\nE +stdout: (.*)$", shown, re.M)
+    assert said == ["SET-UP", "COMMUNICATE", "LIMIT"]
