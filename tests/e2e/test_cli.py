@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import yaml
 
 from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
+from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import known_keys
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.run import Run as TrainingRun
@@ -257,17 +258,19 @@ def test_train_goes_on_with_resume_and_starts_from_weights(
     assert one_object(run("train", recipe, *other, "--json").out)["step"] == 8
 
 
-@pytest.mark.usefixtures("real_processes")  # a fork has no forecast
-def test_a_run_is_planned_tried_and_set_beside_its_forecast(trained: Path, tmp_path: Path) -> None:
+def test_a_run_is_planned_tried_and_set_beside_its_forecast(
+    trained: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.planner.plan.processes.RunForecaster", RunForecaster)
     recipe = write_recipe(
         tmp_path / "run.yaml",
         data={"dir": str(trained / "data")},
         model={"hidden_size": 512},
         efficiency={"precision": "fp32", "compile": False},
     )
-    done = firstlight("train", recipe, "--plan", "auto")
-    assert done.returncode == 0, done.stderr
-    assert b"plan: as it stands, micro-batch of 4 rows; peak memory predicted" in done.stderr
+    answer = run("train", recipe, "--plan", "auto")
+    assert answer.exit_code == 0, answer.err
+    assert "plan: as it stands, micro-batch of 4 rows; peak memory predicted" in answer.err
     found = json.loads((tmp_path / "run" / "forecast.json").read_text())
     parts = found["predicted"]["parts"]
     assert parts["optimizer_states"] > 2**25
@@ -653,8 +656,16 @@ def test_the_help_of_train_has_a_short_form(run: Run) -> None:
     assert f"All {len(keys)} keys" in " ".join(short.out.split())
 
 
+@pytest.fixture
+def same_interrupt() -> Iterator[None]:
+    """The main function of a process that ends leaves Ctrl-C to the system: this one goes on."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_process_that_ends_does_not_look_for_cycles_in_all_of_torch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    same_interrupt: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     registered: list[object] = []
     monkeypatch.setattr(atexit, "register", registered.append)
