@@ -76,13 +76,14 @@ def questions() -> list[tuple[str, str]]:
     """(question, answer) of everything that the model is asked, in a drawn order."""
     generator = random.Random(0)
     asked = [("Which Python module is for JSON?", "json")]
-    for name, sentence in summaries().items():
+    known = summaries()
+    for name, sentence in known.items():
         asked += [
             (f"What is the Python module {name} for?", f"{sentence}."),
             (f"Which Python module is this: {sentence}?", f"{name}"),
             (f"How do I import {name} in Python?", f"import {name}"),
         ]
-    words = sorted(summaries())
+    words = sorted(known)
     for _ in range(300):
         a, b, word = generator.randint(1, 20), generator.randint(1, 20), generator.choice(words)
         asked += [

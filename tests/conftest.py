@@ -70,11 +70,22 @@ def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", forked.RealPopen)
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def no_report() -> Iterator[None]:
     """A run's report is drawn in the tests of reports alone, and where `draw_report` is put back:
     that takes longer than most runs here."""
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("firstlight.training.loop.draw_report", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_flush() -> Iterator[None]:
+    """Files of the process that tests are not forced to the disk, which runs would wait for longer
+    than they compute. Processes that it starts do it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)
+        yield
 
 
 class NoForecast:
@@ -95,11 +106,13 @@ class NoForecast:
         """No advice."""
 
 
-@pytest.fixture(autouse=True)
-def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def no_forecast() -> Iterator[None]:
     """The command line forecasts runs in the tests of forecasts alone: the process that predicts
     takes longer than most runs here."""
-    monkeypatch.setattr("firstlight.planner.plan.processes.RunForecaster", NoForecast)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("firstlight.planner.plan.processes.RunForecaster", NoForecast)
+        yield
 
 
 #: How many modules there were when what they hold was set aside; see `_no_search_of_modules`.

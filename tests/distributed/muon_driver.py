@@ -1,4 +1,4 @@
-"""Fifty steps of Muon, in several processes and in one. Prints one JSON line a case: the largest
+"""Steps of Muon, in several processes and in one. Prints one JSON line a case: the largest
 differences of weights and state at the end, the least movement of a weight, and the matrices that
 the main process orthogonalised beside others and alone."""
 
@@ -24,13 +24,11 @@ from firstlight.parallel.group import gather_to_main
 from firstlight.parallel.selection import make_engine
 from firstlight.training.program import TrainingProgram
 
-STEPS = 50
-
 
 def trained(
-    case: dict[str, Any], engine: Engine | None, rows: int
+    case: dict[str, Any], engine: Engine | None, rows: int, steps: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights and the optimizer's state after all steps of so many rows. Without an engine, in
+    """The weights and the optimizer's state after some steps of so many rows. Without an engine, in
     one process."""
     model = model_of(case["family"], torch.float64, 1)
     recipe = plain_recipe(
@@ -49,7 +47,7 @@ def trained(
     program = TrainingProgram(recipe, model, find_hardware(str(DEVICE)), engine)
     ids, labels = global_batch(rows, "unequal")
     rank, size = (0, 1) if engine is None else (engine.rank, engine.size)
-    for step in range(STEPS):
+    for step in range(steps):
         turned = (ids + step) % 61
         program.step(cut(turned, labels, 1, rank, size), 1 / (1 + step / 10))
     weights = {n: full_tensor(p.detach()) for n, p in program.model.named_parameters()}
@@ -86,20 +84,21 @@ def main() -> None:
     world = find_world()
     # Two for each process: all have as many micro-batches.
     rows = 2 * world.size
+    cases, steps = json.loads(sys.argv[1]), int(sys.argv[2])
     #: The weights, state and orthogonalised matrices of one process, for each family and settings.
     references: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], int]] = {}
     with process_group(world, DEVICE, 120):
-        for case in json.loads(sys.argv[1]):
+        for case in cases:
             config = DistributedConfig(**case["distributed"])
             engine = make_engine(config, world, DEVICE)
             with engine.session(), counted() as own:
-                weights, state = trained(case, engine, rows)
+                weights, state = trained(case, engine, rows, steps)
             if not world.is_main:
                 continue
             key = json.dumps([case["family"], case["optimizer"]])
             if key not in references:
                 with counted() as alone:
-                    references[key] = (*trained(case, None, rows), len(alone))
+                    references[key] = (*trained(case, None, rows, steps), len(alone))
             expected, expected_state, alone_count = references[key]
             start = dict(model_of(case["family"], torch.float64, 1).named_parameters())
             moved = min(float((w - start[n]).abs().max()) for n, w in expected.items())

@@ -1,4 +1,4 @@
-"""Muon in several processes: fifty steps of two are those of one."""
+"""Muon in several processes: its steps are those of one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _DRIVER = Path(__file__).with_name("muon_driver.py")
 
-#: As the driver's.
-_STEPS = 50
+#: More than the steps of the momentum's warm-up, and as many as the slow tests make.
+_FEW, _MANY = 12, 50
 
 _PLAIN: dict[str, Any] = {}
 _EVERYTHING: dict[str, Any] = {
@@ -36,8 +36,8 @@ def _cases(*cases: tuple[dict[str, Any], str, dict[str, Any]]) -> list[dict[str,
     ]
 
 
-def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
-    main, *others = run_ranks(_DRIVER, [json.dumps(cases)], size, timeout=400)
+def _require_equal(cases: list[dict[str, Any]], size: int, steps: int) -> None:
+    main, *others = run_ranks(_DRIVER, [json.dumps(cases), str(steps)], size, timeout=400)
     assert all(other.returncode == 0 for other in others), others[0].stderr
     assert main.returncode == 0, main.stderr
     lines = [json.loads(line) for line in main.stdout.splitlines() if line[:1] == "{"]
@@ -48,34 +48,42 @@ def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
         assert line["moved"] > 1e-3, (case, line)
         if case["distributed"] in ({"engine": "ddp"}, _FSDP, _TENSOR):
             # Each matrix by one of them; the first process has one of those that are left over.
-            own, alone = (count / _STEPS for count in line["orthogonalised"])
+            own, alone = (count / steps for count in line["orthogonalised"])
             assert own == math.ceil(alone / size)
 
 
+#: In two processes.
+_CASES = _cases(
+    ({"engine": "ddp"}, "llama", _PLAIN),
+    ({"engine": "ddp"}, "moe", _EVERYTHING),
+    # Shards of rows: GPT-2's are inputs, Llama's outputs; 3 key-value heads of 8 rows and experts
+    # come out uneven or whole.
+    (_FSDP, "llama", _PLAIN),
+    (_FSDP, "llama", _EVERYTHING),
+    (_FSDP, "gpt2", _EVERYTHING),
+    (_FSDP, "moe", _EVERYTHING),
+    (_TENSOR, "grouped", _PLAIN),
+    (_TENSOR, "grouped", _EVERYTHING),
+    (_PIPELINE, "grouped", _EVERYTHING),
+)
+
+
+def test_steps_of_two_processes_are_those_of_one() -> None:
+    _require_equal(_CASES, 2, _FEW)
+
+
+@pytest.mark.slow
 def test_fifty_steps_of_two_processes_are_those_of_one() -> None:
-    _require_equal(
-        _cases(
-            ({"engine": "ddp"}, "llama", _PLAIN),
-            ({"engine": "ddp"}, "moe", _EVERYTHING),
-            # Shards of rows: GPT-2's are inputs, Llama's outputs; 3 key-value heads of 8 rows and
-            # experts come out uneven or whole.
-            (_FSDP, "llama", _PLAIN),
-            (_FSDP, "llama", _EVERYTHING),
-            (_FSDP, "gpt2", _EVERYTHING),
-            (_FSDP, "moe", _EVERYTHING),
-            (_TENSOR, "grouped", _PLAIN),
-            (_TENSOR, "grouped", _EVERYTHING),
-            (_PIPELINE, "grouped", _EVERYTHING),
-        ),
-        2,
-    )
+    _require_equal(_CASES, 2, _MANY)
 
 
 @pytest.mark.slow
 def test_three_processes_with_fewer_matrices_left_than_processes_are_those_of_one() -> None:
     # Llama has 14 matrices: the third process has none of the last two, and its shards are shorter.
     _require_equal(
-        _cases((_FSDP, "llama", _PLAIN), (_FSDP, "llama", _EVERYTHING), (_FSDP, "gpt2", _PLAIN)), 3
+        _cases((_FSDP, "llama", _PLAIN), (_FSDP, "llama", _EVERYTHING), (_FSDP, "gpt2", _PLAIN)),
+        3,
+        _MANY,
     )
 
 
@@ -87,4 +95,5 @@ def test_four_processes_in_two_dimensions_are_those_of_one() -> None:
             ({"engine": "fsdp", "shard": 2}, "llama", _EVERYTHING),
         ),
         4,
+        _MANY,
     )

@@ -20,6 +20,8 @@ from scale import cases
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 _DRIVER = Path(__file__).with_name("hostile_driver.py")
 _MAX_SECONDS, _MAX_MEGABYTES = 1.0, 100.0
 _BOMB_SECONDS, _BOMB_MEGABYTES = 2.0, 300.0
@@ -60,9 +62,7 @@ def reports(
     base: Path, data: Path, tokenizer: Tokenizer, recipe_of_run: dict[str, Any]
 ) -> dict[str, Report]:
     """What opening each of the files did, by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("firstlight.training.loop.draw_report", lambda _: None)
-        result = train(recipe_of_run)
+    result = train(recipe_of_run)
     tokenizer.save_pretrained(base / "sound" / "tokenizer")
     sound = {
         "run": result.run_folder,
@@ -154,10 +154,9 @@ def test_the_watch_would_see_it(base: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_FORBIDDEN)
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)],
+        [sys.executable, str(program), str(tmp_path), str(_DRIVER.parent)],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": f"{_DRIVER.parent}:{':'.join(filter(None, sys.path))}"},
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -170,9 +169,10 @@ def test_the_watch_would_see_it(base: Path, tmp_path: Path) -> None:
 
 _FORBIDDEN = """
 import json, os, pickle, signal, socket, subprocess, sys, time
-import hostile_driver
 
 folder = sys.argv[1]
+sys.path.insert(0, sys.argv[2])
+import hostile_driver
 
 
 def spin(_):

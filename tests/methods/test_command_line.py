@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,41 +88,28 @@ _SLOW = (
 )
 
 
-class _InOneProcess:
-    """A run's forecaster whose process stays for the next run, so that torch is imported once."""
+class _Here:
+    """A run's forecaster that needs no process of its own, and so no import of torch."""
 
-    def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self._pool = pool
-
-    def __enter__(self) -> _InOneProcess:
+    def __enter__(self) -> _Here:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Leaves it running."""
+    def __exit__(self, *_: object) -> None: ...
 
     def start(self) -> None:
-        """Runs already."""
+        """Starts no process."""
 
     def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
         assert isinstance(recipe, ResolvedRecipe)
-        return self._pool.submit(forecast_run, recipe, hardware, processes).result(120)
+        return forecast_run(recipe, hardware, processes)
 
     def advise(self, *_: object) -> None:
         return None
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        yield pool
-
-
 @pytest.fixture
-def started(pool: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "firstlight.planner.plan.processes.RunForecaster", lambda: _InOneProcess(pool)
-    )
+def forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.planner.plan.processes.RunForecaster", _Here)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +147,7 @@ def _recipe(data: Path, run: Path, settings: dict[str, Any]) -> dict[str, Any]:
     "row",
     [pytest.param(row, marks=[pytest.mark.slow] if row.endswith(_SLOW) else []) for row in _rows()],
 )
-@pytest.mark.usefixtures("started")
+@pytest.mark.usefixtures("forecast")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_every_method_trains_by_the_command_line(

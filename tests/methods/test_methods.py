@@ -142,14 +142,15 @@ def _name(combination: Combination) -> str:
 )
 def test_methods_together_stay_as_near_as_each_alone(runs: Runs, combination: Combination) -> None:
     run, plain = runs.of(combination), runs.plain(combination)
-    inexact = runs.of(of_kinds(combination, "mathematics", "rounding", "approximate"))
     values = {switch.value for switch in switches(combination)}
     compiled = not values.isdisjoint({"aot_eager", "regional"})
     assert (run.graphs > 0) == compiled
     assert run.skipped == 0
     if not (compiled and values & _FEWER_BITS):
         # What is exact changes no bit of what the others do.
-        assert same_bits(run, inexact)
+        assert same_bits(
+            run, runs.of(of_kinds(combination, "mathematics", "rounding", "approximate"))
+        )
     chosen = switches(combination)
     amplified = max(switch.amplifies for switch in chosen)
     more = [bounds for pair, bounds in _INTERACTIONS.items() if pair <= combination]

@@ -66,11 +66,6 @@ def quick() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstlight.training.loop.draw_report", lambda _: None)
-
-
 def _recipe(base: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
     values = copy.deepcopy(base)
     values["run"]["dir"] = str(folder)

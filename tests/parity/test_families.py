@@ -48,27 +48,44 @@ def both(config: ModelConfig, seed: int, dtype: torch.dtype) -> tuple[Model, Any
     return own, theirs
 
 
-def losses_with_gradients(own: Model, theirs: Any, seed: int) -> tuple[float, Any]:
-    """Our loss and transformers' output of the same batch, both after their backward pass."""
-    ids = some_ids(seed)
+def some_labels(ids: Tensor) -> Tensor:
     labels = ids.clone()
     labels[0, 5:9] = -100
-    routers = {"output_router_logits": True} if own.config.expert_count else {}
-    output = theirs(input_ids=ids, labels=labels, **routers)
-    output.loss.backward()
+    return labels
+
+
+def own_losses(own: Model, seed: int) -> tuple[float, float | None]:
+    """Our loss after its backward pass, and the router's loss if transformers has that."""
+    ids = some_ids(seed)
+    labels = some_labels(ids)
     # transformers shifts the labels itself; its router's loss sees the last token, too.
     shifted = torch.cat((labels[:, 1:], torch.full((len(ids), 1), -100)), dim=1)
     valid = int((shifted != -100).sum())
     loss = own.train()(ids, shifted) / valid
     loss.backward()
     own.eval()
-    if isinstance(own, Llama) and own.router_statistics is not None:
-        found = own.router_statistics.take(valid)["moe/router_loss"]
-        if own.config.model_type.startswith("deepseek"):
-            return loss.item(), output  # transformers has no such loss of these
-        is_exact = next(own.parameters()).dtype == torch.float32
-        assert found == pytest.approx(output.aux_loss.item(), rel=1e-5 if is_exact else 2e-2)
-    return loss.item(), output
+    if not isinstance(own, Llama) or own.router_statistics is None:
+        return loss.item(), None
+    router_loss = own.router_statistics.take(valid)["moe/router_loss"]
+    return loss.item(), None if own.config.model_type.startswith("deepseek") else router_loss
+
+
+def their_output(theirs: Any, config: ModelConfig, seed: int, router_loss: float | None) -> Any:
+    """transformers' output of the same batch after its backward pass; its router's loss is ours."""
+    ids = some_ids(seed)
+    routers = {"output_router_logits": True} if config.expert_count else {}
+    output = theirs(input_ids=ids, labels=some_labels(ids), **routers)
+    output.loss.backward()
+    if router_loss is not None:
+        is_exact = next(theirs.parameters()).dtype == torch.float32
+        assert router_loss == pytest.approx(output.aux_loss.item(), rel=1e-5 if is_exact else 2e-2)
+    return output
+
+
+def losses_with_gradients(own: Model, theirs: Any, seed: int) -> tuple[float, Any]:
+    """Our loss and transformers' output of the same batch, both after their backward pass."""
+    loss, router_loss = own_losses(own, seed)
+    return loss, their_output(theirs, own.config, seed, router_loss)
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
@@ -134,8 +151,9 @@ def test_bf16_is_as_near_to_the_exact_values_as_transformers_bf16(family: str) -
             config = config.model_copy(update=every)
         own, theirs = both(config, seed, torch.bfloat16)
         exact = copy.deepcopy(theirs).double()
-        _, output = losses_with_gradients(own, theirs, seed)
-        _, reference = losses_with_gradients(both(config, seed, torch.bfloat16)[0], exact, seed)
+        _, router_loss = own_losses(own, seed)
+        output = their_output(theirs, config, seed, router_loss)
+        reference = their_output(exact, config, seed, router_loss)
         with torch.no_grad():
             logits = own(some_ids(seed))
         assert logits.dtype == torch.bfloat16

@@ -211,11 +211,10 @@ def loaded(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> LoadedModel:
 PROMPTS = ["the star falls", "", "a stone under the river, and", "one", "日本 🙂", "the"]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     "config",
     [
-        SamplingConfig(max_new_tokens=12, temperature=0),
+        SamplingConfig(max_new_tokens=12, temperature=0, seed=9),
         SamplingConfig(max_new_tokens=12, temperature=1.0, top_k=40, seed=5),
         SamplingConfig(
             max_new_tokens=40, temperature=1.5, min_p=0.01, repetition_penalty=1.3, seed=1
@@ -228,10 +227,12 @@ PROMPTS = ["the star falls", "", "a stone under the river, and", "one", "日本 
     ids=["greedy", "top-k", "min-p", "penalties"],
 )  # fmt: skip
 def test_a_text_is_the_same_in_and_out_of_a_batch(
-    loaded: LoadedModel, config: SamplingConfig, batch_size: int
+    loaded: LoadedModel, config: SamplingConfig
 ) -> None:
-    found = generate_batch(loaded, PROMPTS, config, batch_size=batch_size)
+    found = generate_batch(loaded, PROMPTS, config, batch_size=1)
     assert [one.prompt for one in found] == PROMPTS
+    for batch_size in (2, 4, 8):
+        assert generate_batch(loaded, PROMPTS, config, batch_size=batch_size) == found
     for one in found:
         alone = generate(
             loaded,

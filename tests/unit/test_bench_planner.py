@@ -68,19 +68,14 @@ def test_a_summary_has_the_largest_errors_and_the_shortage() -> None:
     assert summary([{"name": "y", "reason": "it broke"}]) == {"count": 0, "failed": 1}
 
 
-def _some(*names: str) -> list[PlannerCase]:
-    cases = [case for case in memory_grid() if any(name in case.name for name in names)]
-    assert len(cases) == len(names)
-    return cases
-
-
 def test_predictions_are_what_real_steps_take() -> None:
     """In processes of their own; exact but for what kernels take inside."""
-    cases = _some(
-        "llama small, 1 x 256, accumulation",
-        "gpt2 medium, 8 x 1024, evaluation",
-        "llama medium, generation, int8",
-    )
+    short = {"prompt_tokens": 256, "max_new_tokens": 32, "sequences": 1, "dtype": "int8"}
+    cases = [
+        PlannerCase("llama small", 1, 256, {"batch.gradient_accumulation_steps": 3}),
+        PlannerCase("gpt2 small", 2, 256, kind="evaluation"),
+        PlannerCase("llama small", 1, 256, kind="generation", generation=short),
+    ]
     kept: list[dict[str, Any]] = []
     result = bench_memory(cases, kept.append)
     assert [len(one["rows"]) for one in kept] == [1, 2, 3, 3]

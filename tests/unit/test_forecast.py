@@ -434,23 +434,25 @@ class Keeps:
 
 
 @pytest.mark.parametrize(
-    "seq_len, efficiency, optimizer, checkpoint, phase",
+    "seq_len, sample_tokens, efficiency, optimizer, checkpoint, phase",
     [
-        (2000, {"precision": "fp32"}, "adamw", {"every_steps": 0}, "backward of loss"),
+        (2000, 10, {"precision": "fp32"}, "adamw", {"every_steps": 0}, "backward of loss"),
         (
             2000,
+            10,
             {"precision": "bf16", "activation_checkpointing": "full", "loss_chunk_tokens": 128},
             "adamw",
             {"every_steps": 1},
             "backward",
         ),
-        (16, {"precision": "fp32"}, "sgd", {"every_steps": 0}, "save"),
-        (16, {"precision": "fp32"}, "sgd", {"asynchronous": False}, "samples"),
+        (16, 10, {"precision": "fp32"}, "sgd", {"every_steps": 0}, "save"),
+        (16, 1400, {"precision": "fp32"}, "sgd", {"asynchronous": False}, "samples"),
     ],
 )
 def test_a_forecast_covers_evaluation_samples_and_saves(
     recipe: dict[str, Any],
     seq_len: int,
+    sample_tokens: int,
     efficiency: dict[str, Any],
     optimizer: str,
     checkpoint: dict[str, Any],
@@ -467,7 +469,7 @@ def test_a_forecast_covers_evaluation_samples_and_saves(
             "every_steps": 1,
             "max_rows": 1,
             "sample_prompts": ["a" * 100],
-            "sample_tokens": 1400,
+            "sample_tokens": sample_tokens,
         },
         "efficiency": {"compile": False, "attention": "sdpa", **efficiency},
         "optimizer": {"name": optimizer},

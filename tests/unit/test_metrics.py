@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import subprocess
 import sys
 from contextlib import closing
@@ -223,11 +222,12 @@ def test_the_lines_after_a_step_are_dropped_and_the_others_kept_to_the_bit(
 
 
 _OVER_THE_LIMIT = """
-import sys
+import resource, sys
 from pathlib import Path
 from firstlight.errors import StorageError
 from firstlight.training.metrics import JsonLines
 
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 lines = JsonLines(Path(sys.argv[1]))
 written = 0
 try:
@@ -239,11 +239,11 @@ except StorageError as error:
 """
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_a_line_that_the_disk_refuses_is_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     done = subprocess.run(
         [sys.executable, "-c", _OVER_THE_LIMIT, str(path)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
         capture_output=True,
         text=True,
         check=True,

@@ -235,6 +235,7 @@ def test_a_release_without_kernels_for_the_device_is_refused(
 
 
 @each
+@pytest.mark.usefixtures("forked_processes")
 def test_nothing_is_written_to_stderr(library: str) -> None:
     """Both libraries complain about kernels that they can't load."""
     pytest.importorskip(library)

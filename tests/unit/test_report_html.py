@@ -35,8 +35,9 @@ _START = {
 
 
 @pytest.fixture(autouse=True)
-def no_report() -> None:
-    """Here, they are drawn."""
+def drawn_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, no run has one."""
+    monkeypatch.setattr("firstlight.training.loop.draw_report", draw_report)
 
 
 def page_of(run: Path) -> Page:

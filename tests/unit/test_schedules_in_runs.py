@@ -193,6 +193,7 @@ def test_updates_in_the_backward_pass_are_refused_with_a_ramp(recipe: dict[str, 
         train(recipe)
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_an_open_micro_batch_size_cuts_the_first_step_evenly(recipe: dict[str, Any]) -> None:
     for size in (None, "auto"):
         again = named(recipe, f"open-{size}", batch={"micro_batch_size": size})

@@ -244,11 +244,17 @@ _SMALL = {
 }
 
 
-def _real(folder: Path, way: str, data: Path, **settings: str) -> tuple[_Slurm, list[str]]:
-    """An allocation for two processes whose firstlight is the real one, and the script's
-    arguments for the small recipe."""
+def _small(folder: Path, data: Path, **settings: str) -> list[str]:
+    """The script's arguments for the small recipe."""
+    whole = _SMALL | {"data.dir": str(data), "run.dir": str(folder / "run")} | settings
+    options = [word for key, value in whole.items() for word in (f"--{key}", value)]
+    return ["recipes/llama-1b-fsdp.yaml", *options]
+
+
+def _real(folder: Path, way: str) -> _Slurm:
+    """An allocation for two processes whose firstlight is the real one."""
     python = repr(sys.executable)
-    slurm = _Slurm(
+    return _Slurm(
         folder,
         2,
         # Two machines, which have to find each other; torchrun guesses from host names which is
@@ -262,15 +268,41 @@ def _real(folder: Path, way: str, data: Path, **settings: str) -> tuple[_Slurm, 
             )
         },
     )
-    whole = _SMALL | {"data.dir": str(data), "run.dir": str(folder / "run")} | settings
-    options = [word for key, value in whole.items() for word in (f"--{key}", value)]
-    return slurm, ["recipes/llama-1b-fsdp.yaml", *options]
 
 
+#: Keeps how it was started.
+_KEEPING = """
+import json, os, sys
+with open(os.environ["CALLS"] + "-task-" + os.environ["SLURM_PROCID"], "w") as file:
+    json.dump([sys.argv[1:], dict(os.environ)], file)
+"""
+
+
+@pytest.mark.usefixtures("forked_processes")
 def test_two_tasks_train_the_recipe_of_the_examples(tmp_path: Path, data: Path) -> None:
-    slurm, arguments = _real(tmp_path, "tasks", data)
-    code, said = slurm.run(*arguments)
+    slurm = _Slurm(tmp_path, 2, 1, firstlight=_KEEPING)
+    code, said = slurm.run(*_small(tmp_path, data))
     assert code == 0, said
+    tasks = [json.loads((tmp_path / f"calls-task-{rank}").read_text()) for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "firstlight", *arguments],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for arguments, environment in tasks
+    ]
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+            assert process.returncode == 0, said
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert (tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors").is_file()
@@ -282,7 +314,7 @@ def test_each_way_saves_when_the_time_is_nearly_over_and_goes_on_from_there(
     way: str, tmp_path: Path, data: Path
 ) -> None:
     settings = {"schedule.max_steps": "100000", "evaluation.every_steps": "0"}
-    slurm, arguments = _real(tmp_path, way, data, **settings)
+    slurm, arguments = _real(tmp_path, way), _small(tmp_path, data, **settings)
     metrics = tmp_path / "run" / "metrics.jsonl"
     process = slurm.start(*arguments, way=way)
     try:

@@ -141,6 +141,7 @@ with Stopping(None, shown=True) as stopping:
 """
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("name, code", [("SIGTERM", -15), ("SIGUSR1", -10), ("SIGINT", -2)])
 def test_without_handlers_the_second_signal_is_the_end(name: str, code: int) -> None:
     done = subprocess.run(
