@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from drawn import NAMES, draw, hf_model
 from torch import Tensor
 
 from firstlight.lora.files import load_adapter, save_adapter
@@ -18,6 +19,7 @@ from firstlight.lora.layers import (
     adapter_tensors,
     add_lora,
     fill_adapter,
+    lora_layers,
     lora_parameters,
 )
 from firstlight.models import (
@@ -58,8 +60,8 @@ TARGETS: dict[str, list[list[str] | str]] = {
         ["q_proj", "v_proj"],
         ["down_proj", "layers.1.self_attn.o_proj", "lm_head"],
     ],
-    "qwen2": ["all-linear", ["k_proj", "lm_head"]],
-    "gpt_neox": ["all-linear", ["query_key_value", "layers.1.mlp.dense_4h_to_h"]],
+    "qwen2": [["k_proj", "lm_head"]],
+    "gpt_neox": [["query_key_value", "layers.1.mlp.dense_4h_to_h"]],
 }
 CASES = [
     (family, targets, dora)
@@ -137,6 +139,26 @@ def test_an_adapter_written_here_means_the_same_in_peft(
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
     merged = logits(load_model(tmp_path / "adapter").model)
     torch.testing.assert_close(merged, logits(own), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_by_default_every_projection_of_a_family_is_adapted(family: str, tmp_path: Path) -> None:
+    """But no head, no router and no stack of experts; and PEFT reads the adapter."""
+    theirs = hf_model(draw(family, 2), 2)
+    theirs.save_pretrained(tmp_path / "base")
+    before = logits(theirs)
+    config = LoraConfig(rank=2)
+    own = adapted(tmp_path / "base", config)
+    disturb(lora_parameters(own))
+    save_adapter(tmp_path / "adapter", own, config, str(tmp_path / "base"))
+
+    kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    head = theirs.get_output_embeddings()
+    linear = [n for n, one in theirs.named_modules() if isinstance(one, kinds) and one is not head]
+    assert sorted(linear) == sorted(name for name, _ in lora_layers(own))
+    loaded = logits(peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter"))
+    torch.testing.assert_close(logits(own), loaded, rtol=1e-5, atol=1e-5)
+    assert (loaded - before).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("family, targets, dora", [*CASES[::4], *CASES[3::4]])

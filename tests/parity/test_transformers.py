@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from firstlight.checkpoint.checkpoint import OPTIMIZER_NAME
 from firstlight.conversion.convert import convert
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate, load
@@ -45,7 +47,7 @@ from firstlight.training.loop import train
 from firstlight.weights.huggingface import load_model, read_config
 from firstlight.weights.loading import LOADING_MODES
 from firstlight.weights.mxfp4 import unpack_mxfp4
-from firstlight.weights.stored import save_weights, stored_tensors
+from firstlight.weights.stored import WEIGHTS_NAME, save_weights, stored_tensors
 
 
 def draw_tied_gpt2(tied: bool) -> ModelConfig:
@@ -462,11 +464,13 @@ def test_well_known_tokenizers_give_the_same_prompts_in_transformers(
 def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
     family: str, recipe: dict[str, Any]
 ) -> None:
-    """Weights, config, tokenizer and end token, without a conversion between."""
+    """Weights, config, tokenizer and end token, without a conversion between; and the run goes on
+    from the one before it to the same bits."""
     if FAMILIES[family].config not in (LlamaConfig, MoEConfig, GptOssConfig, Qwen3NextConfig):
         recipe["model"].pop("num_key_value_heads")  # the others share none
     recipe["model"]["model_type"] = family
     recipe["schedule"] = {"max_steps": 3}
+    recipe["checkpoint"] = {"every_steps": 2}
     checkpoint = train(recipe).checkpoint
     # Qwen3's recipe, which names no settings, is that of new models.
     trained = load_recipe(Path(recipe["run"]["dir"]) / "recipe.yaml")
@@ -481,3 +485,8 @@ def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
     expected = theirs.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist()
     result = generate(own, "the star", max_new_tokens=12, temperature=0)
     assert [*own.tokenizer.encode("the star"), *result.token_ids] == expected
+
+    files = {name: (checkpoint / name).read_bytes() for name in (WEIGHTS_NAME, OPTIMIZER_NAME)}
+    shutil.rmtree(checkpoint)
+    assert train(recipe, resume=True).checkpoint == checkpoint
+    assert {name: (checkpoint / name).read_bytes() for name in files} == files

@@ -323,6 +323,35 @@ def test_an_unknown_family_is_compared_with_the_nearest_known_one(
     ("config", "said"),
     [
         (
+            {"model_type": "mamba", "state_size": 4, "conv_kernel": 4},
+            "qwen3_next, which has no state_size and has attention, experts, rotary positions (",
+        ),
+        (
+            {"model_type": "rwkv", "context_length": 64},
+            "qwen3_next, which has no context_length and has attention, experts, rotary",
+        ),
+        (
+            {"model_type": "bloom", "n_head": 2, "layer_norm_epsilon": 1e-5},
+            "has learned positions (",
+        ),
+        (
+            {"model_type": "opt", "n_head": 2, "max_position_embeddings": 8},
+            "gpt2, which has the same",
+        ),
+    ],
+)
+def test_a_state_or_positions_of_another_kind_are_what_differs(
+    config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    content = {"hidden_size": 8, "num_hidden_layers": 2, **config}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert said in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
             {"is_encoder_decoder": True},
             "; it is an encoder with a decoder, firstlight",
         ),

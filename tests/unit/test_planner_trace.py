@@ -223,7 +223,13 @@ def test_what_libraries_take_inside_of_recurrent_layers_is_said_not_to_count() -
 
 
 _WINDOW = {"sliding_window": 40}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": _WINDOW,
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 48},
+    "granite": {"residual_multiplier": 0.2, "logits_scaling": 8.0},
     "smollm3": {},
     "phi3": _WINDOW,
     "olmo2": {},
@@ -274,8 +280,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     },
     "LoRA": {"model": LLAMA, "lora": {"rank": 4}, "efficiency": {"precision": "bf16"}},
     "gpt-oss": {
-        "model": LLAMA
-        | {"model_type": "gpt_oss", "num_experts": 4, "num_experts_per_tok": 2, **_WINDOW},
+        "model": LLAMA | {"model_type": "gpt_oss", **_EXPERTS, **_WINDOW},
         "efficiency": {"attention": "blockwise"},
     },
     **{
@@ -288,12 +293,10 @@ _METHODS: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {
         "model": LLAMA
-        | {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2}
+        | {"model_type": "qwen3_next", **_EXPERTS}
         | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
-    "experts": {
-        "model": LLAMA | {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
-    },
+    "experts": {"model": LLAMA | {"model_type": "mixtral", **_EXPERTS}},
 }
 
 

@@ -42,9 +42,6 @@ def blockwise_attention(
     weight. Arguments as in `ops.AttentionFunction`; the values' heads may be of another size than
     the queries' and keys'.
     """
-    if scale is not None:
-        # The operator divides by sqrt(D).
-        q_BHTD = q_BHTD * (scale * math.sqrt(q_BHTD.shape[-1]))
     # Autocast does not know this operator, so the inputs are rounded before it.
     dtype = product_dtype(v_BKSD)
     q_BHTD, k_BKSD, v_BKSD = (x.to(dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
@@ -54,7 +51,9 @@ def blockwise_attention(
         kept_BHTS = q_BHTD.new_empty(shape, dtype=torch.bool).bernoulli_(1 - dropout)
     # As torch's dropout: the weights that are left grow, so that their mean stays.
     growth, bound = 1 / (1 - dropout), softcap or 0.0
-    result: Tensor = _attention(q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound, sinks_H)
+    result: Tensor = _attention(
+        q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound, sinks_H, scale
+    )
     return result
 
 
@@ -70,6 +69,7 @@ def _attention(
     growth: float,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     out_BHTD = _like_projected(q_BHTD, v_BKSD.shape[-1])
     # Scores are products of fp32, which autocast would round.
@@ -77,7 +77,8 @@ def _attention(
         for own, shared in _parts(q_BHTD, k_BKSD):
             lost = _lost(mask, kept_BHTS, growth, own)
             sinks = None if sinks_H is None else sinks_H[own[1]]
-            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap, sinks)
+            heads = q_BHTD[own], k_BKSD[shared], v_BKSD[shared]
+            part = _Part(*heads, lost, softcap, sinks, scale)
             part.attend(out_BHTD[own])
             del part  # before the next takes as much
     return out_BHTD
@@ -100,6 +101,7 @@ def _attention_backward(
     growth: float,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
     grad_sinks_H = _sums_like(sinks_H, q_BHTD).zero_()
@@ -107,7 +109,8 @@ def _attention_backward(
         for own, shared in _parts(q_BHTD, k_BKSD):
             lost = _lost(mask, kept_BHTS, growth, own)
             sinks = None if sinks_H is None else sinks_H[own[1]]
-            part = _Part(q_BHTD[own], k_BKSD[shared], v_BKSD[shared], lost, softcap, sinks)
+            heads = q_BHTD[own], k_BKSD[shared], v_BKSD[shared]
+            part = _Part(*heads, lost, softcap, sinks, scale)
             part.backward(grad_BHTD[own], (grad_q[own], grad_k[shared], grad_v[shared]))
             if part.grad_sinks is not None:
                 # Added up, since the rows of a batch share the heads' sinks.
@@ -126,16 +129,16 @@ def _(
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.growth, ctx.softcap, sinks_H = inputs
+    *tensors, ctx.growth, ctx.softcap, sinks_H, ctx.scale = inputs
     ctx.save_for_backward(*tensors, sinks_H)
 
 
 def _backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, sinks_H = ctx.saved_tensors
-    found = _attention_backward(grad_BHTD, *tensors, ctx.growth, ctx.softcap, sinks_H)
+    found = _attention_backward(grad_BHTD, *tensors, ctx.growth, ctx.softcap, sinks_H, ctx.scale)
     *grads, grad_sinks_H = found
     of_sinks = None if sinks_H is None else grad_sinks_H.to(sinks_H.dtype)
-    return *grads, None, None, None, None, of_sinks
+    return *grads, None, None, None, None, of_sinks, None
 
 
 _attention.register_autograd(_backward, setup_context=_save_inputs)
@@ -189,15 +192,25 @@ class _Part:
         lost: _Lost,
         softcap: float,
         sinks_H: Tensor | None,
+        scale: float | None,
     ) -> None:
         rows, heads, new, size = q_BHTD.shape
         self._shape = rows, k_BKSD.shape[1], heads // k_BKSD.shape[1]
-        self._scale = math.sqrt(size)
-        # Divided once here, instead of the scores, of which there are more.
-        self._queries = self._grouped(at_least_fp32(q_BHTD) / self._scale)
+        self._scale = size**-0.5 if scale is None else scale
+        of_queries, of_keys, self._of_scores = self._scale, 1.0, 1.0
+        # The orders of transformers, to the same bits in fp32: where the values are of another size
+        # that of torch's math kernel, with sinks that of the family's class.
+        if v_BKSD.shape[-1] != size:
+            of_queries = of_keys = math.sqrt(self._scale)
+        elif sinks_H is not None:
+            of_queries, self._of_scores = 1.0, self._scale
+        self._rest = self._scale / of_queries
+        self._queries = self._grouped(at_least_fp32(q_BHTD) * of_queries)
         # In order, as they are read once for each block.
         self._keys, self._values = (x.flatten(0, 1).contiguous() for x in (k_BKSD, v_BKSD))
         self._wide_keys = at_least_fp32(self._keys)
+        if of_keys != 1:
+            self._wide_keys = self._wide_keys * of_keys
         self._lost, self._softcap = lost, softcap
         self._sinks = sinks_H
         self.grad_sinks = None if sinks_H is None else _sums_like(sinks_H, q_BHTD).zero_()
@@ -224,6 +237,8 @@ class _Part:
         """
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
+        if self._of_scores != 1:
+            scores.mul_(self._of_scores)
         if self._softcap:
             scores.div_(self._softcap).tanh_()
             if slopes is not None:
@@ -231,27 +246,24 @@ class _Part:
             scores.mul_(self._softcap)
         self._lost.hide_(self._by_heads(scores), start, end, seen)
         if self._sinks is not None:
-            taken = self._softmax_with_sinks_(scores, self._sinks)
-            return scores.to(self._keys.dtype), taken
+            scores = self._with_sinks(scores, self._sinks)
         weights = F.softmax(scores, -1)
         # Freed before the rounded copy is made: at its height there are two blocks of scores.
         del scores
-        return weights.to(self._keys.dtype), None
+        if self._sinks is None:
+            return weights.to(self._keys.dtype), None
+        # The sinks' column takes its share and is cut off: it reaches no value.
+        taken = weights[..., -1:].clone()
+        return weights[..., :-1].to(self._keys.dtype), taken
 
-    def _softmax_with_sinks_(self, scores_NXS: Tensor, sinks_H: Tensor) -> Tensor:
-        """Make weights of scores, in place; return what the sinks take, [N, X, 1]."""
+    def _with_sinks(self, scores_NXS: Tensor, sinks_H: Tensor) -> Tensor:
+        """The scores with the sinks as their last column, [N, X, S + 1]."""
         rows, kept, groups = self._shape
         sinks = sinks_H.to(scores_NXS.dtype).view(1, kept, groups, 1)
         # A block's rows are its query heads', one head after the other.
         each = (rows, kept, groups, scores_NXS.shape[1] // groups)
         sinks_NX1 = sinks.expand(each).reshape(*scores_NXS.shape[:2], 1)
-        # Taken off before exp, which in fp32 overflows above 88.
-        highest_NX1 = torch.maximum(scores_NXS.amax(-1, keepdim=True), sinks_NX1)
-        scores_NXS.sub_(highest_NX1).exp_()
-        taken_NX1 = (sinks_NX1 - highest_NX1).exp_()
-        total_NX1 = scores_NXS.sum(-1, keepdim=True) + taken_NX1
-        scores_NXS.div_(total_NX1)
-        return taken_NX1 / total_NX1
+        return torch.cat((scores_NXS, sinks_NX1), -1)
 
     def attend(self, out_BHTD: Tensor) -> None:
         """Write the result."""
@@ -302,10 +314,11 @@ class _Part:
         # After the gradient of the softmax, which needs the weights before dropout.
         self._lost.drop_(self._by_heads(weights), start, end, seen)
         _add_product(grad_v[:, :seen], weights, grad, is_first)
-        of_queries = torch.bmm(grad_scores, self._keys[:, :seen]).div_(self._scale)
+        of_queries = torch.bmm(grad_scores, self._keys[:, :seen]).mul_(self._scale)
         grad_q[:, :, start:end] = of_queries.view_as(grad_q[:, :, start:end])
-        # Divided by the scale already, so that the gradient of the keys needs no division.
-        queries = self._queries[:, :, start:end].flatten(1, 2).to(weights.dtype)
+        # The queries and not the gradient of the keys, which is added up over all blocks.
+        queries = self._queries[:, :, start:end].flatten(1, 2)
+        queries = (queries * self._rest if self._rest != 1 else queries).to(weights.dtype)
         _add_product(grad_k[:, :seen], grad_scores, queries, is_first)
 
 

@@ -26,8 +26,12 @@ from firstlight.models.language_model import InitConfig
 from firstlight.models.llama import Llama, LlamaDecoder
 from firstlight.models.llama_layers import LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.moe import Experts, RoutedMLP, Router, balancing_loss
-from firstlight.models.ops import SelfAttention
-from firstlight.models.rope import apply_rope, apply_rope_to_neighbours
+from firstlight.models.ops import SelfAttention, attention
+from firstlight.models.rope import (
+    apply_rope,
+    apply_rope_as_complex,
+    apply_rope_from_neighbours,
+)
 
 #: Of the norms of compressed vectors, whatever `rms_norm_eps` is.
 _LATENT_EPS = 1e-6
@@ -56,9 +60,13 @@ class DeepseekAttention(SelfAttention):
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, H * sum(self.expanded_sizes), bias=False)
         self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
         self.turns_in_fp32 = config.family.rope.in_fp32
-        self.turn = apply_rope_to_neighbours if config.rope_interleave else apply_rope
-        # Values are of another size than keys, which torch's flash kernel does not take.
-        self.attend = blockwise_attention
+        self.turn = apply_rope
+        if config.rope_interleave:
+            is_v3 = config.model_type == "deepseek_v3"
+            self.turn = apply_rope_from_neighbours if is_v3 else apply_rope_as_complex
+        # torch's fused kernel for CPUs takes no values of another size than keys.
+        has_one_size = config.v_head_dim == config.head_dim
+        self.attend = attention if has_one_size else blockwise_attention
 
     def forward(
         self,
@@ -154,7 +162,8 @@ class DeepseekMLP(RoutedMLP):
             kept_NG = best.topk(config.topk_group, dim=-1).indices
             is_out_NG = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept_NG, False)
             wanted_NE = groups_NGX.masked_fill(is_out_NG[..., None], -math.inf).flatten(1)
-        return wanted_NE.topk(config.num_experts_per_tok, dim=-1).indices
+        # In the order of transformers, in which their results are added up.
+        return wanted_NE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
 
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `RoutedMLP.route`."""

@@ -70,7 +70,7 @@ class DeepseekConfig(DecoderConfig):
                 "routed_scaling_factor": 1.0,
                 "norm_topk_prob": False,
             },
-            rope=RopeSpec(turns_neighbours=True, in_fp32=True),
+            rope=RopeSpec(turns_neighbours=True, in_fp32=True, polar=True),
             divides_width=True,
             experts=QWEN_EXPERTS,
         ),

@@ -135,6 +135,7 @@ class RopeSpec:
         other_kinds: config.json's other names of kinds -> kind.
         turns_neighbours: True where dimensions 2i and 2i + 1 turn together, and not i and i + R/2.
         in_fp32: True where the rotation is computed in fp32 and then rounded.
+        polar: True where transformers rotates by complex numbers, see `rope_tables`.
         partial_factor: rotated part of each head where config.json does not say it.
         original_positions: config.json's default of original_max_position_embeddings, which stands
             beside the rotary settings; 0 where it stands among them.
@@ -147,6 +148,7 @@ class RopeSpec:
     other_kinds: Mapping[str, str] = field(default_factory=dict)
     turns_neighbours: bool = False
     in_fp32: bool = False
+    polar: bool = False
     partial_factor: float = 1.0
     original_positions: int = 0
     nested: bool = False

@@ -177,8 +177,10 @@ class Llama(LanguageModel):
         tokens, or of a number of its own each (int64 [B])."""
         config = self.config
         frequencies = self._frequencies_at(length)
+        # torch's compiler writes no code for complex numbers.
+        polar = config.family.rope.polar and not torch.compiler.is_compiling()
         # In fp32: bf16 can not tell position 257 from 258.
-        tables = rope_tables(frequencies, positions, torch.float32)
+        tables = rope_tables(frequencies, positions, torch.float32, polar=polar)
         # Longer queries and keys sharpen the softmax over the more tokens of a stretched context.
         magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
         if magnitude != 1:

@@ -78,7 +78,10 @@ class GatedDeltaNet(nn.Module):
         mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, places)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
-        q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
+        # No copy where each head has its own: sums over a head go by the order in memory.
+        q_BTHD, k_BTHD = q, k
+        if self.group > 1:
+            q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
         # In fp32: the state keeps products of thousands of decays, many of them so near to 1 that
         # bf16 would round them to it.
         step_BTH = F.softplus(at_least_fp32(a.flatten(2)) + self.dt_bias)
@@ -91,8 +94,9 @@ class GatedDeltaNet(nn.Module):
             )
         if cache is not None:
             cache.set_state(self.layer, (inputs, state_BHDE))
-        y_BTHE = self.norm(y_BTHE.to(mixed_BTX.dtype), z.reshape(v_BTHE.shape))
-        return self.out_proj(y_BTHE.flatten(2))  # type: ignore[no-any-return]
+        # As rows in order, which is also how the output projection takes them.
+        rows, gates = (x.reshape(-1, self.value_dim) for x in (y_BTHE.to(mixed_BTX.dtype), z))
+        return self.out_proj(self.norm(rows, gates).view(B, T, -1))  # type: ignore[no-any-return]
 
     def convolved(
         self, x_BTX: Tensor, before: Tensor | None, places: Tensor | None
@@ -109,7 +113,12 @@ class GatedDeltaNet(nn.Module):
         earlier = weight_XW.shape[1] - 1
         first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
         all_BSX = torch.cat((first, x_BTX), 1)
-        if places is None:
+        if places is None and before is None:
+            # Cut and not exact: SiLU rounds the last numbers of a row as in transformers.
+            weight_X1W = self.conv1d.weight
+            y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
+            y_BTX = y_BXT[..., :T].transpose(1, 2)
+        elif places is None:
             y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
         else:
             # Written out, since the first tokens of a document must not see the inputs of the one
@@ -124,8 +133,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, ...] to chunks [B, H, N, size, ...], with zeros behind the last token."""
-    x = x.transpose(1, 2)
+    """[B, H, T, ...] to chunks [B, H, N, size, ...], with zeros behind the last token."""
     x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, -x.shape[2] % size))
     return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
@@ -142,7 +150,7 @@ def _document_masks(places_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tenso
         chunk, and tokens that are in the state behind it [B, 1, N, S]; chunks through which the
         state passes [B, 1, N].
     """
-    documents = _in_chunks((places_BT == 0).cumsum(1)[..., None], size)[:, 0][:, None]
+    documents = _in_chunks((places_BT == 0).cumsum(1)[:, None], size)
     # The state before a chunk is that of the document in which the chunk before it ended: only
     # tokens of that document read it, and only those of a chunk's last document are in the state
     # that the chunk leaves.
@@ -178,12 +186,13 @@ def gated_delta_rule(
             zeros. None is one document.
     """
     B, T, H, D = k_BTHD.shape
-    size = min(_CHUNK_TOKENS, T)
-    q, k, v, g, beta = (
-        _in_chunks(at_least_fp32(x), size) for x in (q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH)
-    )
-    # 1e-6 as in transformers; padding has no length to divide by.
+    # Fewer tokens fill a chunk, too, but for a single one: the same bits as in transformers.
+    size = _CHUNK_TOKENS if T > 1 else 1
+    inputs = q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH
+    q, k, v, g, beta = (at_least_fp32(x.transpose(1, 2)) for x in inputs)
+    # 1e-6 as in transformers, and before the padding, with which it would round otherwise.
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))
     q, g = q * D**-0.5, g.cumsum(-1)
     # Sums of logarithms, and differences that are never above 0: quotients of the decays themselves
     # would divide by numbers that have become 0.

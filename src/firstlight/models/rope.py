@@ -243,9 +243,16 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def rope_tables(
-    frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype
+    frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, polar: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [T, R] or [B, 1, T, R], of the angles at `position_ids` ([T] or [B, T])."""
+    """(cos, sin), each [T, R] or [B, 1, T, R], of the angles at `position_ids` ([T] or [B, T]).
+
+    Args:
+        frequencies: angle of each pair from one position to the next, fp32 [R/2] or [B, 1, R/2].
+        position_ids: positions, int64.
+        dtype: dtype of the tables.
+        polar: True takes both from complex numbers: torch rounds those otherwise.
+    """
     # bf16 has no number for most positions beyond 256; fp32 has all up to 16 million.
     with torch.autocast(frequencies.device.type, enabled=False):
         angles = position_ids.float()[..., None] * frequencies.float()
@@ -253,6 +260,9 @@ def rope_tables(
         angles = torch.cat((angles, angles), dim=-1)
         if position_ids.dim() == 2:
             angles = angles[:, None]  # for all heads
+        if polar:
+            parts = torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).to(dtype)
+            return parts[..., 0], parts[..., 1]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -282,3 +292,27 @@ def apply_rope_to_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     cos, sin = (table[..., : R // 2].repeat_interleave(2, dim=-1) for table in (cos, sin))
     crossed = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
     return torch.cat((turned * cos + crossed * sin, rest), dim=-1)
+
+
+def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `apply_rope_to_neighbours` of all dimensions of [B, H, T, R], each pair being a complex
+    number, as in DeepSeek-V2's class: torch rounds their products otherwise."""
+    if torch.compiler.is_compiling():
+        # torch's compiler writes no code for complex numbers.
+        return apply_rope_to_neighbours(x_BHTD, cos, sin)
+    wide_BHTD = x_BHTD.to(torch.promote_types(x_BHTD.dtype, cos.dtype))
+    pairs = wide_BHTD.view(*wide_BHTD.shape[:-1], -1, 2)
+    if any(stride % 2 for stride in pairs.stride()[:-1]):
+        pairs = pairs.contiguous()  # a view as complex numbers needs even strides
+    R = cos.shape[-1]
+    turns = torch.complex(cos[..., : R // 2], sin[..., : R // 2])
+    return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2)
+
+
+def apply_rope_from_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (2i, 2i + 1) of [B, H, T, R] by position, to pairs (i, i + R/2): the layout of
+    DeepSeek-V3's weights. Queries and keys in one order have the same products in any; in this
+    they are added up as in transformers. Arguments as in `apply_rope`."""
+    cos, sin = (table[..., : x_BHTD.shape[-1] // 2] for table in (cos, sin))
+    first, second = x_BHTD[..., 0::2], x_BHTD[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -46,11 +46,12 @@ _SAME_KEYS = {
     **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_token"), "num_experts_per_tok"),
 }
 
+_STATE = "a state in place of attention"
 #: A trait of an architecture -> beginnings of keys that show it, and its weight in comparisons.
 _TRAITS = {
     "experts": (("num_experts", "moe_", "expert"), 2),
-    "a state in place of attention": (
-        ("linear_conv", "ssm_", "state_size", "mamba_", "conv_", "conv1d", "lru_", "rwkv"),
+    _STATE: (
+        ("linear_", "ssm_", "state_size", "mamba_", "conv_", "conv1d", "lru_", "rwkv"),
         3,
     ),
     "latent attention": (("kv_lora_rank",), 2),
@@ -78,6 +79,9 @@ def nearest_family(content: Mapping[str, Any]) -> str:
     found: list[tuple[int, str]] = []
     for name, family in FAMILIES.items():
         known = family.config.from_hf({"model_type": name}).to_hf()
+        # A model that keeps a state is far from all that keep none, however few its keys.
+        if (_STATE in _traits(asked)) != (_STATE in _traits(known)):
+            continue
         has, all_keys = _keys_of(known), {_SAME_KEYS.get(key, key) for key in known}
         apart = sum(
             weight * (2 if trait in _traits(asked) else 1)
@@ -98,7 +102,11 @@ def nearest_family(content: Mapping[str, Any]) -> str:
     act = _act_of(known)
     if _act_of(asked) not in (None, act):
         differs.append(f"has hidden_act {act!r} in place of {_act_of(asked)!r}")
-    differs += [f"has {trait}" for trait in sorted(_traits(known) - _traits(asked))]
+    more_traits = sorted(_traits(known) - _traits(asked))
+    if "rms_norm_eps" not in asked:
+        # OPT and others have LayerNorm, and no key for its epsilon.
+        more_traits = [trait for trait in more_traits if trait != "LayerNorm"]
+    differs += [f"has {', '.join(more_traits)}"] if more_traits else []
     own = "; of its parts only the text_config was compared" if asked is text else ""
     same = "has the same keys in config.json and another class"
     said = f": the nearest is {name}, which {' and '.join(differs) or same}"
@@ -131,11 +139,20 @@ def _keys_of(config: Mapping[str, Any]) -> set[str]:
 def _traits(config: Mapping[str, Any]) -> Set[str]:
     """The traits of an architecture, by the keys of its config.json."""
     keys = {_SAME_KEYS.get(key, key) for key, value in config.items() if value}
-    return {
+    found = {
         trait
         for trait, (starts, _) in _TRAITS.items()
         if any(key.startswith(starts) for key in keys)
     }
+    if any("head" in key for key in keys):
+        found.add("attention")
+    elif {"hidden_size", "num_hidden_layers"} <= keys:
+        # RWKV's keys say of its state only that there are no heads.
+        found.add(_STATE)
+    # Others, as BLOOM, add a bias to the scores, and have no greatest position.
+    if "max_position_embeddings" in keys and "rotary positions" not in found:
+        found.add("learned positions")
+    return found
 
 
 def _no_decoder(content: Mapping[str, Any]) -> str:

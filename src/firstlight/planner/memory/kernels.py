@@ -194,9 +194,11 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 def blockwise_bytes(operator: Operator) -> int:
     """`models.blockwise`, of a part at a time: queries, keys and values in order, the first two in
     fp32 too; backward their gradients and that of the result; of a block's scores two tensors in
-    fp32, and then of its weights and their gradients three."""
+    fp32, and then of its weights and their gradients three. Keys are scaled where the values are of
+    another size, and sinks are one more column of the scores."""
     is_backward = operator.base_name.endswith("backward")
-    queries, keys = operator.inputs[1:3] if is_backward else operator.inputs[:2]
+    queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
+    has_sinks = any(len(shape) == 1 for shape, _ in operator.inputs)
     (batch, heads, new, size), dtype = queries
     kept, total = keys[0][1:3]
     narrow, wide = dtype.itemsize, max(dtype.itemsize, 4)
@@ -204,10 +206,13 @@ def blockwise_bytes(operator: Operator) -> int:
     shared = min(rows, batch) * some
     own = shared * heads // kept
     of_queries, of_keys = size * own * new, size * shared * total
-    held = wide * of_queries + (2 * narrow + (wide if narrow < wide else 0)) * of_keys
+    has_wide_keys = narrow < wide or values[0][3] != size
+    held = wide * of_queries + (2 * narrow + (wide if has_wide_keys else 0)) * of_keys
     if is_backward:
         held += 2 * narrow * (of_queries + of_keys)
-    scores = own * max((end - start) * seen for start, end, seen in blocks_of(new, total))
+    scores = own * max(
+        (end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total)
+    )
     block = min(QUERIES, new)
     # Queries of grouped heads, and their gradients, are brought together.
     gathered = own * size * block if heads > kept and new > block else 0
