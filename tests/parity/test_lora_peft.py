@@ -141,21 +141,27 @@ def test_an_adapter_written_here_means_the_same_in_peft(
     torch.testing.assert_close(merged, logits(own), rtol=1e-5, atol=1e-5)
 
 
+#: Families of which PEFT 0.21 takes every gate_proj, up_proj and down_proj for stacked experts'.
+MISREAD = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next")
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_by_default_every_projection_of_a_family_is_adapted(family: str, tmp_path: Path) -> None:
     """But no head, no router and no stack of experts; and PEFT reads the adapter."""
     theirs = hf_model(draw(family, 2), 2)
     theirs.save_pretrained(tmp_path / "base")
     before = logits(theirs)
-    config = LoraConfig(rank=2)
-    own = adapted(tmp_path / "base", config)
-    disturb(lora_parameters(own))
-    save_adapter(tmp_path / "adapter", own, config, str(tmp_path / "base"))
-
     kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
     head = theirs.get_output_embeddings()
     linear = [n for n, one in theirs.named_modules() if isinstance(one, kinds) and one is not head]
+    own = adapted(tmp_path / "base", LoraConfig(rank=2))
     assert sorted(linear) == sorted(name for name, _ in lora_layers(own))
+
+    readable = [name for name in linear if family not in MISREAD or ".mlp." not in name]
+    config = LoraConfig(rank=2, targets=readable)
+    own = adapted(tmp_path / "base", config)
+    disturb(lora_parameters(own))
+    save_adapter(tmp_path / "adapter", own, config, str(tmp_path / "base"))
     loaded = logits(peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter"))
     torch.testing.assert_close(logits(own), loaded, rtol=1e-5, atol=1e-5)
     assert (loaded - before).abs().max() > 0.1
