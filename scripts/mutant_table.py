@@ -27,6 +27,8 @@ _STEPS = "tests/faults/test_known_bugs_steps.py::test_"
 _DATA = "tests/faults/test_known_bugs_data.py::test_"
 _CHECKPOINTS = "tests/faults/test_known_bugs_checkpoints.py::test_"
 _CHANGING = "tests/faults/test_changing_folders.py::test_"
+_PRUNED = "tests/faults/test_pruned_while_read.py::test_"
+_PREFERENCE = "tests/unit/test_preference.py::test_"
 _TEXT = "tests/faults/test_known_bugs_text.py::test_"
 _FAKE_STEPS = "tests/gpu/test_fake_steps.py::test_"
 _MINUTES = "tests/unit/test_minutes.py::test_"
@@ -311,6 +313,27 @@ MUTANTS = [
         "os.path.samestat(os.fstat(self._opened), os.stat(self._path))",
         "self._path.is_dir()",
         (_CHANGING + "a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own",),
+    ),
+    Mutant(
+        "a checkpoint deleted while it is read ends a command",
+        "firstlight/checkpoint/selection.py",
+        "            if folder.exists():\n                raise\n",
+        "            raise\n",
+        (_PRUNED + "a_checkpoint_deleted_while_a_command_reads_it_gives_way_to_the_newest",),
+    ),
+    Mutant(
+        "the data of a model are read from a checkpoint that may be gone",
+        "firstlight/evaluation/inputs.py",
+        "            return dataclasses.replace(loaded, trained_on=trained_on(folder))\n",
+        "            return loaded\n",
+        (_PRUNED + "a_model_whose_checkpoint_is_deleted_is_evaluated_as_it_was_trained",),
+    ),
+    Mutant(
+        "references filed under a newer checkpoint than was loaded",
+        "firstlight/training/starting_model.py",
+        "ModelIdentity(base_name(init_from, folder), base_identity(folder))",
+        "ModelIdentity(str(init_from), base_identity(resolve_model_folder(init_from)))",
+        (_PREFERENCE + "references_are_those_of_the_checkpoint_that_was_loaded",),
     ),
     # Data: order and position
     Mutant(

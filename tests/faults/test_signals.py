@@ -59,9 +59,9 @@ def test_sigterm_in_any_phase_of_a_run_loses_nothing(
             place = (first["first_record"] + first["last_record"]) // 2
         again = generator.randint(1, max(first["events"] - place, 1))
         chains.append([(recipe, {"events": place}), (recipe, {"events": again}), (recipe, {})])
-    # In an evaluation, and then after it, before a step of the next process is done.
+    # In an evaluation, and then before the next process has saved that it is done.
     recipe = write_recipe(tmp_path, "evaluated", data, **_SECTIONS)
-    evaluated = [{"signal": ["SIGTERM", *place, 1]} for place in (("check", 3), ("update", 4))]
+    evaluated = [{"signal": ["SIGTERM", *place, 1]} for place in (("check", 3), ("save", 3))]
     chains.append([*((recipe, faults) for faults in evaluated), (recipe, {})])
     codes = []
     for chain, results in zip(chains, drive(chains), strict=True):
