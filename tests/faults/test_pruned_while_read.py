@@ -21,6 +21,7 @@ from firstlight.conversion.convert import convert
 from firstlight.errors import CheckpointError
 from firstlight.evaluation.inputs import load_for_evaluation
 from firstlight.evaluation.perplexity import evaluate
+from firstlight.generation.engine import load
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import parse_recipe
 from firstlight.sharing.facts import read_facts
@@ -98,6 +99,23 @@ def test_a_checkpoint_deleted_while_a_command_reads_it_gives_way_to_the_newest(
     going_run.beside(lambda: train(recipe, init_from=run))
     state = load_trainer_state(newest(tmp_path / "next"))
     assert state["lora_base"] == {"name": str(newer), "sha256": base_identity(newer)}
+
+
+def test_a_checkpoint_deleted_while_its_weights_are_mapped_gives_way_to_the_newest(
+    going_run: GoingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors reads a file's header, and has torch open the file once more."""
+    older, from_file = going_run.older, torch.UntypedStorage.from_file
+
+    def deleted_first(*arguments: Any, **options: Any) -> Any:
+        if older.exists():
+            shutil.copytree(going_run.copies[going_run.newer], going_run.newer)
+            shutil.rmtree(older)
+        return from_file(*arguments, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", deleted_first)
+    shutil.copytree(going_run.copies[older], older)
+    assert load(going_run.folder, device="cpu").folder == going_run.newer
 
 
 def test_a_model_whose_checkpoint_is_deleted_is_evaluated_as_it_was_trained(

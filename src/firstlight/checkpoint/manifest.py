@@ -49,6 +49,10 @@ _END = "\n}\n"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
 
 
+#: What reading a checkpoint ends in that is deleted meanwhile; torch's own are RuntimeErrors.
+READING_ERRORS = (FirstlightError, OSError, RuntimeError)
+
+
 @dataclass(frozen=True)
 class Saved:
     """A complete checkpoint, as its manifest describes it.
@@ -111,7 +115,7 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (FirstlightError, OSError):
+    except READING_ERRORS:
         require_kept(checkpoint)
         raise
 

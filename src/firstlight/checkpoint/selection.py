@@ -15,6 +15,7 @@ from firstlight.checkpoint.checkpoint import (
 from firstlight.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST_NAME,
+    READING_ERRORS,
     Saved,
     best_saved,
     foreign_checkpoints,
@@ -27,7 +28,6 @@ from firstlight.console import say
 from firstlight.errors import (
     CheckpointError,
     ConfigError,
-    FirstlightError,
     nearest,
 )
 from firstlight.lora.files import adapter_chain, is_adapter
@@ -107,7 +107,7 @@ def read_model_folder(
         folder = resolve_model_folder(name, pickled=pickled, best=best)
         try:
             return read(folder)
-        except (FirstlightError, OSError):
+        except READING_ERRORS:
             if folder.exists():
                 raise
 
