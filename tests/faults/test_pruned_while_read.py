@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,21 +102,40 @@ def test_a_checkpoint_deleted_while_a_command_reads_it_gives_way_to_the_newest(
     assert state["lora_base"] == {"name": str(newer), "sha256": base_identity(newer)}
 
 
-def test_a_checkpoint_deleted_while_its_weights_are_mapped_gives_way_to_the_newest(
+def test_a_checkpoint_deleted_between_two_openings_of_a_file_gives_way_to_the_newest(
     going_run: GoingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """safetensors reads a file's header, and has torch open the file once more."""
-    older, from_file = going_run.older, torch.UntypedStorage.from_file
+    older, newer, run = going_run.older, going_run.newer, going_run.folder
 
-    def deleted_first(*arguments: Any, **options: Any) -> Any:
+    def delete() -> None:
         if older.exists():
-            shutil.copytree(going_run.copies[going_run.newer], going_run.newer)
+            shutil.copytree(going_run.copies[newer], newer)
             shutil.rmtree(older)
+
+    # safetensors reads a file's header, and has torch open the file once more.
+    shutil.copytree(going_run.copies[older], older)
+    from_file, open_file = torch.UntypedStorage.from_file, os.open
+
+    def deleted_before(*arguments: Any, **options: Any) -> Any:
+        delete()
         return from_file(*arguments, **options)
 
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", deleted_first)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "from_file", deleted_before)
+        assert load(run, device="cpu").folder == newer
+
+    shutil.rmtree(newer)
     shutil.copytree(going_run.copies[older], older)
-    assert load(going_run.folder, device="cpu").folder == going_run.newer
+
+    def deleted_after(path: Any, *arguments: Any, **options: Any) -> int:
+        opened = open_file(path, *arguments, **options)
+        if path == older / "manifest.json":
+            delete()
+        return opened
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", deleted_after)
+        assert load(run, device="cpu").folder == newer
 
 
 def test_a_model_whose_checkpoint_is_deleted_is_evaluated_as_it_was_trained(

@@ -30,6 +30,7 @@ from firstlight.files.atomic import (
     MAX_JSON_BYTES,
     json_text,
     new_folder,
+    parse_json,
     read_file,
     read_json,
     storage_errors,
@@ -231,7 +232,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_NAME
     require_plain_file(path)
     try:
-        manifest = read_json(path)
+        # Once: it may be deleted any time, and other bytes may take its place.
+        content = read_file(path, MAX_JSON_BYTES)
+        manifest = parse_json(path, content)
     except InputError as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -240,7 +243,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
         )
-    if not _is_sealed(path.read_bytes().decode(errors="replace")):
+    if not _is_sealed(content.decode(errors="replace")):
         raise CheckpointError(f"{path} is damaged: its sha256 is not that of its content")
     _require_fields(path, manifest)
     if step_of(folder) not in (None, manifest["step"]):

@@ -327,7 +327,19 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
         InputError: it is missing, unreadable, too long, not UTF-8, not JSON, gives a key twice,
             or holds a NaN or an infinity, which are no JSON.
     """
-    content = read_file(path, max_bytes)
+    return parse_json(path, read_file(path, max_bytes))
+
+
+def parse_json(path: Path, content: bytes) -> Any:
+    """The value of a JSON file that was read.
+
+    Args:
+        path: the file, for messages.
+        content: its bytes.
+
+    Raises:
+        InputError: see `read_json`.
+    """
     require_few_values(path, content)
     try:
         return json.loads(
