@@ -262,6 +262,24 @@ def test_the_rope_keys_of_transformers_4_are_read(
     assert_same_logits(own, load_in_transformers(tmp_path))
 
 
+@pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
+def test_yarn_is_truncated_wherever_transformers_truncates_it(family: str, tmp_path: Path) -> None:
+    """Which does not read `truncate` where each kind of layers has settings of its own."""
+    config = draw(family, 0).model_copy(update={"head_dim": 16, "rope_local_base_freq": 50.0})
+    hf_model(config, 0).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "rope_theta": 33000.0, "factor": 16.0, "truncate": False}
+    yarn |= {"original_max_position_embeddings": 32}
+    content["rope_parameters"] |= {"full_attention": yarn}
+    content["layer_types"] = ["full_attention"] * content["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    own = load_model(tmp_path).model
+    assert_same_logits(own, load_in_transformers(tmp_path))
+    del yarn["rope_theta"]
+    with pytest.raises(ValueError, match="truncate must be true"):
+        type(own.config)(**{**own.config.model_dump(), "rope_scaling": yarn})
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_weights_in_several_files_are_read_through_their_index(family: str, tmp_path: Path) -> None:
     theirs = hf_model(draw(family, 4), 4)

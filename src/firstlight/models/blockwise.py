@@ -198,12 +198,13 @@ class _Part:
         self._shape = rows, k_BKSD.shape[1], heads // k_BKSD.shape[1]
         self._scale = size**-0.5 if scale is None else scale
         of_queries, of_keys, self._of_scores = self._scale, 1.0, 1.0
-        # The orders of transformers, to the same bits in fp32: where the values are of another size
-        # that of torch's math kernel, with sinks that of the family's class.
-        if v_BKSD.shape[-1] != size:
-            of_queries = of_keys = math.sqrt(self._scale)
-        elif sinks_H is not None:
-            of_queries, self._of_scores = 1.0, self._scale
+        # In fp32 to the bits of transformers: where the values are of another size in the order of
+        # torch's math kernel, with sinks or a cap in that of the family's class.
+        if q_BHTD.dtype.itemsize >= 4 and new > 1:
+            if v_BKSD.shape[-1] != size:
+                of_queries = of_keys = math.sqrt(self._scale)
+            elif softcap or sinks_H is not None:
+                of_queries, self._of_scores = 1.0, self._scale
         self._rest = self._scale / of_queries
         self._queries = self._grouped(at_least_fp32(q_BHTD) * of_queries)
         # In order, as they are read once for each block.

@@ -197,7 +197,7 @@ class DecoderConfig(FamilyConfig):
                 f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
                 "leaves no two dimensions to rotate"
             )
-        check_rope(scaling, self.rotary_dim, self.rope_theta)
+        check_rope(scaling, self.rotary_dim, self.rope_theta, nested=self.family.rope.nested)
 
     @property
     def qkv_bias(self) -> bool:

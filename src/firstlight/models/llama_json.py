@@ -131,6 +131,9 @@ def _rope_from_json(
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     kind = spec.rope.other_kinds.get(kind, kind)
+    if spec.rope.nested:
+        # transformers looks for it beside the kinds of layers, where no config.json has it.
+        rope.pop("truncate", None)
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in spec.own_keys:
         found["partial_rotary_factor"] = None if part is None else float(part)

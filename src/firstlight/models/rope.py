@@ -91,13 +91,16 @@ ROPE_KINDS: dict[str, type[AnyRope]] = {
 }
 
 
-def check_rope(scaling: AnyRope | None, rotary_dim: int, rope_theta: float) -> None:
+def check_rope(
+    scaling: AnyRope | None, rotary_dim: int, rope_theta: float, *, nested: bool = False
+) -> None:
     """Refuse rotary settings that can't be computed.
 
     Args:
         scaling: rescaling of the frequencies; None is none.
         rotary_dim: R, the dimensions of a head that are rotated.
         rope_theta: base of the frequencies.
+        nested: True where config.json has rotary settings of each kind of layer.
 
     Raises:
         ValueError: the settings and the number of rotated dimensions do not fit.
@@ -108,6 +111,11 @@ def check_rope(scaling: AnyRope | None, rotary_dim: int, rope_theta: float) -> N
     # Its dimensions are found by dividing by the logarithm of the base.
     if isinstance(scaling, YarnRope) and rope_theta <= 1:
         raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
+    if nested and isinstance(scaling, YarnRope) and not scaling.truncate:
+        raise ValueError(
+            "rope_scaling: truncate must be true where layers with a window have a base of their "
+            "own: transformers does not read it there"
+        )
     if isinstance(scaling, LongRope):
         pairs = (rotary_dim + 1) // 2
         for name in ("short_factor", "long_factor"):
@@ -314,5 +322,5 @@ def apply_rope_from_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tens
     DeepSeek-V3's weights. Queries and keys in one order have the same products in any; in this
     they are added up as in transformers. Arguments as in `apply_rope`."""
     cos, sin = (table[..., : x_BHTD.shape[-1] // 2] for table in (cos, sin))
-    first, second = x_BHTD[..., 0::2], x_BHTD[..., 1::2]
+    first, second = x_BHTD.view(*x_BHTD.shape[:-1], -1, 2).unbind(-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -206,7 +206,7 @@ def blockwise_bytes(operator: Operator) -> int:
     shared = min(rows, batch) * some
     own = shared * heads // kept
     of_queries, of_keys = size * own * new, size * shared * total
-    has_wide_keys = narrow < wide or values[0][3] != size
+    has_wide_keys = narrow < wide or (values[0][3] != size and new > 1)
     held = wide * of_queries + (2 * narrow + (wide if has_wide_keys else 0)) * of_keys
     if is_backward:
         held += 2 * narrow * (of_queries + of_keys)
