@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -21,9 +22,11 @@ from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.selection import make_engine
 from firstlight.recipe.conflicts import require_combination
 
-pytest.importorskip("deepspeed")
-
-pytestmark = pytest.mark.usefixtures("forked_processes")
+# It is imported by the processes that the tests start.
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed"),
+    pytest.mark.usefixtures("forked_processes"),
+]
 
 _DRIVER = Path(__file__).with_name("deepspeed_driver.py")
 

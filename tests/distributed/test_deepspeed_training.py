@@ -3,6 +3,7 @@ each goes on from those of the other."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -16,9 +17,11 @@ from spawned import free_port, run_ranks
 from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer
 
-pytest.importorskip("deepspeed")
-
-pytestmark = pytest.mark.usefixtures("forked_processes")
+# It is imported by the processes that the tests start.
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed"),
+    pytest.mark.usefixtures("forked_processes"),
+]
 
 _DRIVER = Path(__file__).with_name("trains_driver.py")
 

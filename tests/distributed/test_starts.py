@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,9 +19,11 @@ from firstlight.planner.plan import search
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
 
-pytest.importorskip("deepspeed")
-
-pytestmark = pytest.mark.usefixtures("forked_processes")
+# It is imported by the processes that the tests start.
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed"),
+    pytest.mark.usefixtures("forked_processes"),
+]
 
 _DRIVER = Path(__file__).with_name("starts_driver.py")
 
