@@ -119,6 +119,9 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         # Python would notice a wrong one when the next number is drawn.
         if type(found["next_gauss"]) not in (float, type(None)):
             raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
+        # From zeros Python draws nothing but zeros; the last entry is a position.
+        if not any(python[:-1]):
+            raise ValueError("Python's words are all zeros")
         random.setstate((found["version"], python, found["next_gauss"]))
     if "numpy" in rest:
         keys = words[f"{RNG_PREFIX}numpy"]
