@@ -152,7 +152,7 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
         (
             "model",
             {"model_type": "gpt2"},
-            "cuts llama, .*, stablelm and gpt_neox.* is gpt2",
+            "smollm3, arcee, gemma2, gemma3_text, stablelm and gpt_neox, and the model is gpt2",
         ),
         ("model", {"model_type": "mixtral"}, "the model is mixtral: .* distributed.engine to fsdp"),
         (

@@ -84,9 +84,9 @@ FAMILIES: dict[str, Family] = {
 DEFAULT_FAMILY = LlamaConfig.default_type
 
 
-def families_with(has: Callable[[type[ModelConfig]], object]) -> str:
-    """The families whose config class has something, for a sentence: "llama and qwen2"."""
-    *others, last = (name for name, family in FAMILIES.items() if has(family.config))
+def families_with(has: Callable[[Family], object]) -> str:
+    """The families that have something, for a sentence: "llama and qwen2"."""
+    *others, last = (name for name, family in FAMILIES.items() if has(family))
     return f"{', '.join(others)} and {last}"
 
 

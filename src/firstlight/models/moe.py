@@ -57,7 +57,12 @@ class Experts(nn.Module):
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
         # The inverse permutation, and not a scatter, which GPUs add up in no fixed order.
-        y_NKC = y_MC[order_M.argsort()].view(N, K, -1)
+        places_NK = order_M.argsort().view(N, K)
+        if x_NC.device.type == "cpu" and not _has_kernel(self.down_proj):
+            # By expert, as transformers adds up where there is no grouped kernel.
+            places_NK, order_NK = places_NK.sort(-1)
+            weights_NK = weights_NK.gather(1, order_NK)
+        y_NKC = y_MC[places_NK]
         return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:

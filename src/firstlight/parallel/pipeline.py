@@ -54,9 +54,10 @@ class _Elsewhere(nn.Module):
 def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
     """The reasons why a model can't be split into so many stages, each a sentence."""
     if not config.has_pipeline:
+        able = families_with(lambda family: family.config.has_pipeline)
         yield (
-            f"distributed.pipeline cuts {families_with(lambda family: family.has_pipeline)}, and "
-            f"the model is {config.model_type}: set it to 1, and distributed.engine to fsdp"
+            f"distributed.pipeline cuts {able}, and the model is {config.model_type}: set it to 1, "
+            "and distributed.engine to fsdp"
         )
     elif config.num_hidden_layers < stages:
         yield (

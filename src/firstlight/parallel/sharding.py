@@ -40,10 +40,12 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
     """The reasons why tensor parallelism can't shard a model over so many processes, each a
     sentence."""
     if not config.tensor_parallel_sizes:
+        able = families_with(
+            lambda family: family.config.tensor_parallel_sizes and not family.spec.indivisible
+        )
         yield (
-            "distributed.tensor_parallel cuts "
-            f"{families_with(lambda family: family.tensor_parallel_sizes)}, and the model is "
-            f"{config.model_type}: set it to 1, and distributed.engine to fsdp"
+            f"distributed.tensor_parallel cuts {able}, and the model is {config.model_type}: set "
+            "it to 1, and distributed.engine to fsdp"
         )
     elif config.indivisible:
         yield (
