@@ -17,7 +17,9 @@ from scale import cases
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.selection import list_checkpoints
+from firstlight.data.prepare import prepare
 from firstlight.report.records import read_json_lines
+from firstlight.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -133,14 +135,18 @@ def assert_same_run(broken: Path, whole: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def crashed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+def crashed(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Tokenizer) -> Path:
     """A folder of runs killed as `_RUNS` says but not yet finished, and of whole ones."""
     folder = tmp_path_factory.mktemp("crashed")
+    # A quarter of the corpus, and of a step's rows: as many steps an epoch.
+    data = folder / "data"
+    prepare(sorted(corpus.iterdir())[:30], tokenizer, data)
     plan: list[tuple[Path, list[Any] | None]] = []
     for (family, optimizer), (asynchronous, crashes) in _RUNS.items():
         sections = {
             "model": _MODELS[family],
             "optimizer": {"name": optimizer},
+            "batch": {"micro_batch_size": 8, "gradient_accumulation_steps": 2},
             # The saves are counted: only those that are due.
             "checkpoint": {
                 "every_steps": 4,
