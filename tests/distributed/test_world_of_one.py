@@ -92,7 +92,7 @@ def test_cards_of_one_world_pass() -> None:
             {1: {"fingerprint": "x"}, 2: {"fingerprint": "y"}},
             "rank 1 on node1, rank 2 on node2 have another recipe than rank 0 on node0",
         ),
-        ({2: {"gpu": "GPU-1"}}, "ranks 1 and 2 on node2 have one GPU between them"),
+        ({2: {"gpu": "GPU-1"}}, "ranks 1 and 2 on node2 share one GPU"),
     ],
 )
 def test_cards_of_different_worlds_are_told_apart(

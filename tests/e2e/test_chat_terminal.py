@@ -143,8 +143,8 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
     assert out == answer * 3
     assert lines == [
         "(taken back: /hello)",
-        "firstlight: error: there is no message yet that could be taken back",
-        "firstlight: error: there is no message yet that could be answered again",
+        "firstlight: error: there is no message to take back yet",
+        "firstlight: error: there is no message to answer again yet",
     ]
     out, lines = said("a", "/system Be kind.", "/save", f"/save {tmp_path}", f"/save {tmp_path}/x")
     assert lines[0] == "system  Be kind."
@@ -187,7 +187,7 @@ def test_options_that_can_not_be_meant_are_refused_before_anything_is_loaded(
     piped: Piped,
 ) -> None:
     for arguments, message in (
-        (("--port", "80"), "--host and --port are of the web page: add --web"),
+        (("--port", "80"), "--host and --port are for the web page: add --web"),
         (("--web", "--host", "0.0.0.0"), "the page knows no passwords"),
         (("--temperature", "-1"), "temperature must be 0 or above"),
     ):

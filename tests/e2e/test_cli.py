@@ -355,7 +355,7 @@ def test_stop_texts_end_the_text_and_logprobs_are_told(
     assert ended["logprobs"] is None
     refused = run("generate", model, "--prompt", "the", "--logprobs", "2")
     assert refused.exit_code == 2
-    assert "--logprobs is for programs: it needs --json" in refused.err
+    assert "--logprobs needs --json: add it" in refused.err
     other = ("--repetition-penalty", "5", "--min-p", "0.5")
     assert one_object(run("generate", model, *options, *other).out)["text"] != whole["text"]
     biased = one_object(run("generate", model, *options, "--logit-bias", "7=100").out)

@@ -151,7 +151,7 @@ def test_two_processes_on_one_gpu_are_refused_in_a_line(tmp_path: Path, data: Pa
     for result in run_ranks(_DISTRIBUTED / "train_driver.py", [request], 2, timeout=120):
         assert result.returncode != 0
         assert "ranks 0 and 1 on" in result.stderr
-        assert "have one GPU between them" in result.stderr
+        assert "share one GPU" in result.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

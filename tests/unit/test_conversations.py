@@ -134,7 +134,7 @@ BAD: list[tuple[object, str, str]] = [
     (
         {"messages": [*say("a"), {"role": "assistant", "content": "b", "weight": 0.5}]},
         "wrong_type",
-        "a weight beside 0 and 1",
+        "a weight other than 0 and 1",
     ),
     (
         {"messages": [*say("a"), {"role": "assistant", "content": "b", "weight": 0}]},

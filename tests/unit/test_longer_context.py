@@ -123,10 +123,10 @@ def test_two_models_stand_in_one_table_and_one_picture(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--picture", "p.png"], "--picture is for --by-position"),
-        (["--beside", "other"], "--beside is for --by-position"),
-        (["--by-position", "--tasks", "hellaswag"], "--by-position is of the loss"),
-        (["--by-position", "--beside", "SAME"], "names a model a second time"),
+        (["--picture", "p.png"], "--picture needs --by-position"),
+        (["--beside", "other"], "--beside needs --by-position"),
+        (["--by-position", "--tasks", "hellaswag"], "--by-position reports the loss"),
+        (["--by-position", "--beside", "SAME"], "names a model twice"),
     ],
 )
 def test_options_that_go_unused_are_refused(

@@ -293,7 +293,7 @@ ONE = {"dir": "a", "weight": 1}
         ({"mix": [{**ONE, "name": "a/b"}]}, "data.mix.0.name: string should match pattern"),
         (
             {"mix": [{"dir": "a", "weight": 0.3333333333}, {"dir": "b", "weight": 0.6666666667}]},
-            "data: the weights of a mix, 0.3333333333, 0.6666666667, come out even only",
+            "data: the weights of a mix, 0.3333333333, 0.6666666667, repeat only",
         ),
         (
             {"mix": [{"dir": "x/a", "weight": 1}, {"dir": "y/a/", "weight": 1}]},

@@ -137,7 +137,7 @@ def test_weights_with_too_many_digits_are_refused_with_some_that_work() -> None:
     with pytest.raises(ConfigError, match="round them, for instance to 1000, 1"):
         whole_weights([MAX_PERIOD, 1])
     said = (
-        r"0\.333333333, 0\.6666666667, come out even only after 9,999,999,997 rows, more than "
+        r"0\.333333333, 0\.6666666667, repeat only after 9,999,999,997 rows, more than "
         r"1,000,000: round them, for instance to 333, 667"
     )
     with pytest.raises(ConfigError, match=said):

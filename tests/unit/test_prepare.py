@@ -360,7 +360,7 @@ def test_killed_workers_change_no_byte(
     prepare([corpus], TOKENIZER, tmp_path / "killed", workers=2)
     assert len(set(killed)) == 3
     assert contents(tmp_path / "killed") == contents(tmp_path / "one")
-    line = "a tokenizing process was killed: what it had is encoded again\n"
+    line = "a tokenizing process was killed: its documents are encoded again\n"
     # One that has nothing when it is killed is replaced when it is given something.
     said = capsys.readouterr().err
     assert said == said.count("\n") * line

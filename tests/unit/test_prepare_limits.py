@@ -308,7 +308,7 @@ def test_random_tokens_are_those_of_their_seed(tmp_path: Path) -> None:
         (["random:0"], {}, InputError, r"random:0 is not random:TOKENS"),
         (["random:10:x"], {}, InputError, r"random:10:x is not random:TOKENS"),
         (["random:10", "stdlib"], {}, InputError, r"random:10 can't be mixed with other inputs"),
-        (["random:10"], {"max_tokens": 5}, ConfigError, "random:10 has no texts to leave out"),
+        (["random:10"], {"max_tokens": 5}, ConfigError, "random:10 takes no limits"),
     ],
 )
 def test_random_tokens_that_make_no_sense_are_refused(
@@ -320,7 +320,7 @@ def test_random_tokens_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         prepare(inputs, TOKENIZER, tmp_path / "out", **arguments)
-    with pytest.raises(InputError, match="firstlight prepare takes it, alone, with a tokenizer"):
+    with pytest.raises(InputError, match="give it alone to firstlight prepare"):
         find_sources(inputs)
     assert list(tmp_path.iterdir()) == []
 

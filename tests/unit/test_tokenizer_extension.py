@@ -284,7 +284,11 @@ def test_a_template_may_be_a_file_and_the_source_a_model_folder(
         ("", 2, "Missing option '--out'"),
         ("SOURCE --out OUT", 2, "nothing to do: give --add TOKEN..., --chat-template or both"),
         ("--add <a> SOURCE --out OUT", 2, "DIR is missing: it stands before --add"),
-        ("SOURCE --add --out OUT", 2, "--add needs a token; one that begins with - as --add=-x"),
+        (
+            "SOURCE --add --out OUT",
+            2,
+            "--add needs a token; write one that begins with - as --add=-x",
+        ),
         ("SOURCE --out OUT --add", 2, "--add needs a token"),
         ("SOURCE --add <a>", 2, "Missing option '--out'"),
         ("SOURCE --add <a> --out SOURCE", 1, "exists already and is not overwritten: choose ano"),
@@ -332,7 +336,7 @@ def test_a_token_may_begin_with_a_dash(source: Path, tmp_path: Path) -> None:
     [
         ("{% for m in messages %}{{ m.wrong.thing }}{% endfor %}", "UndefinedError"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
-        ("", "makes nothing of a conversation"),
+        ("", "renders a conversation as an empty text"),
     ],
 )
 def test_a_template_that_renders_no_conversation_is_refused(

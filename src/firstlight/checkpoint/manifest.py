@@ -267,7 +267,7 @@ def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
             and type(entry.get("sha256")) is str
         )
     if not sound:
-        raise CheckpointError(f"{path} lacks what a checkpoint's manifest has")
+        raise CheckpointError(f"{path} lacks keys of a checkpoint's manifest")
 
 
 def require_plain_file(path: Path) -> None:

@@ -46,7 +46,7 @@ def bench_group() -> None:
     metavar="COUNT",
     default="0.5B",
     show_default=True,
-    help="About so many parameters (K, M, B).",
+    help="Approximate number of parameters (K, M, B).",
 )
 @click.option(
     "--dtype",
@@ -65,12 +65,12 @@ def bench_group() -> None:
 @out_option("loading")
 @with_json
 def loading_command(parameters: str, out: Path | None, as_json: bool, **options: Any) -> Result:
-    """Memory and time of each way to load a model, beside transformers' from_pretrained.
+    """Memory and time of each loading mode, beside transformers' from_pretrained.
 
-    A checkpoint with random weights is made, as one file, in shards and with a file for each
-    tensor, and loaded by a fresh process a time, from the page cache. Peak host memory is what
-    the process takes above its level after the imports, until the first logits; peak GPU memory
-    is that of torch's allocator.
+    A checkpoint with random weights is made as one file, in shards and with one file per tensor.
+    Each row loads it in a fresh process, from the page cache. Peak host memory is counted from the
+    process's level after the imports until the first logits; peak GPU memory is that of torch's
+    allocator.
     """
     from firstlight.bench.loading import bench_loading, draw, parse_count
 
@@ -91,10 +91,10 @@ def loading_command(parameters: str, out: Path | None, as_json: bool, **options:
 def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     """Speed and memory of each efficiency method on this machine.
 
-    Two tables: each method alone beside a plain fp32 run, and the ladder, each method added to
-    those before it. Every row is trained for a few steps by a fresh process, on the source of
-    Python's standard library. methods.json is written anew after every run, so that an
-    interrupted benchmark leaves what it has measured.
+    There are two tables: each method alone beside a plain fp32 run, and the ladder, in which each
+    row adds a method to those before it. A fresh process trains each row for a few steps, on the
+    source of Python's standard library. methods.json is rewritten after every run, so an
+    interrupted benchmark keeps its measurements.
     """
     from firstlight.bench.methods import bench_methods
     from firstlight.bench.methods_rows import draw
@@ -121,12 +121,11 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
 @out_option("training")
 @with_json
 def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
-    """Training with what a recipe sets by default, beside bare loops and other programs.
+    """Training with a recipe's default settings, beside bare loops and other programs.
 
-    Each row is trained for a few steps by a fresh process, on the source of Python's standard
-    library; the rows take turns. training.json is written anew after every run, so that an
-    interrupted benchmark leaves what it has measured. Two further steps of each run show the
-    shares of forward, backward and update.
+    A fresh process trains each row for a few steps, on the source of Python's standard library; the
+    rows take turns. training.json is rewritten after every run, so an interrupted benchmark keeps
+    its measurements. Two further steps of each run show the shares of forward, backward and update.
     """
     from firstlight.bench.step_parts import draw_operators
     from firstlight.bench.training import bench_training, draw, steps_title
@@ -159,8 +158,8 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
     """Tokens per second and time to the first token, beside transformers' generate.
 
     Each row loads the same weights in a fresh process; the rows take turns. "of the limit" is the
-    time that reading the weights once would take, at the rate measured for copying memory, in the
-    time that a step took.
+    share of a step's time that reading the weights once would take, at the rate measured for
+    copying memory.
     """
     from firstlight.bench.generation import bench_generation, draw
 
@@ -190,8 +189,8 @@ def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     """Tokens per second, the share of a step that is not computing, and memory by rank, for each
     engine and number of processes.
 
-    Every process has the same micro-batch. On a CPU the processes share its cores: what is
-    gained there is little, and what an engine costs is what is to be seen.
+    Every process has the same micro-batch. On a CPU the processes share its cores: the gain is
+    small there, and the table shows the overhead of each engine.
     """
     from firstlight.bench.scaling import bench_scaling, draw
 
@@ -209,12 +208,12 @@ def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 @out_option("gemm")
 @with_json
 def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
-    """This machine's matrix-product rate by shape, and what aligned sizes buy.
+    """This machine's matrix-product rate by shape, and the gain from aligned sizes.
 
     Square products from small to large; the products of a GPT-2 training step; sizes padded to
     multiples of 8, 64 and 128 beside sizes that are not; steps around a tile's edge; on a CPU,
-    passes over arrays from L1 to memory and products cut into blocks. Ctrl-C leaves what has
-    been measured so far.
+    passes over arrays from L1 to memory and products cut into blocks. Ctrl-C keeps the measurements
+    made so far.
     """
     from firstlight.bench.gemm import GemmRun, draw
 

@@ -36,10 +36,10 @@ from firstlight.errors import ConfigError
 )
 @with_json
 def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bool) -> Result:
-    """Set what the planner predicts beside what real training steps take, on this machine's CPU:
-    peak memory over some 80 configurations, and speed over 20.
+    """Compare the planner's predictions with real training steps on this machine's CPU: peak memory
+    of some 80 configurations, and speed of 20.
 
-    Takes most of an hour. What is measured is said, and written to planner.json, at once.
+    Takes most of an hour. Each measurement is printed and written to planner.json at once.
     """
     from firstlight.bench import planner_memory, planner_speed
 
@@ -102,10 +102,10 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
 @page_option
 @with_json
 def learning_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
-    """What recipes learn from the same tokens or in the same time, in held-out bits per byte.
+    """Held-out bits per byte of recipes after the same tokens or the same time.
 
-    Each run is a training run of its own with one of some seeds; rows take turns over the seeds.
-    results.jsonl in --out has each finished run; the same command goes on where the last one
+    Each run trains one recipe with one of several seeds; the recipes take turns for each seed.
+    results.jsonl in --out has each finished run; the same command continues where the last one
     stopped. Seconds count training steps alone.
     """
     from firstlight.bench.learning import bench_learning

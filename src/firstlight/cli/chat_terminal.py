@@ -262,7 +262,7 @@ class Terminal:
     def _undo(self) -> None:
         text = self._session.undo()
         if text is None:
-            raise ConfigError("there is no message yet that could be taken back")
+            raise ConfigError("there is no message to take back yet")
         start = text if len(text) <= 60 else f"{text[:57]}..."
         say(f"(taken back: {shown(start)})")
 

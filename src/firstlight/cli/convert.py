@@ -28,7 +28,7 @@ from firstlight.console import say
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
-    help="JSON with what another program's files don't say, as in a Hugging Face config.json.",
+    help="JSON with values that another program's files lack, as in a Hugging Face config.json.",
 )
 @click.option(
     "--tolerance",
@@ -55,13 +55,13 @@ def convert_command(
     best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Convert a model and check that the result computes what the source does.
+    """Convert a model and check that the result computes the same as the source.
 
     SRC is a run, a checkpoint, a Hugging Face model folder or a hub id; or another program's
     checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's GPT-2
-    (TensorFlow), Meta's Llama or litgpt. What is written is read back and compared first: its
-    tensors, its logits on a fixed prompt, its chat template on a fixed conversation. Where they
-    are not the source's, nothing is written.
+    (TensorFlow), Meta's Llama or litgpt. The result is read back and compared with the source:
+    tensors, logits on a fixed prompt, the chat template on a fixed conversation. If they differ,
+    --out is not written.
     """
     from firstlight.conversion.convert import convert
 

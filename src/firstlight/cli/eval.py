@@ -33,7 +33,7 @@ _ROWS, _TEXTS = 8, 32
 @click.command("eval")
 @click.argument("checkpoint")
 @best_option
-@click.option("--data", help="Prepared folder or its URL; left out: the one it was trained on.")
+@click.option("--data", help="Prepared folder or its URL.  [default: the data of the training]")
 @click.option("--split", type=click.Choice(["val", "train"]), help="[default: val]")
 @click.option(
     "--sample",
@@ -43,17 +43,17 @@ _ROWS, _TEXTS = 8, 32
     "standard errors.",
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the sample.  [default: 0]")
-@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens a row; left out: as trained.")
+@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens a row.  [default: as trained]")
 @click.option(
     "--document-masking/--no-document-masking",
     default=None,
-    help="Whether tokens see only their own document; left out: as trained.",
+    help="Tokens see only their own document, or the whole row.  [default: as trained]",
 )
 @click.option(
     "--tasks",
     multiple=True,
     metavar="TASK",
-    help="Score it in a task: hellaswag,FILE.jsonl; hellaswag, with the data of the hub; "
+    help="Score the model in a task: hellaswag,FILE.jsonl; hellaswag, with the data of the hub; "
     "lm-eval:NAME,NAME,... of lm-evaluation-harness. May be given several times. The loss is then "
     "computed with --data or --sample only.",
 )
@@ -64,7 +64,7 @@ _ROWS, _TEXTS = 8, 32
 @click.option(
     "--by-position",
     is_flag=True,
-    help="The loss by the position in the row, also beyond the model's context: see --seq-len.",
+    help="Report the loss by position in the row, also beyond the model's context: see --seq-len.",
 )
 @click.option(
     "--beside",
@@ -109,12 +109,12 @@ def eval_command(
     given = {name: value for name, value in of_the_loss.items() if value is not None}
     if by_position:
         if tasks:
-            raise ConfigError("--by-position is of the loss: leave out --tasks")
+            raise ConfigError("--by-position reports the loss: leave out --tasks")
         options = {"sample": sample, "batch_size": batch_size or _ROWS, "device": device, **given}
         return _by_position((checkpoint, *beside), data, best, picture, options)
     for option, value in (("--beside", beside), ("--picture", picture)):
         if value:
-            raise ConfigError(f"{option} is for --by-position: name it too")
+            raise ConfigError(f"{option} needs --by-position: add it")
     from firstlight.evaluation.inputs import evaluated_folder, load_for_evaluation
     from firstlight.evaluation.perplexity import evaluate
 
@@ -167,7 +167,7 @@ def _by_position(
     from firstlight.evaluation.positions import ByPosition, evaluate_by_position
 
     if len(set(checkpoints)) < len(checkpoints):
-        raise ConfigError("--beside names a model a second time: leave it out")
+        raise ConfigError("--beside names a model twice: leave one out")
 
     def evaluated(loaded: LoadedModel, folder: str) -> ByPosition:
         return _with_bar(  # type: ignore[no-any-return]

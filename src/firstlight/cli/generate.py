@@ -70,7 +70,7 @@ def _load(
     metavar="ID=BIAS",
     help="Add -100 to 100 to a token's logit; several are allowed.",
 )
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before it; several are allowed.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT; may be repeated.")
 @click.option(
     "--logprobs",
     type=int,
@@ -101,7 +101,7 @@ def generate_command(
     from firstlight.generation.engine import GenerationStream
 
     if settings["logprobs"] is not None and not as_json:
-        raise ConfigError("--logprobs is for programs: it needs --json, too")
+        raise ConfigError("--logprobs needs --json: add it")
     config = SamplingConfig(**settings, logit_bias=_biases(logit_bias))
     loaded = _load(checkpoint, device, dtype, best, loading)
     stream = GenerationStream(loaded, prompt, config, compile=compiled)
@@ -172,7 +172,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
 @click.command("chat")
 @click.argument("checkpoint")
 @best_option
-@click.option("--system", metavar="TEXT", help="The system message; stays when old turns go.")
+@click.option("--system", metavar="TEXT", help="System message; kept when old turns are dropped.")
 @click.option(
     "--max-new-tokens",
     type=int,
@@ -186,7 +186,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
 @compile_option
 @click.option("--web", is_flag=True, help="A page in the browser instead of the terminal.")
 @click.option("--host", help="With --web: this machine's address; default 127.0.0.1.")
-@click.option("--port", type=int, help="With --web; default 8000, 0 is any that is free.")
+@click.option("--port", type=int, help="With --web: port; default 8000, 0 takes a free one.")
 def chat_command(
     checkpoint: str,
     best: bool,
@@ -199,13 +199,13 @@ def chat_command(
     port: int | None,
     **sampling: Any,
 ) -> None:
-    """Talk with a model, through its chat template. A model without one continues what you write.
+    """Chat with a model through its chat template. A model without one continues your text.
 
     CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
-    Messages can be piped in, one a line; then nothing but the answers goes to stdout.
+    Messages can be piped in, one per line; then only the answers go to stdout.
     """
     if not web and (host is not None or port is not None):
-        raise ConfigError("--host and --port are of the web page: add --web")
+        raise ConfigError("--host and --port are for the web page: add --web")
     from firstlight.generation.chat import ChatSession, ConversationDecoder
 
     settings = SamplingConfig(**sampling)
@@ -234,12 +234,12 @@ def chat_command(
 @click.argument("checkpoint")
 @best_option
 @config_options(ServerOptions, "host", "port")
-@click.option("--model-name", help="For clients; the checkpoint's name, if not given.")
+@click.option("--model-name", help="Model's name for clients.  [default: the checkpoint's name]")
 @click.option(
     "--api-key-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Its one line must be sent by clients; or set FIRSTLIGHT_API_KEY.",
+    help="File with the API key, one line, that clients must send; or set FIRSTLIGHT_API_KEY.",
 )
 @click.option(
     "--allowed-host",
@@ -251,7 +251,7 @@ def chat_command(
     "--allowed-origin",
     multiple=True,
     metavar="URL",
-    help="A page elsewhere that may ask (the header Origin); several are allowed.",
+    help="Another web page that may send requests (the header Origin); several are allowed.",
 )
 @config_options(
     ServerOptions, "max_batch_size", "max_queue", "max_context_tokens", "shutdown_timeout"
@@ -280,7 +280,7 @@ def serve_command(
     as_json: bool,
     **bounds: Any,
 ) -> None:
-    """Answer OpenAI's clients over HTTP, until Ctrl-C.
+    """Serve OpenAI's API over HTTP, until Ctrl-C.
 
     CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
     """

@@ -187,7 +187,7 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 )
 @with_json
 def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> dict[str, Any]:
-    """Draw a run as a web page and a picture, or lay several side by side.
+    """Draw a run as a web page and a picture, or compare several side by side.
 
     RUN is a run folder; the run may still be going on, or have been killed. The page is one file
     that loads nothing from elsewhere.

@@ -115,7 +115,7 @@ compile_option = click.option(
     "compiled",
     default=False,
     show_default=True,
-    help="Decode through torch.compile: a minute or so of compiling, then faster.",
+    help="Decode through torch.compile: about a minute of compiling, then faster.",
 )
 #: Options that say how tokens are chosen.
 SAMPLING = (

@@ -33,12 +33,12 @@ DOES_NOT_FIT_EXIT_CODE = 3
 @click.option("--budget", metavar="TIME", help="Say what to train in 24h, 90min, 3d.")
 @click.option("--tokens", metavar="COUNT", help="Say what to train on 10B, 300M tokens.")
 @click.option("--price-per-hour", type=float, help="Price of one GPU, for the cost of a run.")
-@click.option("--init-from", metavar="DIR", help="The folder of the weights to start from.")
+@click.option("--init-from", metavar="DIR", help="Folder of the weights to start from.")
 @click.option(
     "--search/--no-search",
     default=True,
     show_default=True,
-    help="Look for the best settings, and at each method alone.",
+    help="Search for the best settings, and estimate each method alone.",
 )
 @click.option(
     "--write",
@@ -63,9 +63,9 @@ def plan_command(
     and find the best settings for it.
 
     The recipe's real model and training step are run on tensors without memory, so a laptop plans
-    for a GPU that it doesn't have. The data needn't be there: planning.vocab_size stands for it.
+    for a GPU that it doesn't have. Without prepared data, set planning.vocab_size.
 
-    The exit code is 3 where the recipe does not fit; with --write or --budget where nothing does.
+    The exit code is 3 if the recipe does not fit or, with --write or --budget, if nothing fits.
     """
     path, overrides = split_arguments(arguments, "plan")
     device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}

@@ -37,7 +37,7 @@ _OF_TEXT = {
     show_default=True,
     help="Share of the text held out for validation, in whole documents; 0 for none.",
 )
-@click.option("--workers", type=int, help="Processes; chosen by the corpus' size if left out.")
+@click.option("--workers", type=int, help="Processes.  [default: chosen by the corpus' size]")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
@@ -49,20 +49,20 @@ _OF_TEXT = {
 @click.option(
     "--ray-address",
     metavar="auto|local|HOST:PORT",
-    help="The cluster: auto is one that runs here, local one for this run. Left out: either.",
+    help="Address of the cluster: auto is one that runs here, local a new one for this run. "
+    "[default: Ray's own choice]",
 )
 @text_key_option
 @click.option(
     "--max-documents",
     metavar="N",
-    help="Read so many documents, for instance 10k, and no further.",
+    help="Read only the first N documents, for instance 10k.",
 )
 @click.option(
     "--max-tokens",
     metavar="N",
-    help="Take at most so many tokens, for instance 10M, of both splits together, and read no "
-    "further. Each split's last document is cut between two characters, which can leave the split "
-    "a few tokens short.",
+    help="Stop reading at N tokens of both splits together, for instance 10M. Each split's last "
+    "document is cut between two characters, so the split can be a few tokens short.",
 )
 @click.option(
     "--strip-gutenberg",
@@ -87,14 +87,15 @@ _OF_TEXT = {
 @click.option(
     "--template",
     metavar="NAME",
-    help="With --kind chat: chatml, llama2, llama3, alpaca or a .jinja file; left out: the "
-    "tokenizer's.",
+    help="With --kind chat: chatml, llama2, llama3, alpaca or a .jinja file.  [default: the "
+    "tokenizer's]",
 )
 @click.option(
     "--format",
     "form",
     type=click.Choice(["auto", "alpaca", "messages", "sharegpt"]),
-    help="With --kind chat: form of the records; auto tells each by its keys.  [default: auto]",
+    help="With --kind chat: form of the records; auto recognizes each by its keys.  "
+    "[default: auto]",
 )
 @click.option(
     "--train-on",
@@ -104,7 +105,7 @@ _OF_TEXT = {
 @click.option(
     "--on-bad",
     type=click.Choice(["refuse", "skip"]),
-    help="With --kind chat: treatment of records that are no conversations.  [default: refuse]",
+    help="With --kind chat: treatment of invalid records.  [default: refuse]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
@@ -251,7 +252,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     if manifest["unread_files"]:
         count = sum(manifest["unread_files"].values())
         say(
-            f"{counted(count, 'file')} of the inputs not read, since prepare reads no such kind: "
+            f"{counted(count, 'file')} of the inputs not read, because of their kind: "
             f"{sources.listed(manifest['unread_files'])}; listed in {out / UNREAD_NAME}"
         )
     if chat is not None and chat.get("warning"):

@@ -63,7 +63,7 @@ def _upload_options(verb: F) -> F:
 @click.option(
     "--card",
     type=click.Path(path_type=Path),
-    help="A file to upload as the card, such as an edited one of `firstlight card`.",
+    help="File to upload as the card, such as an edited one of `firstlight card`.",
 )
 @best_option
 @with_json
@@ -151,9 +151,9 @@ def card_command(
     best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Write a model's card alone: what it is, data, recipe, results, use.
+    """Write only a model's card: description, data, recipe, results, use.
 
-    RUN_OR_MODEL is as for push. USER/NAME stands in the commands of the card. Edit the file and
+    RUN_OR_MODEL is as for push. USER/NAME appears in the commands of the card. Edit the file and
     give it to `firstlight push --card`.
     """
     from firstlight.files.atomic import write_file

@@ -106,7 +106,9 @@ class _ManyTokens(click.Command):
         adding = False
         for word, following in zip_longest(args, args[1:]):
             if word == "--add" and (following is None or following.startswith("-")):
-                raise click.UsageError("--add needs a token; one that begins with - as --add=-x")
+                raise click.UsageError(
+                    "--add needs a token; write one that begins with - as --add=-x"
+                )
             if word.startswith("-"):
                 adding = word.split("=")[0] == "--add"
             elif adding and spread[-1] != "--add":
@@ -185,7 +187,7 @@ def _try_out(tokenizer: Tokenizer) -> None:
         say(f"warning: the chat template refuses an ordinary conversation: {error}")
         return
     if not text.strip():
-        raise TokenizerError("the chat template makes nothing of a conversation")
+        raise TokenizerError("the chat template renders a conversation as an empty text")
     show("the chat template is set; a question and its answer become:")
     show(f"  {text!r}")
 

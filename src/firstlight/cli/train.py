@@ -116,7 +116,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     callback=_show_all_help,
     help="Show every key of a recipe, too, and exit.",
 )
-@click.option("--resume", is_flag=True, help="Go on from the run's newest complete checkpoint.")
+@click.option("--resume", is_flag=True, help="Continue from the newest complete checkpoint.")
 @click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start from these weights.")
 @click.option(
     "--best",
@@ -128,15 +128,14 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="mean|copy:TOKEN",
     default=_NEW_ROWS,
     show_default=True,
-    help="With --init-from and an extended tokenizer: what new tokens start from.",
+    help="With --init-from and an extended tokenizer: initial values of the new tokens' rows.",
 )
 @click.option(
     "--cooldown",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="Branch off a run with schedule.kind wsd or constant, named in place of the recipe (or "
-    "one of its checkpoints): its learning rate falls over so many steps, in a run folder of its "
-    "own.",
+    help="Name a run with schedule.kind wsd or constant, or one of its checkpoints, in place of "
+    "the recipe: a new run branches off it, in which the learning rate falls over STEPS steps.",
 )
 @click.option(
     "--plan",
@@ -149,7 +148,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="N|auto",
     help="Train with N processes on this machine; auto: one for each GPU.",
 )
-@click.option("--nnodes", type=int, help="With --nproc: machines.  [default: 1]")
+@click.option("--nnodes", type=int, help="With --nproc: number of machines.  [default: 1]")
 @click.option("--node-rank", type=int, help="With --nnodes: number of this machine, from 0.")
 @click.option(
     "--rdzv-endpoint",
@@ -163,17 +162,17 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     "[default: 0]",
 )
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
-    """Train a model on texts, or as a recipe says.
+    """Train a model on texts, or by a recipe.
 
-    INPUT is text as `firstlight prepare` takes it: files, folders, globs, `stdlib`, hf:NAME. All is
-    chosen for the text, this machine and the --budget: tokenizer, model, batch, rates, steps. With
-    --init-from MODEL, INPUT may be conversations, too, and that model is trained on.
+    INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib`, hf:NAME. Tokenizer,
+    model, batch, rates and steps are chosen for the text, this machine and the --budget. With
+    --init-from MODEL, training continues that model, and INPUT may be conversations, too.
 
     Every key of the recipe can be set here too, for instance --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run after the step at hand, with a checkpoint: the
-    exit code is 75, and --resume goes on. A second signal ends it at once. A file `save-now` in
-    the run folder asks for a checkpoint. A run that diverged has the exit code 76.
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run after the current step, with a checkpoint: the
+    exit code is 75, and --resume continues the run. A second signal ends it at once. A file
+    `save-now` in the run folder asks for a checkpoint. The exit code of a diverged run is 76.
     """
     paths, overrides = split_paths(arguments)
     if options["cooldown"] is None:
@@ -246,7 +245,10 @@ def _train_recipe(
             recipe, branch_from = load_recipe(path, overrides), None
         else:
             if init_from or best or plan:
-                raise ConfigError("--cooldown names its own start: no --init-from, --best, --plan")
+                raise ConfigError(
+                    "--cooldown names the checkpoint to start from: leave out --init-from, --best "
+                    "and --plan"
+                )
             recipe, branch_from = _cooled(path, cooldown, overrides, resume)
         if best:
             init_from = _best_of(init_from)
@@ -293,8 +295,8 @@ def _cooled(
     recipe, checkpoint = cooldown_recipe(trunk, steps, overrides)
     if (resume or find_world().size > 1) and checkpoint != Path(trunk).expanduser():
         raise ConfigError(
-            f"{trunk} may have a newer checkpoint for another process or the next time: with "
-            f"--nproc or --resume, name the one to branch off, such as {checkpoint}"
+            f"{trunk} may get a newer checkpoint before another process or a later start reads it: "
+            f"with --nproc or --resume, name the one to branch off, such as {checkpoint}"
         )
     return recipe, checkpoint
 

@@ -53,7 +53,7 @@ def text_options(verb: F) -> F:
             click.option(
                 "--plan-only", is_flag=True, help="Texts: show what would be trained, and end."
             ),
-            click.option("--gpu", metavar="NAME", help="With --plan-only: a GPU somewhere else."),
+            click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
             click.option("--text-key", metavar="KEY", help="Texts: field of JSONL, CSV, Parquet."),
         )
     ):

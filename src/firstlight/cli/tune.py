@@ -38,14 +38,14 @@ _SHOWN = 10
     help="Duration of the whole command, such as 30min, 1h, 2d.",
 )
 @click.option(
-    "--trial-steps", type=int, help="Length of a trial. [what the budget has for each trial]"
+    "--trial-steps", type=int, help="Length of a trial. [each trial's part of the budget]"
 )
 @click.option("--trial-minutes", type=float, help="Length of a trial, instead of --trial-steps.")
 @click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start each trial from these weights.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Folder of the study; one that is there goes on. [the recipe's run.dir with -tune]",
+    help="Folder of the study; an existing one is continued. [the recipe's run.dir with -tune]",
 )
 @with_json
 def tune_command(
@@ -61,9 +61,9 @@ def tune_command(
 ) -> dict[str, Any]:
     """Search a recipe's keys by short training runs for the lowest loss on the held-out text.
 
-    Each trial is the recipe with its whole schedule in short, in a process of its own, with the
-    same seed and as many tokens. Optuna proposes values, and hopeless trials end early. The first
-    trial has the recipe's own values. The same command goes on with a study that was stopped.
+    Each trial runs the recipe with its whole schedule shortened, in a process of its own, with the
+    same seed and number of tokens. Optuna proposes values, and hopeless trials end early. The first
+    trial has the recipe's own values. The same command continues a study that was stopped.
     """
     path, overrides = split_arguments(arguments, "tune")
     from firstlight.bench.tuning import tune

@@ -54,8 +54,8 @@ class _Shown:
 def watch_command(run: Path) -> None:
     """Follow a run in the terminal, as `firstlight train` shows it.
 
-    RUN is a run folder that another process writes, or is about to make; of a run that is over
-    the last state is shown. The view ends with the run; Ctrl-C ends the view alone.
+    RUN is a run folder that another process writes, or is about to make; for a finished run the
+    last state is shown. The view ends with the run; Ctrl-C ends only the view.
     """
     with contextlib.suppress(KeyboardInterrupt):
         _watch(run.expanduser())
@@ -71,10 +71,10 @@ def watch_command(run: Path) -> None:
     help="Port on this machine; 0 takes a free one.",
 )
 def dashboard_command(runs: tuple[Path, ...], port: int) -> None:
-    """Show runs side by side on a page that updates while they go on.
+    """Show runs side by side on a page that updates while they train.
 
-    RUNS are run folders, or folders of run folders. The page is for this machine alone, and
-    loads nothing from elsewhere. Ctrl-C ends it.
+    RUNS are run folders, or folders of run folders. Only this machine can open the page, which
+    loads nothing from other hosts. Ctrl-C ends it.
     """
     from firstlight.report.dashboard import Dashboard, serve
 

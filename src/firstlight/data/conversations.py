@@ -270,7 +270,9 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
     for index, message in enumerate(messages):
         weight = message.get("weight", 1)
         if isinstance(weight, bool) or weight not in (0, 1):
-            raise BadRecordError("wrong_type", f"message {index + 1} has a weight beside 0 and 1")
+            raise BadRecordError(
+                "wrong_type", f"message {index + 1} has a weight other than 0 and 1"
+            )
         if weight == 0 and message["role"] == "assistant":
             masked.add(index)
     answers = sum(message["role"] == "assistant" for message in messages)

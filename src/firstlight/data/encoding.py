@@ -219,7 +219,7 @@ class _Processes:
                 code = worker.end()
                 if self._stopped or code >= 0 or attempt == _ATTEMPTS:
                     break
-                say("a tokenizing process was killed: what it had is encoded again")
+                say("a tokenizing process was killed: its documents are encoded again")
         if code >= 0:
             raise DataError(
                 f"a tokenizing process ended with exit code {code}: call prepare under "

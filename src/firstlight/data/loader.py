@@ -377,7 +377,7 @@ class DataConfig(Section):
         if self.mix is not None:
             raise ValueError("preference pairs can't be mixed: give dir or files")
         if self.long == "cut":
-            raise ValueError("long cut is not for preference pairs: half of one says nothing")
+            raise ValueError("long cut is not for preference pairs: choose refuse or drop")
         if self.train_on != "assistant" or self.format != "auto":
             raise ValueError(PAIRS_ARE_SELF_DESCRIBING)
 

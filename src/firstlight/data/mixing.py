@@ -48,7 +48,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
         total = sum(exact)
         rounded = [max(round(1000 * share / total), 1) for share in exact]
         raise ConfigError(
-            f"the weights of a mix, {', '.join(map(repr, weights))}, come out even only after "
+            f"the weights of a mix, {', '.join(map(repr, weights))}, repeat only after "
             f"{sum(whole):,} rows, more than {MAX_PERIOD:,}: round them, for instance to "
             f"{', '.join(map(str, rounded))}"
         )

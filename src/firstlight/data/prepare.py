@@ -208,7 +208,7 @@ class _Selection:
     def require_all_of(self, name: str) -> None:
         """Refuse what random tokens do not know: documents that are left out."""
         if self != _Selection(self.val_fraction):
-            raise ConfigError(f"{name} has no texts to leave out: its number is in its name")
+            raise ConfigError(f"{name} takes no limits: its name has the number of tokens")
 
 
 class _Preparation:

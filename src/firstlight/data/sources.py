@@ -131,7 +131,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
         return [DataSource(name=item, dataset=item[3:])]
     if item.startswith("random:"):
         raise InputError(
-            f"{item} is tokens without a text: firstlight prepare takes it, alone, with a tokenizer"
+            f"{item} makes random tokens, not text: give it alone to firstlight prepare"
         )
     path = Path(item).expanduser()
     if path.is_dir():

@@ -274,7 +274,7 @@ class ChatSession:
             InputError, ModelError: see `answer`.
         """
         if not self._has_turns:
-            raise ConfigError("there is no message yet that could be answered again")
+            raise ConfigError("there is no message to answer again yet")
         self._stopping = False
         return self._answered(self._prompt(self.messages[:-2], self.messages[-2]["content"]))
 

@@ -98,7 +98,7 @@ class SamplingConfig:
         if self.beams > 1:
             self._require_beams()
         if self.slide and self.prompt_logprobs is not None:
-            raise ConfigError("slide forgets text, and prompt_logprobs is of all of it: keep one")
+            raise ConfigError("slide forgets text, and prompt_logprobs needs all of it: keep one")
 
     def _require_beams(self) -> None:
         """Refuse what a beam search, which draws nothing, has no place for."""

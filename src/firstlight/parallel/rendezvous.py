@@ -176,8 +176,8 @@ def compare(infos: Sequence[RankInfo]) -> None:
     for info in infos:
         if info.gpu and owners.setdefault(info.gpu, info) is not info:
             raise ConfigError(
-                f"ranks {owners[info.gpu].rank} and {info.rank} on {info.host} have one GPU "
-                "between them: start at most as many processes as there are GPUs"
+                f"ranks {owners[info.gpu].rank} and {info.rank} on {info.host} share one GPU: "
+                "start at most as many processes as there are GPUs"
             )
 
 

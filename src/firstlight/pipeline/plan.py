@@ -104,8 +104,8 @@ class Request:
             section = name.partition(".")[0]
             if self.init_from is not None and section in ("model", "init"):
                 raise ConfigError(
-                    f"--{name} is for new models, and {self.init_from} is the model that is "
-                    "started from: leave it out"
+                    f"--{name} is for new models, and --init-from names {self.init_from}: "
+                    "leave one of them out"
                 )
             if self.init_from is None and section == "lora":
                 raise ConfigError(
@@ -113,7 +113,7 @@ class Request:
                 )
         if self.init_from is not None and self.size is not None:
             raise ConfigError(
-                f"--size is for new models, and {self.init_from} has the size that it has: leave "
+                f"--size is for new models, and {self.init_from} already has a size: leave "
                 "one of them out"
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}

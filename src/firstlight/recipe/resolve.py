@@ -203,7 +203,7 @@ def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
     if seq_len > limit:
         raise ConfigError(
             f"data.seq_len {seq_len} is more than model.max_position_embeddings {limit}: "
-            "lower the one or raise the other"
+            "lower the first or raise the second"
         )
     return seq_len
 

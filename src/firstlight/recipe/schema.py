@@ -62,7 +62,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _each_tracker_once(self) -> Self:
         if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError(f"trackers has one twice: {', '.join(self.trackers)}")
+            raise ValueError(f"trackers names one twice: {', '.join(self.trackers)}")
         return self
 
 

@@ -222,7 +222,9 @@ def _describe_start(run: Run) -> Iterator[str]:
     """How long a run is, and the rates and weight decay of each group of parameters."""
     schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
     if not run.has_steps_left and not run.state.step:
-        yield "schedule: no steps (schedule.max_steps 0): the model is evaluated and saved as it is"
+        yield (
+            "schedule: no steps (schedule.max_steps 0): the model is evaluated and saved unchanged"
+        )
         return
     epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
     peak, count = optimizer.learning_rate, f"{schedule.max_steps:,} steps"

@@ -233,7 +233,7 @@ def _require_memory(config: ModelConfig, share: float) -> None:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
     # torch's errors for sizes beyond 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ConfigError(f"model: nothing has such sizes: {error}") from error
+        raise ConfigError(f"model: such sizes are impossible: {error}") from error
     # The processes of this machine hold so much of the model's stages together.
     needed = int(needed * share)
     if needed > memory:

@@ -154,7 +154,7 @@ def unloaded_model(
         with torch.device("meta"):
             return build_model(config, vocab_multiple)
     except (RuntimeError, TypeError, OverflowError) as error:  # more than torch can count
-        raise ModelError(f"{folder}: {CONFIG_NAME}: no model has such sizes: {error}") from error
+        raise ModelError(f"{folder}: {CONFIG_NAME}: such sizes are impossible: {error}") from error
 
 
 def base_identity(folder: Path) -> str:

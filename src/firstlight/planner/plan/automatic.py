@@ -258,7 +258,7 @@ def planned_recipe(
         raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
     resolved = open_micro_batch(resolve_for(recipe, machine, init_from))
     if resolved.preference is not None:
-        raise ConfigError("--plan auto does not know preferences: leave it out")
+        raise ConfigError("--plan auto does not support preference pairs: leave it out")
     first = estimate(resolved, machine, evaluates=False)
     if first.problem:
         raise ConfigError(first.problem)

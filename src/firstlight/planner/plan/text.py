@@ -65,7 +65,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
 
 def _run(plan: Plan, run: PlannedRun) -> str:
     if not run.schedule.max_steps:
-        return "the recipe's run: no steps, the model is evaluated and saved as it is"
+        return "the recipe's run: no steps, the model is evaluated and saved unchanged"
     read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
     # Evaluations and saves take their part of the time, too; the run measures them.
     about = "at the predicted speed about " if run.schedule.is_open else ""
