@@ -67,7 +67,7 @@ class CheckpointConfig(Section):
 
 
 def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
-    """Those of a run's own past (oldest first) whose average is made if the newest is the last.
+    """The checkpoints of a run's own past (oldest first) to average if the newest is the last.
 
     The others are of regular steps: a stop, or a request, saves one more, and the average of a run
     that was stopped and resumed is to be that of a run that was not.

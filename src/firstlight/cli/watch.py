@@ -25,12 +25,12 @@ _SHOWN = {"train/loss", "learning_rate", "tokens_per_second", "memory_bytes"}
 
 
 class _Shown:
-    """What is shown of a run.
+    """The shown state of a run.
 
     Attributes:
         step: the last step; 0 before the first.
-        steps: those of the whole run; None where not known.
-        seconds: those of the steps by the run's log.
+        steps: number of steps of the whole run; None if unknown.
+        seconds: duration of all steps by the run's log.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _Shown:
         return self.seconds + time.monotonic() - self._read_at
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take a step in."""
+        """Add a step of the log."""
         self.step = record["step"]
         self.seconds += (record.get("seconds") or 0.0) + (record.get("save_stall_seconds") or 0.0)
         self._read_at = time.monotonic()

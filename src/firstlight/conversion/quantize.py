@@ -155,7 +155,7 @@ def quantise(
 
 @contextlib.contextmanager
 def _said(library: Any) -> Iterator[list[str]]:
-    """What llama.cpp says meanwhile, in place of its stderr."""
+    """Collect llama.cpp's messages meanwhile, in place of its stderr."""
     from llama_cpp._logger import llama_log_callback
 
     said: list[str] = []
@@ -268,7 +268,7 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantisationLoss:
-    """What a quantised file loses.
+    """The loss of accuracy of a quantised file.
 
     Attributes:
         source, result: perplexity on `EVALUATION_TEXT` by the source's own logits, and by the

@@ -340,7 +340,7 @@ def _key(sources: dict[str, list[DataSource]], tokenizer: Tokenizer, options: Ch
 
 
 def _fingerprint(source: DataSource) -> str:
-    """Of what a source holds at the moment."""
+    """A fingerprint of the current content of a source."""
     if source.path is not None:
         try:
             return sha256_of(source.path)

@@ -51,11 +51,11 @@ from firstlight.files.atomic import (
 from firstlight.tokenizer import Tokenizer
 
 _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-#: Of shards: nothing that leads out of a folder, or that a URL gives a meaning to.
+#: Names of shards: nothing that leads out of a folder, or that a URL gives a meaning to.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.bin")
 #: The manifest has a fingerprint of the last of them.
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-#: Of the largest vocabularies there are, tokenizer.json has 40 MB.
+#: The largest known tokenizer.json has 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
 #: Before the second attempt and the further ones.
@@ -84,7 +84,7 @@ def is_url(location: str | Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where fetched corpora are kept: see the module's docstring."""
+    """The folder of fetched corpora: see the module's docstring."""
     if own := os.environ.get("FIRSTLIGHT_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"
@@ -264,7 +264,7 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """Those that are not in the folder as they have to be."""
+    """The wanted files that are missing in the folder or differ from their entry."""
 
     def is_there(file: _Entry) -> bool:
         path = folder / file["file"]

@@ -32,7 +32,7 @@ SUFFIXES = (
     ),
     ".parquet",
 )
-#: Of files with one record a line.
+#: Suffixes of files with one record a line.
 LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
 #: In a prepared corpus: the names of its inputs.
@@ -331,7 +331,7 @@ def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[Data
         return list(sources)
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # Of a share of a fifth, each fifth small file is taken, the first one among them.
+    # For a share of a fifth, each fifth small file is taken, the first one among them.
     due = 1.0 - share
     for source, size in zip(sources, known, strict=True):
         if 0 < size <= _WHOLE_BYTES and not source.name.lower().endswith(_MANY_DOCUMENTS):

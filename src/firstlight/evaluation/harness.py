@@ -37,7 +37,7 @@ from firstlight.weights.huggingface import LoadedModel
 
 #: The seeds of `lm_eval.simple_evaluate`: of Python; of numpy, torch and the few-shot examples.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
-#: Of standard errors that have no formula; the harness' own 100,000 take minutes.
+#: Draws for standard errors that have no formula; the harness' own 100,000 take minutes.
 _BOOTSTRAP_ITERATIONS = 1_000
 
 
@@ -169,7 +169,7 @@ def _by_itself() -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
-#: Of the harness, for tasks that don't say.
+#: The harness' default, for tasks that set none.
 _MAX_NEW_TOKENS = 256
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}

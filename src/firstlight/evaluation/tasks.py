@@ -95,7 +95,7 @@ def ready_tasks(
 
 
 def _names(text: str) -> tuple[str, list[str]]:
-    """Who scores a task, and the names that its results will have."""
+    """The scorer of a task, and the names of its results."""
     if text.startswith(HARNESS):
         names = [name.strip() for name in text.removeprefix(HARNESS).split(",")]
         if not all(names):

@@ -27,7 +27,7 @@ from firstlight.files.disk import OutputFile
 
 _TEMPORARY_PREFIX = ".tmp-"
 
-#: Of JSON files that describe something: the largest known, lists of a model's tensors, have 10 MB.
+#: Greatest size of a JSON file: the largest known ones, lists of a model's tensors, have 10 MB.
 MAX_JSON_BYTES = 1 << 24
 #: Lists and objects in a JSON file, each of which takes some 25 times its bytes in memory. The
 #: largest tokenizers, whose merges are lists, have 600,000.

@@ -140,7 +140,7 @@ class HashedFile(OutputFile):
 
     @property
     def sha256(self) -> str:
-        """Of all bytes so far, in hexadecimal."""
+        """The sha256 of all bytes so far, in hexadecimal."""
         return self._hash.hexdigest()
 
 

@@ -190,7 +190,7 @@ class StopTexts:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """What was held back, when no more comes."""
+        """The text that was held back, when no more comes."""
         held, self._held = self._held, ""
         return held
 

@@ -240,7 +240,7 @@ def _cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """What instructions this machine has."""
+    """The vector instructions that this machine has."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

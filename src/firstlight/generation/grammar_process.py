@@ -89,7 +89,7 @@ class Matchers:
         self._matchers: dict[int, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """What a request asks for, and the mask of the next token, a bit for each id."""
+        """The result of a request, and the mask of the next token, a bit for each id."""
         for number in request.get("forget", ()):
             self._matchers.pop(number, None)
         number, tokens = request["text"], request["tokens"]

@@ -45,7 +45,7 @@ class SchemaError(FirstlightError):
 
 
 class Constraint(Protocol):
-    """What allows only some tokens of a text."""
+    """A constraint on the tokens of a text."""
 
     def allowed(self, vocab_size: int) -> Tensor:
         """Whether each token may come next, bool [V] on the CPU. End tokens may where the text is

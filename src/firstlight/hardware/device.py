@@ -1,4 +1,4 @@
-"""What the machine can do: device, number formats, peak rates, memory.
+"""Capabilities of the machine: device, number formats, peak rates, memory.
 
 Nothing is guessed silently: a GPU that is not in the table, like every CPU, has its matrix
 rate measured.

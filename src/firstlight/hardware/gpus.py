@@ -1,4 +1,4 @@
-"""What GPUs can do, by name, from the makers' data sheets.
+"""Rates and memory of GPUs by name, from the makers' data sheets.
 
 Rates are dense (without sparsity), and of products that are added up in fp32, which for GeForce
 cards are half of the figure that stands in large print. Memory is what the driver reports, which

@@ -69,7 +69,7 @@ def count_parameters(model: Model) -> ParameterCount:
 
 
 def _part_of(model: Model, name: str) -> str:
-    """What a parameter of this name does: one of `_PARTS`."""
+    """The role of a parameter of this name: one of `_PARTS`."""
     parts = name.split(".")
     # From the outermost module to the parameter's own.
     modules = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts) - 1)]

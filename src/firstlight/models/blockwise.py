@@ -159,7 +159,7 @@ class _Lost:
     growth: float
 
     def hide_(self, scores_BHtS: Tensor, start: int, end: int, seen: int) -> None:
-        """Of a block's scores those that its queries may not see."""
+        """Mask the scores of keys that the block's queries may not see, in place."""
         if self.mask is None:
             # All but the last are seen by all of its queries.
             near = scores_BHtS[..., seen - (end - start) :]
@@ -168,7 +168,7 @@ class _Lost:
             scores_BHtS.masked_fill_(~self.mask[..., start:end, :seen], -math.inf)
 
     def drop_(self, weights_BHtS: Tensor, start: int, end: int, seen: int) -> None:
-        """Of a block's weights, or their gradients, those that dropout takes."""
+        """Apply dropout to a block's weights, or to their gradients, in place."""
         if self.kept is not None:
             weights_BHtS.mul_(self.kept[:, :, start:end, :seen]).mul_(self.growth)
 

@@ -24,7 +24,7 @@ class Cache(Protocol):
         """Number of tokens that each sequence has room for."""
 
     def positions(self, new: int) -> Tensor:
-        """Of the new tokens in their sequence, int64 [T], or [B, T] where they differ."""
+        """Positions of the new tokens in their sequence, int64 [T], or [B, T] where they differ."""
 
     def total(self, new: int) -> int:
         """Number of cache positions to look at, the new tokens' included (S)."""
@@ -118,7 +118,7 @@ class KVCache:
         return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
-        """Of the next `new` tokens in their sequence, int64 [T], or [B, T] where they differ."""
+        """Positions of the next `new` tokens, int64 [T], or [B, T] where sequences differ."""
         return torch.arange(self.length, self.length + new, device=self.keys[0].device)
 
     def total(self, new: int) -> int:
@@ -225,7 +225,7 @@ class RaggedCache:
         return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
-        """Of the next `new` tokens of each sequence, int64 [B, T]."""
+        """Positions of the next `new` tokens of each sequence, int64 [B, T]."""
         return self.lengths[:, None] + torch.arange(new, device=self.lengths.device)
 
     def total(self, new: int) -> int:

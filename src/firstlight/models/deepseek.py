@@ -33,7 +33,7 @@ from firstlight.models.rope import (
     apply_rope_from_neighbours,
 )
 
-#: Of the norms of compressed vectors, whatever `rms_norm_eps` is.
+#: Epsilon of the norms of compressed vectors, whatever `rms_norm_eps` is.
 _LATENT_EPS = 1e-6
 
 
@@ -75,7 +75,7 @@ class DeepseekAttention(SelfAttention):
         mask: Any,
         cache: Cache | None,
     ) -> Tensor:
-        """As `LlamaAttention.forward`."""
+        """Multi-head latent attention; arguments and result as in `LlamaAttention.forward`."""
         if self.is_compressed:
             q_BTC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTC)))
         else:

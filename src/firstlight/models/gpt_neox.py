@@ -147,7 +147,7 @@ class GPTNeoXBlock(nn.Module):
         masks: tuple[Any, Any],
         cache: Cache | None,
     ) -> tuple[Tensor, None]:
-        """As `LlamaBlock.forward`."""
+        """One layer; arguments and result as in `LlamaBlock.forward`."""
         y_BTC = self.attention(self.input_layernorm(x_BTC), ropes, masks[0], cache)
         if self.is_parallel:
             # Added in the order of transformers: sums in bf16 depend on it.

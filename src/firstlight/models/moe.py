@@ -244,7 +244,7 @@ def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
 
 
 class RouterStatistics:
-    """What the routers of a model did over some forward passes.
+    """Statistics of a model's routers over some forward passes.
 
     Attributes:
         loss_sum: load-balancing loss times valid labels, summed over the passes.

@@ -1,4 +1,4 @@
-"""What the model families share: tensor functions, pure but for the embedding.
+"""Tensor functions that the model families share, pure except for the embedding.
 
 Shape letters, here and in the families: B batch, T new tokens, S tokens attended to,
 H query heads, K key-value heads, D head size, C hidden size, V vocabulary.

@@ -233,7 +233,7 @@ class Qwen3NextAttention(LlamaAttention):
         self.q_proj = nn.Linear(config.hidden_size, 2 * self.sizes[0], bias=config.qkv_bias)
 
     def forward(self, x_BTC: Tensor, ropes: Any, mask: Any, cache: Cache | None) -> Tensor:
-        """As `LlamaAttention.forward`."""
+        """Gated attention; arguments and result as in `LlamaAttention.forward`."""
         heads = (*x_BTC.shape[:2], -1, self.head_dim)
         q_and_gate = self.q_proj(x_BTC).view(*heads[:3], 2 * self.head_dim)
         q_BTHD, gate_BTHD = q_and_gate.chunk(2, -1)

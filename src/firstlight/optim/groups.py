@@ -23,7 +23,7 @@ ROLES: dict[Role, str] = {
 
 
 class Kind(NamedTuple):
-    """What an optimizer has to know of a parameter beside its shape.
+    """The properties of a parameter, beside its shape, that an optimizer needs.
 
     Attributes:
         role: role, which chooses its settings.

@@ -73,7 +73,7 @@ EXPECTED_RANGE = (0.92, 1.09)
 #: with 9 parameters each from 4 to 5 on, on 400,000 with 2 each from 4 on, with or without dropout.
 #: At 12 passes it was far higher.
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
-#: Of models whose expected bits are within this share of the least, the largest is taken: what is
+#: The largest model whose expected bits are within this share of the least is taken: what is
 #: expected of very small ones is the least certain.
 INDIFFERENT = 0.005
 #: Parameters of the layers for each token of the text, at most: a larger model learns it by heart.

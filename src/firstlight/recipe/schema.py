@@ -1,4 +1,4 @@
-"""What a recipe can hold: everything that decides a run, in strict sections.
+"""The keys of a recipe: everything that decides a run, in strict sections.
 
 A section that configures one part of firstlight stands beside that part; the others are here.
 """

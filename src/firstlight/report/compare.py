@@ -166,7 +166,7 @@ def _page_values(
 
 
 def warnings_of(found: RunComparison) -> list[str]:
-    """What the page and the picture warn of: figures that can't be compared, and what went wrong in
+    """Warnings of the page and the picture: figures that can't be compared, and what went wrong in
     each run."""
     tokenizers = (
         "The runs have different tokenizers: losses, which count nats a token, can't be compared. "

@@ -69,7 +69,7 @@ class Dashboard:
             if drawn is None or drawn[0] != tag:
                 text = dashboard_page(compare([read_run(run) for run in chosen]), query)
                 drawn = (tag, text.encode())
-                # Of a few tabs; each letter of a search is a query of its own.
+                # Pages of a few tabs are kept; each letter of a search is a query of its own.
                 self._drawn = {**dict(list(self._drawn.items())[-3:]), query: drawn}
             return drawn
 

@@ -63,7 +63,7 @@ class Finding:
 
 
 def findings_of(run: RunRecord) -> list[Finding]:
-    """What went wrong in a run, finished or not; a run that has diverged does not overfit."""
+    """Findings of a run, finished or not; a run that has diverged does not overfit."""
     diverged = _ended_by_guard(run) or _divergence(run)
     found = diverged or _overfitting(run)
     return [] if found is None else [found]

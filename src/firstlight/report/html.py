@@ -29,7 +29,7 @@ from firstlight.report.page import (
 from firstlight.report.records import MOSTLY_LEARNED, RunRecord
 from firstlight.report.series import Metrics, Series, smoothed
 
-#: Of thinned curves; a wide chart has so many pixels.
+#: Points of thinned curves; a wide chart has so many pixels.
 _BUCKETS = 700
 _MAX_EVENTS = 500
 
@@ -322,7 +322,7 @@ def kind_of(event: Mapping[str, Any]) -> str:
 
 
 def happening(event: Mapping[str, Any]) -> str:
-    """What an event was, in words."""
+    """A description of an event."""
     if event["event"] == "rollback":
         return f"back to step {event.get('to_step')}: {event.get('reason')}"
     if event["event"] == "out of memory":

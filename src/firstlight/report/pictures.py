@@ -25,10 +25,10 @@ _MIB = 2**20
 #: Buckets of a thinned curve, see `thin`: more than its pixels, in a run's and in a comparison's
 #: picture.
 _BUCKETS, _BUCKETS_OF_SEVERAL = 1000, 350
-#: Of the picture: a chart of the right column, a title, a line of a sample and of a warning.
+#: Heights in the picture: a chart of the right column, a title, a line of a sample, of a warning.
 _CHART_INCHES, _TITLE_INCHES, _LINE_INCHES, NOTE_INCHES = 2.8, 0.4, 0.14, 0.19
 _WARNING = "#b3261e"
-#: Of a line across the picture; lines of a sample, at most and of a column.
+#: Characters of a line across the picture; lines of a sample, at most and of a column.
 _CHARACTERS, _MAX_LINES, _FEWEST_LINES = 160, 18, 6
 #: Numbers of a second x axis.
 _SECOND_TICKS = 7

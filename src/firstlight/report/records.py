@@ -54,7 +54,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """The folder's name."""
         return self.folder.resolve().name
 
     @property

@@ -21,7 +21,7 @@ from firstlight.files.atomic import read_file
 Floats = npt.NDArray[np.float64]
 Axis = Literal["step", "tokens", "hours", "flops"]
 
-#: Of a file of a run: ten million steps.
+#: Greatest size of a run's file: ten million steps.
 MAX_LOG_BYTES = 1 << 32
 #: Lines that are turned into arrays at once: their objects take some MB.
 _LINES = 4096

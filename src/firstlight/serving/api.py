@@ -164,7 +164,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses=responses(None, 401, 403))
     async def metrics() -> Response:
-        """What is counted, in Prometheus' text format."""
+        """The counters, in Prometheus' text format."""
         return Response(
             service.metrics.page(), headers={"content-type": service.metrics.content_type}
         )

@@ -1,4 +1,4 @@
-"""What is known of a model that is shared: read from its folder and its run's files.
+"""Facts about a model that is shared, read from its folder and its run's files.
 
 A fact that no file states is None or empty, and the card leaves it out. Paths of this machine are
 reduced to the last part of their name.

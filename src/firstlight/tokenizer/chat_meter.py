@@ -59,7 +59,7 @@ class Meter:
         self._since_clock = 0
 
     def tick(self, size: int = 0) -> None:
-        """To be called again and again, wherever a template can go round.
+        """Check the time limit; called wherever a template can loop.
 
         Args:
             size: characters that were looked at. The clock is read once for many short values.
@@ -72,7 +72,7 @@ class Meter:
             raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
 
     def make(self, size: int, chars: int = 0) -> None:
-        """To be called before a value of that many bytes is made, or a text of so many `chars`."""
+        """Count `size` bytes, or a text of `chars` characters, before the value is made."""
         if chars > MAX_CHARS:
             raise SecurityError(f"it makes more than {MAX_CHARS:,} characters at once")
         self._made += max(size, 0)
@@ -80,7 +80,7 @@ class Meter:
             raise SecurityError(f"it makes more than {MAX_BYTES_MADE:,} bytes")
 
     def made(self, value: Any) -> Any:
-        """To be called with what was made; gives it back."""
+        """Count a value that was made, and return it."""
         if isinstance(value, str | bytes | list | tuple | dict | set):
             if isinstance(value, str | bytes) and len(value) > MAX_CHARS:
                 raise SecurityError(f"it makes a text of more than {MAX_CHARS:,} characters")
@@ -92,7 +92,7 @@ class Meter:
         return value
 
     def keep(self, value: Any) -> None:
-        """To be called with each value that gets a name, so that none can be doubled for ever."""
+        """Check the size of a value that gets a name, so that none can be doubled for ever."""
         self.size(value, "it keeps a value")
 
     def size(self, value: Any, action: str, most: int | None = None) -> int:

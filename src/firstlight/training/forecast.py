@@ -26,7 +26,7 @@ from firstlight.report.records import MOSTLY_LEARNED
 #: In the run's folder.
 FORECAST_NAME = "forecast.json"
 
-#: Of a step's metrics.
+#: Speeds among a step's metrics.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
 #: On a CPU, beside what is resident before the first step: oneDNN's code, buffers of the threads
@@ -234,7 +234,7 @@ def _tensor_bytes() -> int:
     """Bytes of all tensors that there are between two steps; takes a tenth of a second."""
     sizes: dict[int, int] = {}
     for one in gc.get_objects():
-        # Of no other class: wrapped tensors hold plain ones, and a plan's have no memory.
+        # No other class counts: wrapped tensors hold plain ones, and a plan's have no memory.
         if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
             # A measurement never ends a run.
             with contextlib.suppress(RuntimeError):

@@ -17,7 +17,7 @@ _LEAST_DEVIATION = 0.01
 
 
 class DivergedError(TrainingError):
-    """What is computed is of no use any more: the run goes back to a checkpoint, or stops."""
+    """The run has diverged: it goes back to a checkpoint, or stops."""
 
     exit_code = DIVERGED_EXIT_CODE
 

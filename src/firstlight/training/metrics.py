@@ -141,7 +141,7 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
         # In the list of least last steps, which rises, the longest that this step can follow.
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
-        # Of two lines of one step the first one stays: others were added to the file.
+        # If a step has two lines, the first one stays: others were added to the file.
         if ends[length : length + 1] != [step]:
             ends[length : length + 1] = [step]
             places[length : length + 1] = [place]

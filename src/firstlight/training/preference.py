@@ -308,7 +308,7 @@ def _place(
 
 
 def _read(path: Path, dataset: PreferenceDataset) -> npt.NDArray[np.float64] | None:
-    """What a file of the cache holds; None where it is missing or damaged."""
+    """The content of a file of the cache; None if it is missing or damaged."""
     try:
         content = read_json(path, _MAX_BYTES)
         values = [np.nan if value is None else value for value in content["log_probs"]]

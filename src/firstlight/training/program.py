@@ -170,7 +170,7 @@ class TrainingProgram:
 
     @property
     def router_loss_coefficient(self) -> float:
-        """Of the balancing loss in the training loss; 0 for a dense model."""
+        """Coefficient of the balancing loss in the training loss; 0 for a dense model."""
         return self.model.config.router_loss_coefficient
 
     @property

@@ -61,7 +61,7 @@ def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
 
 
 def states_to_write(engine: Engine, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of `states_of_ranks` this process' own; in the main one also what is the same on all."""
+    """This process' part of `states_of_ranks`; in the main one also the states all ranks share."""
     own = torch_random_states()
     if engine.is_main:
         return {**own, **words}

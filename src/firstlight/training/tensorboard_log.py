@@ -164,7 +164,7 @@ def _forget(path: Path, *, is_last: bool) -> None:
 
 
 def _beginning(began: int, recipe: Path) -> bytes:
-    """What stands before the first step: the recipe, if its file is there."""
+    """The entries before the first step: the recipe, if its file is there."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
 

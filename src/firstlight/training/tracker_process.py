@@ -32,7 +32,7 @@ _STEPS_AT_ONCE = 50
 
 @dataclass(frozen=True)
 class Order:
-    """What a tracker's process is to do.
+    """The order to a tracker's process.
 
     Attributes:
         name: name of the tracker, as in `run.trackers`.
@@ -67,7 +67,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class TrackerProgress:
-    """What a tracker has of a run.
+    """The state of a run in a tracker.
 
     Attributes:
         run_id: id of the tracker's run; None before there is one.

@@ -72,7 +72,7 @@ class _TrackerProcess:
         if is_new:
             remove_file(self.state)
         self._log = self._folder / f"{name}.log"
-        # Of an earlier process: its last line would be taken for this one's error.
+        # The log is an earlier process's: its last line would be taken for this one's error.
         remove_file(self._log)
         order = Order(
             name,

@@ -103,7 +103,7 @@ def _take_validation(
     if best is not None and found.loss > best:
         rows = f"{rows}; lowest so far {best:.4f}"
     if preferred:
-        # Of pairs there is neither a perplexity nor a number of bits.
+        # Preference pairs have neither a perplexity nor bits per byte.
         run.evaluation = replace(found, perplexity=math.nan, bits_per_byte=math.nan)
         run.bar.message(
             f"step {state.step}: val/loss {found.loss:.4f}, "
@@ -174,7 +174,7 @@ def evaluate_dataset(
 def mixed_evaluation(
     parts: Sequence[int], found: Sequence[Evaluation], bits_a_nat: Sequence[float]
 ) -> Evaluation:
-    """What evaluations of the corpora of a mix come to together.
+    """Combine the evaluations of the corpora of a mix.
 
     The loss is the mean of the corpora's losses by their weights, whatever the sizes of their
     splits: what a token of the mix costs, as training draws it. Bits per byte are those of

@@ -188,7 +188,7 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """As `fitting_tensors`, from the tensors `stored` that the folder's files have.
+    """Do the same as `fitting_tensors`, from the tensors `stored` that the folder's files have.
 
     Raises:
         ModelError: the tensors do not fit the model, see `load_weights`.

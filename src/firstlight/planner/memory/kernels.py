@@ -109,7 +109,7 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Of one call of an operator's matrix products and attention; 0 for others."""
+    """FLOPs of one call of an operator's matrix products and attention; 0 for others."""
     packet = getattr(func, "_overloadpacket", None)
     if packet in _MORE_FLOPS:
         return _MORE_FLOPS[packet](*args)

@@ -165,7 +165,7 @@ def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> 
 
 
 def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:
-    """Of a model with `steps` layers more than `more`, which has one more than `few`."""
+    """The prediction for `steps` layers more than in `more`, which has one more than `few`."""
     phases = {name: _line(few.phases[name], more.phases[name], steps) for name in more.phases}
     gaps = [found.reserved_bytes - found.peak_bytes for found in (few, more)]
     found = replace(
@@ -188,7 +188,7 @@ def _with_phases(
         phase=phase,
         parts=peak.parts,
         phases=phases,
-        # Of layers that are alike, the next reuses what the last left.
+        # In a row of equal layers, each reuses the memory that the one before it freed.
         reserved_bytes=peak.bytes + gap,
     )
     return merged(found)
@@ -238,7 +238,7 @@ def at_depth(
     found = []
     for entry in more:
         each = entry.count - before.get(entry.operator, 0)
-        # Of lists of all parameters there is one operator, with longer lists.
+        # An operator over lists of all parameters occurs once, with longer lists.
         is_list = not entry.operator.outputs and entry.operator not in before
         # What the two models have in common is once in the deep one, what differs once a layer.
         count = entry.count if is_list else entry.count + max(each, 0) * steps

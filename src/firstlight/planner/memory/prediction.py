@@ -234,7 +234,7 @@ class Timeline:
         return PhasePeak(sum(found.values()), {k: v for k, v in found.items() if v})
 
     def first_tick(self, phases: Sequence[str]) -> int:
-        """Of any of these phases."""
+        """The first tick of any of these phases."""
         wanted = [index for index, name in enumerate(self._names) if name in phases]
         return int(np.argmax(np.isin(self._phases, wanted)))
 

@@ -230,7 +230,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         # What lies between layers is of the weights' dtype.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
     changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
-    # Of one process there are no pieces.
+    # With one process there are no shards.
     changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
     return recipe.model_copy(update=changed)
 

@@ -97,7 +97,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """That torch's compiler need not know of it, and runs what it compiled before."""
+        """True: torch's compiler ignores this mode, and runs the code that it compiled before."""
         return True
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def tick(self) -> int:
-        """Of the last operator; -1 before the first."""
+        """The tick of the last operator; -1 before the first."""
         return len(self.trace.calls) - 1
 
     @contextlib.contextmanager

@@ -113,10 +113,10 @@ def run_phases(
 
 
 def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
-    """What a checkpoint holds of the state: weights in fp32, and moments."""
+    """Bytes of a checkpoint's state: weights in fp32, and moments."""
     weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
     if recipe.lora is not None:
-        # Of the adapters alone, which have two moments each.
+        # States of the adapters alone, which have two moments each.
         return states + states // 2
     # Those that compute are not saved where there are masters.
     return states if recipe.efficiency.precision == "bf16_params" else weights + states

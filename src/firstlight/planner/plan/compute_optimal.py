@@ -32,7 +32,7 @@ class ScalingLaw:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Of a model with so many parameters, trained on so many tokens of new text."""
+        """The loss of a model with so many parameters after so many tokens of new text."""
         return float(
             self.irreducible + self.a / parameters**self.alpha + self.b / tokens**self.beta
         )
@@ -78,7 +78,7 @@ MOST_EPOCHS = 40.0
 
 
 def useful_tokens(tokens: float, unique: float | None) -> float:
-    """As many of the tokens as are worth their time, read from less text.
+    """The number of tokens worth their time, if they are read from less text.
 
     Args:
         unique: tokens of the text; None is as many as are read.

@@ -1,4 +1,4 @@
-"""What is planned for: this machine, or GPUs that are somewhere else."""
+"""The target of a plan: this machine, or GPUs that are somewhere else."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from firstlight.training.length import predicted_steps
 from firstlight.training.model_section import with_positions
 from firstlight.weights.huggingface import read_config
 
-#: Of the memory of a GPU that is not in the table.
+#: Usable share of the memory of a GPU that is not in the table.
 _GPU_SHARE = 0.98
 
-#: Of a CPU's free memory: its programs share it.
+#: Usable share of a CPU's free memory, which other programs share.
 _CPU_SHARE = 0.9
 
 _UNITS = {"b": 1, "": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -83,7 +83,7 @@ class Machine:
 
     @property
     def notes(self) -> list[str]:
-        """What a plan for this GPU takes for granted or leaves out."""
+        """Assumptions and omissions of a plan for this GPU."""
         if self.gpu is None:
             return []
         if self.gpu.is_apple:
@@ -97,9 +97,9 @@ class Machine:
 
     @property
     def hardware(self) -> Hardware:
-        """As the rest of firstlight describes a device."""
+        """The `Hardware` that describes this target to the rest of firstlight."""
         device = torch.device(self.target.kind)
-        # Of a GPU of which only the memory is known, nothing is refused.
+        # For a GPU of which only the memory is known, nothing is refused.
         of_table = self.gpu is not None and self.gpu.capability != (0, 0)
         known = self.target.kind == "cuda" and (self.is_here or of_table)
         capability = self.target.capability if known else None

@@ -44,7 +44,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Budget:
-    """What there is to train with: time or tokens.
+    """The budget of a training: time or tokens.
 
     Attributes:
         seconds, tokens: one of them.
@@ -71,7 +71,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found out.
+    """The results of a plan.
 
     Attributes:
         machine: the machine that was planned for.
@@ -302,14 +302,14 @@ def _loss(suggested: dict[str, Any]) -> float:
 
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Whose state alone fills the devices."""
+    """The number of parameters whose state alone fills the devices."""
     sharded = named_engine(recipe.distributed).keeps_shards
     pieces = machine.count // (1 if sharded else copies_of(recipe, machine.count))
     return pieces * machine.usable_bytes / _STATE_BYTES
 
 
 def _models_to_train(recipe: ResolvedRecipe) -> list[LlamaConfig]:
-    """Of rising size, those that can be cut as the recipe asks."""
+    """The models of the ladder that can be sharded as the recipe asks, smallest first."""
     cut = recipe.distributed
     ladder = list(
         model_ladder(
@@ -384,7 +384,7 @@ def _in_time(
 
 
 def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
-    """What so long a run costs on all devices; None without a price."""
+    """The cost of a run of this length on all devices; None without a price."""
     if budget.price_per_hour is None:
         return None
     return seconds / 3600 * budget.price_per_hour * machine.count

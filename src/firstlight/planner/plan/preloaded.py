@@ -1,4 +1,4 @@
-"""What the process that workers are forked from imports; nobody else imports this.
+"""Imports of the process that workers are forked from; no other module imports this one.
 
 Python's garbage collector rests meanwhile, which is a tenth of the time, and afterwards leaves
 alone what was imported: workers neither look through it again nor copy its pages by that.

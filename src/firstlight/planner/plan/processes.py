@@ -145,7 +145,7 @@ def started() -> Iterator[WorkerProcesses]:
     finally:
         for end in processes:
             end.close()
-        # Who is asked nothing ends by itself, and cleans up; who still works is ended.
+        # An idle worker ends by itself, and cleans up; one that still works is ended.
         end_by = time.monotonic() + _ENDING_SECONDS
         try:
             for process in processes.values():

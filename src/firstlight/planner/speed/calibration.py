@@ -39,13 +39,13 @@ from firstlight.planner.speed.operators import (
     streamed_bytes,
 )
 
-#: Of the file; others are ignored.
+#: Format of the file; files of other formats are ignored.
 FORMAT = 2
 #: Times of one operator that are kept.
 _KEPT_TIMES = 7
 #: Operators further apart than this factor in a size say little about each other.
 _NEAR = 2.0
-#: Of the rate of fp32 products, what attention is taken to run at before it is measured.
+#: Assumed rate of attention before it is measured, as a share of the rate of fp32 products.
 _FUSED_SHARE = 0.2
 #: What of the environment changes how fast torch's operators are on a CPU.
 _SETTINGS = (
@@ -118,9 +118,9 @@ def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, Fals
         product = product_of(operator, transposed)
         dtype = _dtype_text(product.dtype)
         sizes = tuple(map(_log2, (product.batch, product.m, product.n, product.k)))
-        # Of small products in a call, each with its own weight, there is another rate.
+        # Many small products in one call, each with its own weight, have another rate.
         group = f"product {dtype} {name if is_grouped(operator) else product.layout}"
-        # Of other dtypes there is no reference; what is measured of them counts in fp32's.
+        # Other dtypes have no reference: their measurements are relative to fp32's.
         reference = dtype if dtype == "bfloat16" else "float32"
         return Features(f"{product.layout} {key}", group, sizes, product.flops, reference)
     if is_attention(operator):
@@ -189,7 +189,7 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference operators take now.
+    """Current times of the reference operators.
 
     Attributes:
         seconds: durations by name: "float32", "bfloat16" (products) and "stream".
@@ -229,7 +229,7 @@ class Calibration:
     def seconds(
         self, operator: Operator, transposed: tuple[bool, bool] = (False, False)
     ) -> OperatorTime:
-        """Of one call of an operator.
+        """Seconds of one call of an operator.
 
         Args:
             transposed: memory layout of a product's factors, see `transposed_factors`.
@@ -248,7 +248,7 @@ class Calibration:
         return self.estimate(features)
 
     def estimate(self, features: Features) -> OperatorTime:
-        """Of an operator of these features."""
+        """Estimated seconds of an operator of these features."""
         known = self.entries.get(features.key)
         if known is not None and known.ratios:
             return OperatorTime(known.ratio * self._now(known.reference), "measured")
@@ -268,7 +268,7 @@ class Calibration:
         return features.work / (rate if len(features.sizes) != 2 else _FUSED_SHARE * rate)
 
     def _alike(self, features: Features) -> list[Entry]:
-        """Of other groups: products of the dtype in any layout; streams of any kind."""
+        """Entries of related groups: products of the dtype in any layout; streams of any kind."""
         first = features.group.split()[:2]
         if first[0] == "product":
             return [e for e in self.entries.values() if e.group.split()[:2] == first]
@@ -320,7 +320,7 @@ class Calibration:
         entry.ratios = [*entry.ratios, seconds / self._now(features.reference)][-_KEPT_TIMES:]
 
     def to_json(self) -> dict[str, Any]:
-        """What the store holds."""
+        """The content of the store."""
         return {
             "format": FORMAT,
             "fingerprint": self.fingerprint,

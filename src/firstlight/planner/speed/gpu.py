@@ -158,7 +158,7 @@ def multiprocessors(gpu: GPU) -> int:
 
 
 def tile_share(product: MatrixProduct, units: int) -> float:
-    """Of the work that a GPU does for a matrix product, the share that is not lost to tiles.
+    """The share of a GPU's work for a matrix product that partly filled tiles do not waste.
 
     Args:
         product: the product's sizes and dtype.
@@ -186,7 +186,7 @@ def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
 def kernel_seconds(
     operator: Operator, gpu: GPU, precision: str, shares: Shares = DEFAULT_SHARES
 ) -> Range:
-    """Of one call on the GPU: the roofline."""
+    """Seconds of one call on the GPU, by the roofline model."""
     if is_free(operator):
         return ZERO
     floor = shares.kernel_seconds
@@ -229,7 +229,7 @@ def _over(work: float, rate: Range) -> Range:
     return Range(*(work / value for value in rate))
 
 
-#: Of the files; others are ignored.
+#: Format of the files; files of other formats are ignored.
 FORMAT = 1
 
 PACKAGED = Path(__file__).with_name("measured_gpus.json")

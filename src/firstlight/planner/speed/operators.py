@@ -125,7 +125,7 @@ class MatrixProduct:
 
     @property
     def layout(self) -> str:
-        """As BLAS says it: "n" lies as written, "t" the other way round."""
+        """The factors' layouts in BLAS' letters: "n" for as written, "t" for transposed."""
         return "".join("t" if it else "n" for it in self.transposed)
 
 

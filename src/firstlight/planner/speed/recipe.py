@@ -113,7 +113,7 @@ def predict_recipe_speed(
 def exchange_of(
     recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
 ) -> Exchange:
-    """What the processes send each other in a step.
+    """The messages between the processes in a step.
 
     Args:
         recipe: the resolved recipe.

@@ -38,7 +38,7 @@ _CACHED_VALUES = 2**20
 _FEW_FAULTS = 8
 #: Runs with more of them, after which no better one is waited for.
 _MOST_FAULTY = 3
-#: Of Python between two operators of a step.
+#: Seconds of Python between two operators of a step.
 _GAP_SECONDS = 15e-6
 
 #: Tensors in, a call out.

@@ -30,9 +30,9 @@ from firstlight.planner.speed.calibration import (
 from firstlight.planner.speed.operators import is_free, smaller, transposed_factors
 from firstlight.planner.speed.replay import can_replay, time_operator
 
-#: Of one operator's measurements, at a time.
+#: Seconds of one operator's measurements, at a time.
 _OPERATOR_SECONDS = 0.25
-#: Of one call; of longer ones a part is timed.
+#: Seconds of one call; of longer calls a part is timed.
 _LONGEST_CALL = 0.1
 #: How much more urgent it is to time what is like nothing that was timed.
 _GUESSED_WEIGHT = 5.0
@@ -152,7 +152,7 @@ def measure_operators(
 
 
 def _part(operator: Operator, transposed: tuple[bool, bool], calibration: Calibration) -> Operator:
-    """As much of an operator as can be timed."""
+    """The largest part of an operator that can be timed."""
     part = operator
     while calibration.seconds(part, transposed).seconds > _LONGEST_CALL or not can_replay(part):
         less = smaller(part)
@@ -311,7 +311,7 @@ def _product(m: int, n: int, k: int, dtype: torch.dtype) -> Callable[[], object]
 
 
 def _call_seconds() -> float:
-    """Of one of the operators in forward and backward passes over 16 values, a view among two."""
+    """Seconds per operator of forward and backward passes over 16 values, views included."""
     x = torch.rand(16, requires_grad=True)
     layers = 40
     times = []

@@ -380,7 +380,7 @@ def bubble(exchange: Exchange) -> float:
 def exchange_seconds(
     exchange: Exchange, link: float, beside: Range, shares: Shares = DEFAULT_SHARES
 ) -> Range:
-    """That a step waits for the links.
+    """Seconds that a step waits for the links.
 
     Args:
         exchange: the messages of a step.
