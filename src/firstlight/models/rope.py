@@ -321,6 +321,5 @@ def apply_rope_from_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tens
     """Rotate pairs (2i, 2i + 1) of [B, H, T, R] by position, to pairs (i, i + R/2): the layout of
     DeepSeek-V3's weights. Queries and keys in one order have the same products in any; in this
     they are added up as in transformers. Arguments as in `apply_rope`."""
-    cos, sin = (table[..., : x_BHTD.shape[-1] // 2] for table in (cos, sin))
-    first, second = x_BHTD.view(*x_BHTD.shape[:-1], -1, 2).unbind(-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    pairs = x_BHTD.view(*x_BHTD.shape[:-1], -1, 2)
+    return apply_rope(pairs.transpose(-1, -2).flatten(-2), cos, sin)
