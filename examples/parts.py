@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from firstlight.cli.options import split_arguments
+from firstlight.cli.options import split_paths
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError, FirstlightError
@@ -61,10 +61,14 @@ def run(train: Callable[[Recipe], list[float]]) -> list[float]:
 
     example.py RECIPE.yaml [--section.key VALUE]...
     """
+    program = Path(sys.argv[0]).name
     try:
-        return train(load_recipe(*split_arguments(sys.argv[1:], "train")))
+        paths, overrides = split_paths(sys.argv[1:])
+        if len(paths) != 1:
+            raise ConfigError(f"use: {program} RECIPE.yaml [--section.key VALUE]...")
+        return train(load_recipe(paths[0], overrides))
     except FirstlightError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
+        sys.exit(f"{program}: error: {error}")
 
 
 def parts_of(recipe: Recipe) -> Parts:
@@ -76,6 +80,8 @@ def parts_of(recipe: Recipe) -> Parts:
     """
     if recipe.model is None or recipe.data.dir is None or recipe.schedule.max_steps is None:
         raise ConfigError("the examples need model, data.dir and schedule.max_steps in the recipe")
+    if recipe.schedule.max_steps == 0:
+        raise ConfigError("the examples need a step: give schedule.max_steps at least 1")
     if recipe.schedule.warmup_tokens is not None:
         raise ConfigError("the examples know no schedule.warmup_tokens: give warmup_steps")
     if recipe.batch.ramp_steps is not None:

@@ -41,13 +41,15 @@ class MeanLoss(nn.Module):
     ) -> dict[str, Tensor]:
         return {"loss": self.inner(input_ids, labels) / num_items_in_batch}
 
-    def gradient_checkpointing_enable(self, **settings: object) -> None:
+    def activation_checkpointing_enable(self, **settings: object) -> None:
         """Compute activations again in the backward pass; called with gradient_checkpointing=True.
 
         Args:
             settings: the Trainer's settings of torch's function, which has its own here.
         """
         checkpoint_layers(self.inner, selective=False)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable  # earlier versions call it
 
 
 class Rows(IterableDataset[dict[str, Tensor]]):

@@ -736,7 +736,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples draw from the run's generator",
-        "firstlight/generation/continuation.py",
+        "firstlight/generation/sampling.py",
         "torch.rand((), dtype=torch.float64, generator=generator)",
         "torch.rand((), dtype=torch.float64)",
         (_TEXT + "samples_drawn_while_training_change_what_is_learned",),

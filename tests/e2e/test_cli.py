@@ -369,6 +369,9 @@ def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None
     arguments = ("generate", without_an_end(trained, tmp_path), "--prompt", "the")
     full = "the model's context of 64 tokens is full: --slide goes on beyond it\n"
     assert run(*arguments).err == full
+    assert run(*arguments, "--beams", "2").err == full.replace(
+        "--slide goes on beyond it", "beams end there"
+    )
     assert run(*arguments, "--max-new-tokens", "3").err == ""
 
 

@@ -107,8 +107,8 @@ def expected(recipe: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def losses(recipe: Path) -> list[list[float]]:
-    """Of accelerate and of the Trainer, plain; and of both with `_METHODS`."""
+def printed(recipe: Path) -> list[str]:
+    """By accelerate and by the Trainer, plain; and by both with `_METHODS`."""
     for library in ("accelerate", "transformers", "bitsandbytes"):
         pytest.importorskip(library)
     methods = [word for pair in _METHODS.items() for word in pair]
@@ -117,22 +117,28 @@ def losses(recipe: Path) -> list[list[float]]:
         for options in ([], methods)
         for example in ("accelerate_loop.py", "transformers_trainer.py")
     ]
-    return [_losses(said) for said in json.loads(_run(_DRIVER, given=json.dumps(jobs)))]
+    found: list[str] = json.loads(_run(_DRIVER, given=json.dumps(jobs)))
+    return found
 
 
 def test_both_have_the_losses_of_firstlight_train(
-    expected: list[float], losses: list[list[float]]
+    expected: list[float], printed: list[str]
 ) -> None:
-    assert losses[0] == expected
+    plain = printed[:2]
+    assert all(said.endswith("\ncheckpoints 0 optimizers AdamW\n") for said in plain)
+    assert _losses(plain[0]) == expected
     # The Trainer adds up quotients, where the others divide a sum.
-    assert losses[1] == pytest.approx(expected, rel=1e-6)
+    assert _losses(plain[1]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_both_have_checkpointing_accumulation_bf16_and_8_bit_moments(
-    expected: list[float], losses: list[list[float]]
+    expected: list[float], printed: list[str]
 ) -> None:
-    """fp16 instead of bf16 needs a GPU in both."""
-    for found in losses[2:]:
+    """fp16 instead of bf16 needs a GPU in both: tests/gpu/test_other_loops.py."""
+    for said in printed[2:]:
+        # 15 steps of 3 micro-batches through 2 layers.
+        assert said.endswith("\ncheckpoints 90 optimizers AdamW8bit\n")
+        found = _losses(said)
         # Rounded otherwise than in fp32, and yet the same run.
         assert found != expected
         assert found == pytest.approx(expected, rel=0.05)
@@ -144,6 +150,12 @@ def test_errors_of_the_examples_are_one_line(recipe: Path, monkeypatch: pytest.M
     arguments = ["loop.py", str(recipe), "--efficiency.precision", "fp16"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match=r"loop.py: error: .*fp16 needs a GPU.*; take bf16\Z"):
+        parts.run(parts.parts_of)
+    monkeypatch.setattr(sys, "argv", [*arguments[:2], "--schedule.max_steps", "0"])
+    with pytest.raises(SystemExit, match=r"loop.py: error: .*need a step: .*max_steps"):
+        parts.run(parts.parts_of)
+    monkeypatch.setattr(sys, "argv", arguments[:1])
+    with pytest.raises(SystemExit, match=r"\Aloop.py: error: use: loop.py RECIPE.yaml "):
         parts.run(parts.parts_of)
 
 

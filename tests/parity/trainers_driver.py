@@ -2,7 +2,9 @@
 
     python trainers_driver.py < JOBS.json > PRINTED.json
 
-A job is a list: an example's file and its arguments. The result is what each has printed.
+A job is a list: an example's file and its arguments. The result is what each has printed, and a
+last line "checkpoints N optimizers NAMES": the layers' forward passes under activation
+checkpointing, and the classes of the optimizers that took steps.
 """
 
 from __future__ import annotations
@@ -14,12 +16,37 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 
 import accelerate  # noqa: F401
 import bitsandbytes  # noqa: F401
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer  # noqa: F401
 
-import firstlight.training.loop  # noqa: F401
+import firstlight.efficiency.memory
+import firstlight.training.loop
+
+
+def run(job: list[str]) -> None:
+    """Run an example in this process, and print the last line."""
+    names: set[str] = set()
+    count, checkpoint = 0, firstlight.efficiency.memory.checkpoint
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return checkpoint(*arguments, **options)
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        names.add(type(optimizer).__name__)
+
+    setattr(firstlight.efficiency.memory, "checkpoint", counted)  # noqa: B010 - mypy
+    register_optimizer_step_post_hook(note)
+    sys.argv[:] = job
+    sys.path.insert(0, str(Path(job[0]).parent))
+    runpy.run_path(job[0], run_name="__main__")
+    sys.stdout.write(f"checkpoints {count} optimizers {' '.join(sorted(names))}\n")
 
 
 def printed(job: list[str]) -> str:
@@ -34,9 +61,7 @@ def printed(job: list[str]) -> str:
             code = 1
             try:
                 os.dup2(out.fileno(), 1)
-                sys.argv[:] = job
-                sys.path.insert(0, str(Path(job[0]).parent))
-                runpy.run_path(job[0], run_name="__main__")
+                run(job)
                 code = 0
             finally:
                 if code:

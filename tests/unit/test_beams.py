@@ -145,6 +145,11 @@ def test_texts_that_outgrow_longropes_original_context_are_those_of_transformers
 def test_beams_refuse_what_a_search_has_no_place_for() -> None:
     with pytest.raises(ConfigError, match="beams is not for stop"):
         SamplingConfig(beams=2, stop=("x",))
+    with pytest.raises(ConfigError, match="beams is not for top_k"):
+        SamplingConfig(beams=2, top_k=3)
+    with pytest.raises(ConfigError, match="beams is not for temperature"):
+        SamplingConfig(beams=2, temperature=1.5)
+    SamplingConfig(beams=2, temperature=0)
     with pytest.raises(ConfigError, match="beams must be between 1"):
         SamplingConfig(beams=0)
     with pytest.raises(ConfigError, match="slide forgets text"):
@@ -216,3 +221,7 @@ def test_choices_have_the_models_probability_and_the_sampled_one(tokenizer: Toke
         assert [one.token_id for one in own if one.is_chosen] == [token_id]
         assert math.isclose(sum(one.sampled for one in own), 1, rel_tol=1e-5)
         ids.append(token_id)
+    biased = generate(loaded, "a b", choices=1, **options, logit_bias={7: 100})
+    assert biased.choices is not None
+    assert [own[-1].token_id for own in biased.choices] == biased.token_ids == [7, 7, 7]
+    assert all(own[-1].sampled > 0.999 > own[-1].model for own in biased.choices)

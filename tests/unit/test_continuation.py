@@ -15,7 +15,8 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation, StopTexts, logprob_of, penalize, shift
+from firstlight.generation.continuation import Continuation, StopTexts, logprob_of
+from firstlight.generation.sampling import penalize, shift
 from firstlight.tokenizer import TextStream, Tokenizer
 
 GREEDY = SamplingConfig(max_new_tokens=100, temperature=0)

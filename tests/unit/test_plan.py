@@ -170,6 +170,20 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
         efficiency={"vocab_multiple": 64},
     )
     assert not list(alignment_warnings(resolve_for(padded, t4), None))
+    heads = {"vocab_size": 320, "num_attention_heads": 6, "num_key_value_heads": 1}
+    wide = resolve_for(
+        recipe(model={**_MODEL, **heads, "hidden_size": 60, "intermediate_size": 67}), t4
+    )
+    hidden, mlp = alignment_warnings(wide, None)  # and none of the keys' width, 10
+    assert ": take 72, up to" in mlp
+    # 64 is no multiple of 6 heads.
+    assert "model.hidden_size 60 is no multiple of 8" in hidden
+    assert ": take 72, up to" in hidden
+    assert hidden.endswith("times the speed of a step, with the other sizes aligned as well")
+    wide = resolve_for(recipe(model={**_MODEL, **heads, "hidden_size": 72}), t4)
+    (keys,) = alignment_warnings(wide, None)
+    assert keys.startswith("a width of 12 inside the model is no multiple of 8")
+    assert ": take sizes of heads that are multiples of 8, up to" in keys
     # fp32 is not computed by matrix units.
     slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})
     assert not list(alignment_warnings(resolve_for(slow, t4), None))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import draw, filter_probabilities, sample
+from firstlight.generation.sampling import draw, filter_probabilities, sample
 
 logits_lists = st.lists(st.integers(-400, 400), min_size=1, max_size=12).map(
     lambda values: [value / 40 for value in values]

@@ -62,7 +62,7 @@ def _load(
     type=click.IntRange(min=1),
     metavar="N",
     help="Show the N likeliest tokens at each new token: probability by the model, and after "
-    "temperature, top-k, top-p and min-p.",
+    "penalties, biases, temperature, top-k, top-p and min-p.",
 )
 @click.option(
     "--logit-bias",
@@ -120,7 +120,8 @@ def generate_command(
         show_table(_choice_rows(loaded, result.choices))
     limit = loaded.model.config.max_position_embeddings
     if result.prompt_tokens + len(result.token_ids) == limit and not config.slide:
-        say(f"the model's context of {limit} tokens is full: --slide goes on beyond it")
+        advice = "--slide goes on beyond it" if config.beams == 1 else "beams end there"
+        say(f"the model's context of {limit} tokens is full: {advice}")
     return dataclasses.asdict(result)
 
 

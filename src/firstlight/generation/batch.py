@@ -218,7 +218,7 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
     if len(prompt_ids) + room > limit:
         raise ConfigError(
             f"the prompt has {len(prompt_ids)} tokens, and the model's context is {limit}: "
-            "shorten it"
+            "shorten it, or generate with slide (--slide)"
         )
     if max(prompt_ids) >= model.config.vocab_size:
         raise ModelError(

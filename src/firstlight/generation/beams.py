@@ -11,7 +11,8 @@ from torch import Tensor
 from firstlight.errors import ModelError
 from firstlight.generation.batch import require_prompt
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Generation, penalize, require_biased_tokens, shift
+from firstlight.generation.continuation import Generation
+from firstlight.generation.sampling import penalize, require_biased_tokens, shift
 from firstlight.models import Model
 from firstlight.tokenizer import TextStream
 from firstlight.weights.huggingface import LoadedModel

@@ -42,10 +42,11 @@ class SamplingConfig:
             be 0.
         slide: go on beyond the model's context: when it is full, the latest half of it is read
             again as the prompt of what follows, and older text is forgotten.
-        beams: number of beams of a beam search, which returns the likeliest text that it finds and
-            draws nothing; 1 is off.
+        beams: number of beams of a beam search, which draws nothing, and returns the text with the
+            greatest mean log-probability of a token that it finds; 1 is off.
         choices: number of likeliest tokens that are noted for each new token with the probability
-            by the model and the one after temperature, top_k, top_p and min_p; None notes none.
+            by the model and the one in the choice, after penalties, biases, temperature, top_k,
+            top_p and min_p; None notes none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -103,6 +104,10 @@ class SamplingConfig:
     def _require_beams(self) -> None:
         """Refuse what a beam search, which draws nothing, has no place for."""
         changed = {
+            "temperature": self.temperature not in (0, SamplingConfig.temperature),
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
             "slide": self.slide,
             "choices": self.choices is not None,
             "logprobs": self.logprobs is not None,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from firstlight.errors import ConfigError, ModelError
+from firstlight.errors import ModelError
 from firstlight.generation.config import SamplingConfig
+from firstlight.generation.sampling import filter_probabilities, sample, shifted
 from firstlight.generation.structured import Constraint
 from firstlight.tokenizer import TextStream, Tokenizer
 
@@ -134,7 +134,8 @@ class Continuation:
             return self._end("stop")
         if self.choices is not None:
             assert self.config.choices is not None
-            self.choices.append(choices_of(logits_V, token_id, self.config))
+            shifted_V = shifted(logits_V, self.config, self._seen, self._counts, allowed_V)
+            self.choices.append(choices_of(logits_V, shifted_V, token_id, self.config))
         self.token_ids.append(token_id)
         self._seen.add(token_id)
         self._counts[token_id] += 1
@@ -201,121 +202,6 @@ class StopTexts:
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def sample(
-    logits_V: Tensor,
-    config: SamplingConfig,
-    generator: torch.Generator,
-    seen: Collection[int] = (),
-    counts: Mapping[int, int] | None = None,
-    allowed_V: Tensor | None = None,
-) -> int:
-    """Choose one token id from the logits [V] of one position.
-
-    Args:
-        seen: ids that the repetition penalty is for.
-        counts: occurrences of each id among the new tokens, for the frequency and the presence
-            penalty.
-        allowed_V: True for each token that may be chosen, bool [V]; None allows all.
-
-    Raises:
-        ConfigError: `logit_bias` names a token that the model doesn't have.
-        ModelError: the logits are not finite numbers.
-    """
-    if not logits_V.max().isfinite():
-        raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
-    if config.repetition_penalty != 1 and seen:
-        logits_V = penalize(logits_V, config.repetition_penalty, seen)
-    logits_V = shift(logits_V, config, counts or {})
-    if allowed_V is not None:
-        logits_V = logits_V.masked_fill(~allowed_V.to(logits_V.device), float("-inf"))
-    if config.temperature == 0:
-        return int(logits_V.argmax())
-    return draw(filter_probabilities(logits_V, config), generator)
-
-
-def draw(probabilities_V: Tensor, generator: torch.Generator) -> int:
-    """An index, drawn with probabilities [V] that need not sum to 1; never one of 0.
-
-    By the inverse of the cumulative distribution: torch.multinomial draws a number for every
-    index, which takes twenty times as long with a vocabulary of 50,000. The generator is the
-    CPU's, so that a seed means the same text on every device.
-    """
-    cumulative_V = probabilities_V.cpu().cumsum(0, dtype=torch.float64)
-    total = float(cumulative_V[-1])
-    drawn = float(torch.rand((), dtype=torch.float64, generator=generator)) * total
-    # Below the total also where the product was rounded up to it.
-    below = min(drawn, math.nextafter(total, 0.0))
-    return int(torch.searchsorted(cumulative_V, below, right=True))
-
-
-def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
-    """Logits [V] (fp32) with those of the tokens seen divided by the penalty where they are
-    positive, else multiplied (Keskar et al. 2019, CTRL)."""
-    ids = torch.tensor(sorted(set(seen)), device=logits_V.device)
-    logits_V = logits_V.float()
-    values = logits_V[ids]
-    return logits_V.index_copy(0, ids, torch.where(values > 0, values / penalty, values * penalty))
-
-
-def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -> Tensor:
-    """Logits [V] (fp32 where any is changed) less the frequency and the presence penalty, plus the
-    bias, as OpenAI's interface defines them: logit - count * frequency_penalty - (count > 0) *
-    presence_penalty + bias.
-
-    Args:
-        counts: occurrences of each id among the new tokens.
-
-    Raises:
-        ConfigError: `logit_bias` names a token that the model doesn't have.
-    """
-    require_biased_tokens(config, len(logits_V))
-    frequency, presence = config.frequency_penalty, config.presence_penalty
-    shifts = dict(config.logit_bias)
-    for token_id, count in counts.items() if frequency or presence else ():
-        shifts[token_id] = shifts.get(token_id, 0.0) - count * frequency - presence
-    if not shifts:
-        return logits_V
-    ids = torch.tensor(list(shifts), device=logits_V.device)
-    values = torch.tensor(list(shifts.values()), dtype=torch.float32, device=logits_V.device)
-    return logits_V.float().index_add(0, ids, values)
-
-
-def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
-    """Refuse a bias for a token beyond the vocabulary.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    highest = max(config.logit_bias, default=-1)
-    if highest >= vocab_size:
-        raise ConfigError(
-            f"logit_bias names the token id {highest}, and the model has {vocab_size} tokens: "
-            f"ids go from 0 to {vocab_size - 1}"
-        )
-
-
-def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
-    """The probabilities [V] to draw from (fp32): temperature, min-p, then top-k, then top-p."""
-    logits_V = logits_V.float()
-    # From the largest down, so that no temperature, however small, overflows.
-    logits_V = (logits_V - logits_V.max()) / max(config.temperature, 1e-30)
-    if config.min_p > 0:
-        # The likeliest is at 0: p / p_max >= min_p, without a softmax.
-        logits_V = logits_V.masked_fill(logits_V < math.log(config.min_p), float("-inf"))
-    if 0 < config.top_k < len(logits_V):
-        smallest_kept = logits_V.topk(config.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < smallest_kept, float("-inf"))
-    probabilities_V = logits_V.softmax(-1)
-    if config.top_p < 1:
-        ordered, order = probabilities_V.sort(descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered
-        # The likeliest has 0 before it, and stays also where top_p rounds to 0 in fp32.
-        dropped = (before >= config.top_p) & (before > 0)
-        probabilities_V = probabilities_V.index_fill(0, order[dropped], 0.0)
-        probabilities_V = probabilities_V / probabilities_V.sum()
-    return probabilities_V
-
-
 @dataclass(frozen=True)
 class TokenChoice:
     """A token that could be chosen.
@@ -323,8 +209,8 @@ class TokenChoice:
     Attributes:
         token_id: the token.
         model: its probability by the model alone.
-        sampled: its probability after temperature, min_p, top_k and top_p; of greedy decoding 1 for
-            the likeliest token.
+        sampled: its probability in the choice: after penalties, biases, temperature, min_p, top_k
+            and top_p; 1 for the token that greedy decoding takes.
         is_chosen: True for the token that was chosen.
     """
 
@@ -334,11 +220,14 @@ class TokenChoice:
     is_chosen: bool
 
 
-def choices_of(logits_V: Tensor, token_id: int, config: SamplingConfig) -> list[TokenChoice]:
+def choices_of(
+    logits_V: Tensor, shifted_V: Tensor, token_id: int, config: SamplingConfig
+) -> list[TokenChoice]:
     """The likeliest tokens of logits [V] and the chosen one, the likeliest first.
 
     Args:
-        logits_V: logits of one position; penalties and biases are left out.
+        logits_V: the model's logits of one position.
+        shifted_V: the same [V] after penalties and biases.
         token_id: the chosen token.
         config: sampling settings, with `choices`.
     """
@@ -346,9 +235,9 @@ def choices_of(logits_V: Tensor, token_id: int, config: SamplingConfig) -> list[
     model_V = logits_V.float().softmax(-1)
     if config.temperature == 0:
         sampled_V = torch.zeros_like(model_V)
-        sampled_V[int(logits_V.argmax())] = 1.0
+        sampled_V[token_id] = 1.0
     else:
-        sampled_V = filter_probabilities(logits_V, config)
+        sampled_V = filter_probabilities(shifted_V, config)
     best: list[int] = model_V.topk(min(config.choices, len(model_V))).indices.tolist()
     ids = best if token_id in best else [*best, token_id]
     return [TokenChoice(i, float(model_V[i]), float(sampled_V[i]), i == token_id) for i in ids]

@@ -14,8 +14,9 @@ from firstlight.console import own_version
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, TokenizerError
 from firstlight.generation.chat import turn_end_ids
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation, require_biased_tokens
+from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
+from firstlight.generation.sampling import require_biased_tokens
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.models import Model
 from firstlight.serving.access import RequestError, unsupported_schema

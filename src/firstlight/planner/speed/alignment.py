@@ -51,8 +51,15 @@ def alignment_warnings(recipe: ResolvedRecipe, here: torch.device | None) -> Ite
     for size in sorted({size for shape in shapes for size in shape if size % _PACKET}):
         own = [shape for shape in shapes if size in shape]
         share = sum(rows * columns for rows, columns in own) / total
-        is_vocabulary = size == recipe.model.vocab_size
-        multiple = _VOCABULARY if is_vocabulary else _PACKET
+        key = next((k for k, v in recipe.model if v == size and k.endswith("size")), None)
+        if key is None and recipe.model.hidden_size % _PACKET:
+            continue  # follows from the hidden size
+        multiple = _PACKET
+        if key == "vocab_size":
+            multiple = _VOCABULARY
+        elif key == "hidden_size":
+            # Heads have an even number of values each.
+            multiple = math.lcm(_PACKET, 2 * recipe.model.num_attention_heads)
         aligned = -(-size // multiple) * multiple
         inner = min(
             max([other for shape in own for other in shape if other != size], default=size),
@@ -63,14 +70,16 @@ def alignment_warnings(recipe: ResolvedRecipe, here: torch.device | None) -> Ite
         if gain < _LEAST_GAIN:
             continue
         origin = "up to" if here is None else "measured here, about"
-        advice = (
-            f"efficiency.vocab_multiple {multiple} pads it to {aligned:,}"
-            if is_vocabulary
-            else f"take {aligned:,}"
-        )
+        advice = {
+            "vocab_size": f"efficiency.vocab_multiple {multiple} pads it to {aligned:,}",
+            None: f"take sizes of heads that are multiples of {_PACKET}",
+        }.get(key, f"take {aligned:,}")
+        name = f"a width of {size:,} inside the model" if key is None else f"model.{key} {size:,}"
+        misaligned = any(other % _PACKET for shape in own for other in shape if other != size)
+        together = ", with the other sizes aligned as well" if misaligned else ""
         yield (
-            f"{_name(recipe, size)} is no multiple of {_PACKET}, and {share:.0%} of the matrix "
-            f"products use it: {advice}, {origin} {gain:.2f} times the speed of a step"
+            f"{name} is no multiple of {_PACKET}, and {share:.0%} of the matrix products use it: "
+            f"{advice}, {origin} {gain:.2f} times the speed of a step{together}"
         )
 
 
@@ -88,12 +97,6 @@ def _matrix_shapes(recipe: ResolvedRecipe) -> list[tuple[int, int]]:
         if weight.dim() >= 2
         for _ in range(math.prod(weight.shape[:-2]))
     ]
-
-
-def _name(recipe: ResolvedRecipe, size: int) -> str:
-    """The model's key of a size with its value, or words where no key has that value."""
-    keys = [key for key, value in recipe.model if value == size and key.endswith("size")]
-    return f"model.{keys[0]} {size:,}" if keys else f"a width of {size:,} inside the model"
 
 
 def _measured_gain(
