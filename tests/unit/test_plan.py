@@ -174,8 +174,8 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     wide = resolve_for(
         recipe(model={**_MODEL, **heads, "hidden_size": 60, "intermediate_size": 67}), t4
     )
-    hidden, mlp = alignment_warnings(wide, None)  # and none of the keys' width, 10
-    assert ": take 72, up to" in mlp
+    hidden, layer = alignment_warnings(wide, None)  # and none of the keys' width, 10
+    assert ": take 72, up to" in layer
     # 64 is no multiple of 6 heads.
     assert "model.hidden_size 60 is no multiple of 8" in hidden
     assert ": take 72, up to" in hidden
