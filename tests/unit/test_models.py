@@ -26,6 +26,9 @@ from firstlight.models.rope import (
     LinearRope,
     Llama3Rope,
     apply_rope,
+    apply_rope_as_complex,
+    apply_rope_from_neighbours,
+    apply_rope_to_neighbours,
     rope_frequencies,
     rope_tables,
 )
@@ -370,6 +373,22 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between
         assert after == pytest.approx(expected, rel=1e-5)
         kinds.add(kind)
     assert kinds == {"kept", "stretched", "blended"}
+
+
+@pytest.mark.parametrize(("start", "size"), [(0, 4), (3, 7), (3, 8), (2, 7)])
+def test_pairs_turn_alike_however_they_are_computed(start: int, size: int) -> None:
+    """Also in a part of a head that begins at an odd place, as complex numbers do not."""
+    tables = rope_tables(rope_frequencies(4, 100.0, None), torch.arange(5), torch.float32)
+    whole = torch.randn(2, 5, 3, size, generator=torch.Generator().manual_seed(1))
+    x_BHTD = whole.transpose(1, 2)[..., start : start + 4]
+    expected = apply_rope_to_neighbours(x_BHTD, *tables)
+    torch.testing.assert_close(apply_rope_as_complex(x_BHTD, *tables), expected)
+    apart = torch.cat((expected[..., 0::2], expected[..., 1::2]), -1)
+    torch.testing.assert_close(apply_rope_from_neighbours(x_BHTD, *tables), apart)
+    polar = rope_tables(
+        rope_frequencies(4, 100.0, None), torch.arange(5), torch.float32, polar=True
+    )
+    torch.testing.assert_close(polar, tables)
 
 
 def test_rope_tables_are_cosine_and_sine_of_position_times_frequency() -> None:

@@ -310,8 +310,8 @@ def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return apply_rope_to_neighbours(x_BHTD, cos, sin)
     wide_BHTD = x_BHTD.to(torch.promote_types(x_BHTD.dtype, cos.dtype))
     pairs = wide_BHTD.view(*wide_BHTD.shape[:-1], -1, 2)
-    if any(stride % 2 for stride in pairs.stride()[:-1]):
-        pairs = pairs.contiguous()  # a view as complex numbers needs even strides
+    if any(place % 2 for place in (pairs.storage_offset(), *pairs.stride()[:-1])):
+        pairs = pairs.contiguous()  # a view as complex numbers begins at even places
     R = cos.shape[-1]
     turns = torch.complex(cos[..., : R // 2], sin[..., : R // 2])
     return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2)
