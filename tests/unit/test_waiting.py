@@ -59,9 +59,12 @@ def test_of_communicate(start):
     process = start("communicate")
     process.communicate(timeout=0.01)
 
-@pytest.mark.timeout(0.5)
-def test_of_the_tests_limit(start):
-    process = start("limit")
+@pytest.fixture
+def process(start):
+    return start("limit")
+
+@pytest.mark.timeout(0.5, func_only=True)
+def test_of_the_tests_limit(process):
     while True:
         signal.pause()
 
