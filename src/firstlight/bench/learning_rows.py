@@ -176,7 +176,7 @@ ROWS: dict[str, LearningRow] = {
     "normuon": LearningRow({"optimizer.muon_beta2": 0.95}, BEFORE, "NorMuon"),
 }
 
-#: What all rows have in common unless they change it.
+#: Keys that all rows share unless they change them.
 _COMMON: dict[str, Any] = {
     "data": {"seq_len": 256},
     "batch": {"micro_batch_size": 8},

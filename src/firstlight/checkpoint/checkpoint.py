@@ -62,7 +62,7 @@ from firstlight.weights.stored import WEIGHTS_NAME, read_header
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "trainer_state.json"
 
-#: What a file of a checkpoint may be called: in its folder, and seen.
+#: Valid names of a checkpoint's files: in its folder, and not hidden.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

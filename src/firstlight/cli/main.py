@@ -115,7 +115,7 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-#: What `firstlight` without a verb prints.
+#: Text that `firstlight` without a verb prints.
 _FIRST_STEPS = """\
 firstlight: from raw text to your own language model. A folder of text is enough to begin:
 

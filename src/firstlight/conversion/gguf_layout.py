@@ -260,7 +260,7 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
 
 
 def _wrong_latents(model: DeepseekConfig) -> str:
-    """What llama.cpp computes otherwise of a DeepSeek model; "" where there is nothing."""
+    """Differences of llama.cpp's computation of a DeepSeek model; "" if there are none."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
     # By these it knows models that have none, and does not read it.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)

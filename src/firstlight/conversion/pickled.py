@@ -55,7 +55,7 @@ _KINDS = {dtype: kind for kind, dtype in FLOAT_FORMATS.items()}
 
 
 class _DamagedError(Exception):
-    """What is wrong with a file."""
+    """The fault of a file."""
 
 
 def read_pickle(path: Path) -> Any:

@@ -50,7 +50,7 @@ _LANES = 4096
 
 
 class _BundleError(Exception):
-    """What is wrong with a file."""
+    """The fault of a file."""
 
 
 @dataclass(frozen=True)

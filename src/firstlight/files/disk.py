@@ -16,7 +16,7 @@ _GATHERED_BYTES = 1 << 20
 
 
 class Disk:
-    """What firstlight does to the disk: one method for each system call.
+    """Firstlight's operations on the disk: one method for each system call.
 
     Tests put another object in the place of `disk`, which counts the calls, refuses one, takes
     only a part of what is written, or ends the process. All may raise OSError.

@@ -261,7 +261,7 @@ class LlamaBlock(nn.Module):
         self.self_attn = self.make_attention(config, layer)
 
     def mix(self, x_BTC: Tensor, ropes: Any, masks: Any, cache: Cache | None) -> Tensor:
-        """What mixes tokens, [B, T, C] to [B, T, C]; arguments as in `forward`."""
+        """Mix tokens, [B, T, C] to [B, T, C]; arguments as in `forward`."""
         return self.self_attn(x_BTC, ropes, masks[self.has_window], cache)  # type: ignore[no-any-return]
 
     def make_attention(self, config: Any, layer: int) -> SelfAttention:

@@ -212,7 +212,7 @@ _INSTEAD: dict[str, str] = {
 
 
 def _advice(name: str) -> str:
-    """What to do about a key that can't be followed."""
+    """The advice about a key that can't be followed."""
     section = name.split(".")[0]
     known = [*_SAME, *_HANDED_ON, *_WITHOUT_EFFECT, "train_batch_size", "optimizer.type"]
     instead = _INSTEAD.get(section)

@@ -364,7 +364,7 @@ def _length_choices(
 
 
 def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
-    """What more text would give, where there is little."""
+    """The gain from more text, if there is little."""
     if epochs <= settings.GOOD_EPOCHS:
         return ""
     # The same run on text that is all new.

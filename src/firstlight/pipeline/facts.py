@@ -156,7 +156,7 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
 
 
 def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
-    """What the text is going to be in tokens, before there is a tokenizer."""
+    """Estimated facts of the text in tokens, before there is a tokenizer."""
     sizes = settings.BYTES_PER_TOKEN
     known = min(sizes, key=lambda size: abs(math.log(size / vocab_size)))
     # Characters of other scripts have more bytes, and as many letters to a token.

@@ -40,7 +40,7 @@ OFFERED_SECONDS = (180.0, 600.0, 3600.0)
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks for.
+    """A person's request.
 
     Attributes:
         inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".

@@ -169,7 +169,7 @@ def scan_corpus(
 
 
 class _Counts:
-    """What is counted while documents go by."""
+    """Counts over the documents read so far."""
 
     def __init__(self) -> None:
         self.documents = self.text_bytes = self.duplicates = self.near = 0

@@ -137,7 +137,7 @@ def thinned(chart: Chart, buckets: int) -> Chart:
 
 
 def data_of(chart: Chart) -> str:
-    """What a chart's read-out needs, as JSON: for each curve that is read, its x and y."""
+    """The data of a chart's read-out, as JSON: x and y of each curve that is read."""
     curves = [
         {
             "name": visible(line.name),

@@ -309,7 +309,7 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
 
 #: Left out where no run has any.
 _SELDOM = {"skipped_steps", "rollbacks", "resumed"}
-#: What can't be compared between tokenizers.
+#: Metrics that can't be compared between tokenizers.
 _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
 
 

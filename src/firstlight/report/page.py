@@ -73,7 +73,7 @@ def _hash(text: str) -> str:
     return f"sha256-{digest}"
 
 
-#: What words of a report mean; each is explained where it stands.
+#: Explanations of words of a report; each is shown beside its word.
 _TERMS = {
     "nats": "Unit of the loss: -ln of the probability that the model gave to the right token, on "
     "average. One bit is 0.693 nats. Lower is better.",
@@ -189,5 +189,5 @@ def memory_unit(most: float) -> tuple[int, str]:
 
 
 def loss_unit(run: RunRecord) -> str:
-    """What the loss counts: of preference pairs there is one loss a pair."""
+    """The unit of the loss; preference pairs have one loss a pair."""
     return f"nats a {'pair' if run.recipe.get('preference') is not None else 'token'}"

@@ -171,7 +171,7 @@ def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
 
 
 def last_start(run_folder: Path) -> dict[str, Any]:
-    """What was recorded when the run was last started or resumed; {} if nothing was.
+    """The record of the run's last start or resumption; {} if there is none.
 
     Raises:
         CheckpointError: a line in the middle of the file is damaged.

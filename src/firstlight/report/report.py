@@ -17,7 +17,7 @@ from firstlight.report.records import RunRecord, read_run, require_run
 
 REPORT_NAME = "report.png"
 HTML_NAME = "report.html"
-#: Where the comparison of several runs is written.
+#: Default file of a comparison of several runs.
 COMPARISON_NAME = "comparison.html"
 _HEAD_BYTES = 1000
 

@@ -107,7 +107,7 @@ def upload_folder(
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """What went wrong with an upload, and what to do, in one line."""
+    """One line with the fault of an upload, and what to do."""
     from huggingface_hub import errors
 
     owner = repository.partition("/")[0]

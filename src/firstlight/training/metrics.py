@@ -26,7 +26,7 @@ from firstlight.report.report import HTML_NAME, REPORT_NAME
 from firstlight.training.forecast import FORECAST_NAME
 from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
 
-#: What a run writes into its folder beside its checkpoints, and can go on without.
+#: Files that a run writes into its folder beside its checkpoints, and can do without.
 _DERIVED = (
     *(METRICS_NAME, SAMPLES_NAME, EVENTS_NAME, STARTS_NAME, RECIPE_NAME, RUN_NAME),
     *(LENGTH_NAME, FORECAST_NAME, REPORT_NAME, HTML_NAME),

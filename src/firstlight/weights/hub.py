@@ -17,7 +17,7 @@ from firstlight.errors import (
     first_line,
 )
 
-#: What a model folder is made of. Never pickled weights, never code.
+#: Files of a model folder: never pickled weights, never code.
 _WEIGHTS = "*.safetensors"
 _DOWNLOADED = ["*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt"]
 #: Pickled weights, for a conversion of a model that has no others.
@@ -153,7 +153,7 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """What went wrong with the download of the hub id `text`, and what to do, in one line."""
+    """One line with the fault of a download of the hub id `text`, and what to do."""
     from huggingface_hub import constants, errors
 
     repository, _, revision = text.partition("@")

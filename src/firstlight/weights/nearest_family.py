@@ -156,7 +156,7 @@ def _traits(config: Mapping[str, Any]) -> Set[str]:
 
 
 def _no_decoder(content: Mapping[str, Any]) -> str:
-    """What a model is that does not continue texts, for a sentence; "" for others."""
+    """The kind of a model that does not continue texts, for a sentence; "" for others."""
     if content.get("is_encoder_decoder"):
         return "; it is an encoder with a decoder, firstlight has decoders alone"
     classes = content.get("architectures")

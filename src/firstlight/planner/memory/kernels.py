@@ -123,7 +123,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """What a prediction is for.
+    """The target of a prediction.
 
     Attributes:
         kind: "cpu" or "cuda".
@@ -176,7 +176,7 @@ def cuda_target(
 
 
 def workspace_bytes(operator: Operator, target: Target) -> int:
-    """What an operator's kernel allocates inside, through torch's allocator, at its peak."""
+    """Peak bytes that an operator's kernel allocates inside, through torch's allocator."""
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)

@@ -56,7 +56,7 @@ def plan_module(
     max_grad_norm: float = 0.0,
     target: Target | None = None,
 ) -> MemoryPrediction:
-    """What training steps of a module take, without allocating anything.
+    """Predict the memory of training steps of a module, without allocating anything.
 
     Args:
         model: the module, on any device (also meta); it is not changed.
@@ -303,7 +303,7 @@ def _few_rows_product(
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What that kernel allocates."""
+    """The bytes that the kernel allocates."""
     rows = x.float().contiguous()
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
     del rows

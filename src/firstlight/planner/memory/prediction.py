@@ -15,7 +15,7 @@ import numpy.typing as npt
 from firstlight.planner.memory.kernels import OperatorCount, Target, workspace_bytes
 from firstlight.planner.memory.trace import ALIVE, Trace
 
-#: What memory is divided into, in the order in which tables show it.
+#: Parts of memory, in the order in which tables show them.
 PARTS = (
     "weights",
     "gradients",
@@ -51,7 +51,7 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """What a run's memory comes to, predicted.
+    """The predicted memory of a run.
 
     Attributes:
         peak_bytes: the most that is allocated at a time, as the allocator counts it:
@@ -79,7 +79,7 @@ class MemoryPrediction:
 
     @property
     def total_bytes(self) -> int:
-        """What the device's own tool shows: reserved, and the overhead beside it."""
+        """Bytes that the device's own tool shows: reserved memory and overhead."""
         return self.reserved_bytes + self.overhead_bytes
 
     def to_json(self, *, operators: bool = False) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def predict(
     phases: Sequence[str] | None = None,
     stretches: int = 1,
 ) -> MemoryPrediction:
-    """What a traced run takes on a target.
+    """The memory of a traced run on a target.
 
     Args:
         trace: complete.
@@ -229,7 +229,7 @@ class Timeline:
         self._names += names
 
     def at(self, tick: int) -> PhasePeak:
-        """What was in memory at a tick."""
+        """The contents of memory at a tick."""
         found = {part: int(self.parts[part][tick]) for part in PARTS if part in self.parts}
         return PhasePeak(sum(found.values()), {k: v for k, v in found.items() if v})
 

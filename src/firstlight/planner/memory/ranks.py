@@ -78,7 +78,7 @@ def of_one_rank(
 
 
 def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
-    """What the start takes of the CPU's memory, where that is much."""
+    """The CPU memory that the start takes, if it is large."""
     # Stages of a pipeline make their own layers.
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
     if processes * own >= _MUCH:

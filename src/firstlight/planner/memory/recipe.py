@@ -90,7 +90,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJob:
-    """What the training step of a recipe takes.
+    """The memory of the training step of a recipe.
 
     Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
     second has up to two micro-batches: with the second of those, the gradients of the first are
@@ -137,7 +137,7 @@ def evaluation_job(
     in_run: bool = True,
     samples: bool = False,
 ) -> TraceJob:
-    """What evaluating one batch takes, of the recipe's micro-batch size and row length.
+    """The memory of evaluating one batch of the recipe's micro-batch size and row length.
 
     Args:
         recipe, target: see `training_job`.

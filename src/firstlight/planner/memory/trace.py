@@ -36,7 +36,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: Death of a storage that lives on when the trace ends.
 ALIVE = 2**62
 
-#: What values that the code reads from tensors are, since there are none: small and finite.
+#: Stand-ins for values that the code reads from tensors, which have none: small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 
@@ -62,7 +62,7 @@ class Storage:
 
 @dataclass
 class Trace:
-    """What a traced run did.
+    """The trace of a run.
 
     Attributes:
         storages: storages in the order of their creation.
@@ -118,7 +118,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Phases and parts
 
     def enter_phase(self, name: str) -> None:
-        """What runs from here on belongs to this phase."""
+        """Begin a phase: operators from here on belong to it."""
         if name == self._phase:
             return
         names = self.trace.phase_names
@@ -138,7 +138,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to this phase; after it the phase is as before."""
+        """Count operators inside the block to this phase; the former phase follows."""
         before = self._phase
         self.enter_phase(name)
         try:
@@ -156,7 +156,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside leaves no trace; it must leave nothing behind either."""
+        """Trace nothing inside the block, which must leave no tensors behind."""
         self._is_paused = True
         try:
             yield
@@ -333,7 +333,7 @@ def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _options(func: Any, args: tuple[Any, ...]) -> str:
-    """What a kernel's memory depends on beside shapes and dtypes."""
+    """The settings, beside shapes and dtypes, that a kernel's memory depends on."""
     if func is _ATTENTION_BACKWARD and not args[0].transpose(1, 2).is_contiguous():
         return "copies the gradient"
     if func in _PRODUCTS and args[_PRODUCTS[func]].stride(-1) != 1:

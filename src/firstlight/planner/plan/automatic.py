@@ -34,7 +34,7 @@ from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolv
 from firstlight.training.forecast import Forecast
 from firstlight.training.micro_batch import Trial, ask_module, try_rows
 
-#: What is tried for advice, in this order: each saves activations or what is like them.
+#: Changes that are tried for advice, in this order: each saves activations or similar memory.
 _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")
 
 _GIB = 2**30

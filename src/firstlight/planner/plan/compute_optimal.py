@@ -1,4 +1,4 @@
-"""What to train with what one has: how large a model, on how many tokens, in which batches.
+"""The best model size, number of tokens and batch for a given budget.
 
 A larger model learns more from each token, and gets fewer of them in the same time. Where the two
 balance is read off the scaling laws that were fitted to hundreds of runs; which model that is here
@@ -105,7 +105,7 @@ def peak_learning_rate(flops: float) -> float:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What to train.
+    """A suggested training.
 
     Attributes:
         config: the model.
@@ -179,7 +179,7 @@ def suggest(
     return best[1]
 
 
-#: Where the budget is tokens, or there is little text (Hoffmann et al. 2022).
+#: For a budget in tokens, or little text (Hoffmann et al. 2022).
 _TOKENS_A_PARAMETER = 20.0
 
 

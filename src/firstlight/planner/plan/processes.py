@@ -59,7 +59,7 @@ class WorkerProcesses:
 
     def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
         self._start = start
-        #: What each that works is working on, by the number of the call.
+        #: The task of each busy worker, by the number of the call.
         self._busy: dict[Connection, int] = {}
         self._calls = 0
 

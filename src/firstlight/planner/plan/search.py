@@ -19,7 +19,7 @@ from firstlight.planner.plan.estimate import (
 from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.recipe import ResolvedRecipe
 
-#: What is tried to make a step fit, or its micro-batches larger: the cheap ones first.
+#: Changes that are tried to make a step fit, or its micro-batches larger: the cheap ones first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as it stands", {}),
     ("chunked loss", {"efficiency.loss_chunk_tokens": 1024}),
@@ -47,7 +47,7 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
 #: Tokens of a micro-batch from which on a device is busy: more gain little.
 BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
-#: Where all weights don't fit.
+#: Changes that are tried if all weights don't fit.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
 _LEAST: dict[str, Any] = {
     "batch.micro_batch_size": 1,

@@ -157,7 +157,7 @@ def method_rows(plan: Plan) -> Table:
 
 
 def changed_options(one: Estimate) -> dict[str, str]:
-    """What `one` changes in the recipe, as options of `train`: `section.key` -> value."""
+    """The changes of `one` to the recipe, as options of `train`: `section.key` -> value."""
     found: dict[str, str] = {}
     for key in one.changes:
         value = _value(one, key)

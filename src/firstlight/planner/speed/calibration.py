@@ -1,4 +1,4 @@
-"""What this machine's operators take: measured, kept in a file, and drawn on for others.
+"""Times of this machine's operators: measured, kept in a file, and used to estimate others.
 
 The store is a JSON file in the cache's calibration/ (see `data.remote.cache_folder`), one for each
 kind of machine: its name is the hash of the processor, the number of threads, torch's version and
@@ -47,7 +47,7 @@ _KEPT_TIMES = 7
 _NEAR = 2.0
 #: Assumed rate of attention before it is measured, as a share of the rate of fp32 products.
 _FUSED_SHARE = 0.2
-#: What of the environment changes how fast torch's operators are on a CPU.
+#: Environment variables that change the speed of torch's operators on a CPU.
 _SETTINGS = (
     "GOMP_SPINCOUNT",
     "OMP_NUM_THREADS",
@@ -63,7 +63,7 @@ Source = Literal["measured", "interpolated", "guessed"]
 
 
 def machine_fingerprint() -> dict[str, Any]:
-    """What has to be the same for times to be comparable."""
+    """The conditions that must be equal for times to be comparable."""
     hardware = find_hardware("cpu")
     return {
         "cpu": hardware.name,

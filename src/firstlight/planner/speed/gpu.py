@@ -94,7 +94,7 @@ ZERO = Range(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Shares:
-    """What of a GPU's figures is achieved; see the module's head.
+    """Achieved shares of a GPU's figures; see the module's docstring.
 
     Attributes:
         products: fraction of the peak that a matrix product without tile waste reaches.
@@ -311,7 +311,7 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
 
 
 def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
-    """What was measured of a GPU's kind; None if nothing was."""
+    """The measurements of a GPU's type; None if there are none."""
     return _all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
 
 

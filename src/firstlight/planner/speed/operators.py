@@ -1,4 +1,4 @@
-"""What a counted operator is for a model of speed: a matrix product, attention, or a stream.
+"""The class of an operator in a model of speed: a matrix product, attention, or a stream.
 
 A trace knows shapes and dtypes, not strides. Whether a factor of a product lies transposed in
 memory, which costs up to half of its speed on CPUs, is worked out from the way autograd
@@ -73,7 +73,7 @@ def is_free(operator: Operator) -> bool:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """What an operator's time counts as; of those that are free, too."""
+    """The class that an operator's time counts as; free operators have one too."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"

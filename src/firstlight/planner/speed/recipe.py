@@ -30,7 +30,7 @@ from firstlight.recipe import ResolvedRecipe
 
 
 def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Workload:
-    """What speed is predicted of, beside the operators.
+    """The input of a prediction of speed, beside the operators.
 
     Args:
         recipe: the resolved recipe.

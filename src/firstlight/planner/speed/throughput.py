@@ -38,13 +38,13 @@ from firstlight.planner.speed.operators import (
 
 Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
 
-#: What an estimate on a calibrated machine may be off by, by where it is from.
+#: Assumed error of an estimate on a calibrated machine, by its source.
 _OFF: dict[Source, float] = {"measured": 0.10, "interpolated": 0.20, "guessed": 0.45}
 #: The same of kernels that torch.compile fuses, whose bytes are an estimate too.
 _FUSED_OFF = 0.40
 #: Phases in which torch.compile fuses, and which pass through a pipeline's stages.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
-#: What looks up rows of a table and sums them; Inductor has kernels for those that are not fused.
+#: Operators that look up rows of a table and sum them; Inductor has kernels for unfused ones.
 _NOT_FUSED = ("embedding", "embedding_dense_backward")
 
 #: PCIe 4.0 with 16 lanes, bytes a second in one direction.
@@ -88,7 +88,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Workload:
-    """What speed is predicted of, beside the operators.
+    """The input of a prediction of speed, beside the operators.
 
     Attributes:
         global_batch_tokens: tokens of a step, all processes together.
@@ -289,7 +289,7 @@ def _on_gpu(
 
 
 def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shares: Shares) -> None:
-    """What the GPU waits for the host in each phase: it starts operators while others compute."""
+    """Add each phase's seconds of a GPU that waits for the host, which starts operators ahead."""
     if work.cuda_graphs:
         return
     for phase, count in launches.items():
