@@ -65,10 +65,10 @@ class DecoderConfig(FamilyConfig):
     mlp_bias: bool = False
     """biases on the MLP's projections (llama, granite, smollm3, arcee)."""
     sliding_window: int | None = Field(None, gt=0)
-    """a token sees so many tokens, itself included; null is all (not llama, granite, olmo2, arcee,
-    glm4, stablelm, gpt_neox)."""
+    """number of tokens that a token sees, itself included; null is all (not llama, granite, olmo2,
+    arcee, glm4, stablelm, gpt_neox)."""
     max_window_layers: int = Field(0, ge=0)
-    """the first so many layers see all tokens all the same (qwen2, qwen3)."""
+    """number of first layers that see all tokens, without the window (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
     """the head is the embedding, transposed."""
     initializer_range: float = Field(0.02, gt=0, le=1)
@@ -78,7 +78,7 @@ class DecoderConfig(FamilyConfig):
     attention_multiplier: float | None = Field(None, gt=0)
     """factor of the attention's scores; null is 1 / sqrt(head_dim) (granite)."""
     residual_multiplier: float = Field(1.0, gt=0)
-    """factor of what attention and MLP add to the residual stream (granite)."""
+    """factor of the outputs of attention and MLP in the residual stream (granite)."""
     logits_scaling: float = Field(1.0, gt=0)
     """divisor of the logits (granite)."""
 
@@ -347,7 +347,7 @@ class MoEConfig(DecoderConfig):
     router_aux_loss_coef: float = Field(0.01, ge=0)
     """weight of the load-balancing loss in training (Fedus et al. 2021)."""
     decoder_sparse_step: int = Field(1, gt=0)
-    """every so many layers have experts, counted from 1 (qwen3_moe)."""
+    """step between layers with experts: layers n, 2n, ..., counted from 1 (qwen3_moe)."""
     mlp_only_layers: list[int] = Field([])
     """layers, counted from 0, without experts (qwen3_moe)."""
 

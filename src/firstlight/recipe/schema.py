@@ -228,7 +228,7 @@ class GuardConfig(Section):
     """
 
     max_skipped_steps: int = Field(5, ge=1)
-    """number of skipped steps in a row after which on_divergence is done. fp16's own skipped steps,
+    """number of skipped steps in a row after which on_divergence applies. fp16's own skipped steps,
     which end when the loss scale fits, don't count."""
     on_divergence: Literal["rollback", "stop"] = "rollback"
     """"rollback" puts the newest good checkpoint's weights, moments and random numbers back and
