@@ -58,6 +58,8 @@ def names(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     utilities = pytest.importorskip("ray.cluster_utils")
+    # A node that this process starts, and a connection, end it on SIGTERM in a way of their own.
+    before = signal.getsignal(signal.SIGTERM)
     cluster = utilities.Cluster(
         initialize_head=True, head_node_args={**_NODE, "include_dashboard": False}
     )
@@ -67,16 +69,15 @@ def cluster() -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
 def connection(cluster: Any) -> Iterator[None]:
     """One connection for all tests: each starts processes on the nodes, which takes seconds."""
-    before = signal.getsignal(signal.SIGTERM)
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
