@@ -483,6 +483,14 @@ def test_a_mistral_without_a_window_says_so(tmp_path: Path) -> None:
     assert found["sliding_window"] is None
 
 
+def test_an_olmo3_without_a_window_has_none_in_llama_cpp(tmp_path: Path) -> None:
+    """Its layers with a window do not scale positions."""
+    full = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    config, tensors = drawn("olmo3", tmp_path, **full)
+    write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
+    assert "olmo2.attention.sliding_window" not in gguf.GGUFReader(tmp_path / "model.gguf").fields
+
+
 def test_what_gguf_has_no_key_for_is_kept(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     config, tensors = drawn("qwen2", tmp_path, **window)

@@ -141,8 +141,8 @@ def _add_kinds_of_layers(writer: GGUFWriter, config: Mapping[str, Any], shape: M
     window, spec, model = window_of(config), shape.family.gguf, shape.model
     if spec.has_windows:
         window = model.sliding_window
-        if window is None and spec.head:
-            # Gemma's and gpt-oss' layers have one in llama.cpp: one that covers all tokens.
+        if window is None and spec.needs_window:
+            # One that covers all tokens.
             window = shape.max_positions
     if window is not None:
         writer.add_sliding_window(window)

@@ -90,6 +90,7 @@ class GGUFSpec:
         head: "written" where llama.cpp wants a tensor for a tied head, too; "tied" where it knows
             no head but the embedding.
         has_windows: True where llama.cpp computes the window of those layers that have one.
+        needs_window: True where its layers cannot do without one.
         has_window_base: True where it computes a rotary base of their own, too.
         exact_heads: True where llama.cpp wants the heads to share hidden_size.
         wide_scale_layers: number of layers at which llama.cpp takes hidden_size over heads for
@@ -106,6 +107,7 @@ class GGUFSpec:
     block: Mapping[str, str] = field(default_factory=dict)
     head: Literal["", "written", "tied"] = ""
     has_windows: bool = False
+    needs_window: bool = False
     has_window_base: bool = False
     exact_heads: bool = False
     wide_scale_layers: int = 0

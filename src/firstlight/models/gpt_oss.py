@@ -41,6 +41,7 @@ class GptOssConfig(DecoderConfig):
                 ),
                 head="written",
                 has_windows=True,
+                needs_window=True,
             ),
             own_keys=("attention_bias", "sliding_window", "layer_types"),
             hf_defaults={

@@ -242,6 +242,7 @@ DENSE: dict[str, FamilySpec] = {
             numbers={**_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
             head="tied",
             has_windows=True,
+            needs_window=True,
             wide_scale_layers=46,
         ),
         own_keys=(
@@ -271,6 +272,7 @@ DENSE: dict[str, FamilySpec] = {
             numbers=_CAP,
             optional=tuple(_CAP),
             has_windows=True,
+            needs_window=True,
             has_window_base=True,
             wide_scale_layers=62,
         ),
