@@ -485,7 +485,7 @@ def test_a_mistral_without_a_window_says_so(tmp_path: Path) -> None:
 
 def test_an_olmo3_without_a_window_has_none_in_llama_cpp(tmp_path: Path) -> None:
     """Its layers with a window do not scale positions."""
-    full = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    full: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
     config, tensors = drawn("olmo3", tmp_path, **full)
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
     assert "olmo2.attention.sliding_window" not in gguf.GGUFReader(tmp_path / "model.gguf").fields
