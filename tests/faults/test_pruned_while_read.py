@@ -44,7 +44,7 @@ class GoingRun:
             shutil.move(path, copy)
 
     def beside(self, read: Callable[[], Any]) -> Any:
-        """What `read` returns, while the run saves the newer checkpoint and deletes the older."""
+        """Read with `read` while the run saves the newer checkpoint and deletes the older."""
 
         def verify(folder: Path) -> None:
             verify_checkpoint(folder)

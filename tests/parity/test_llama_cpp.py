@@ -161,6 +161,10 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**_GEMMA, "num_hidden_layers": 3, "attn_logit_softcapping": 3.0}),
     "gemma2-without-window": ("gemma2", {**_GEMMA, "layer_types": ["full_attention"] * 2}),
     "gemma3_text": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 7, "rope_parameters": _KINDS}),
+    "gemma3_text-without-window": (
+        "gemma3_text",
+        {**_GEMMA, "layer_types": ["full_attention"] * 2, "rope_parameters": _KINDS},
+    ),
     "gemma3_text-capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 5.0}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm-parallel": (

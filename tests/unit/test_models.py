@@ -383,6 +383,10 @@ def test_pairs_turn_alike_however_they_are_computed(start: int, size: int) -> No
     x_BHTD = whole.transpose(1, 2)[..., start : start + 4]
     expected = apply_rope_to_neighbours(x_BHTD, *tables)
     torch.testing.assert_close(apply_rope_as_complex(x_BHTD, *tables), expected)
+    # One new token of one text: strides of dimensions of size 1 may be odd, too.
+    one = x_BHTD[:1, :1, :1]
+    found = apply_rope_as_complex(one, *(table[:1] for table in tables))
+    torch.testing.assert_close(found, expected[:1, :1, :1])
     apart = torch.cat((expected[..., 0::2], expected[..., 1::2]), -1)
     torch.testing.assert_close(apply_rope_from_neighbours(x_BHTD, *tables), apart)
     polar = rope_tables(

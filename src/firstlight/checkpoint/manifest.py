@@ -50,7 +50,7 @@ _END = "\n}\n"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
 
 
-#: What reading a checkpoint ends in that is deleted meanwhile; torch's own are RuntimeErrors.
+#: Errors of reading a checkpoint that is deleted meanwhile; torch's own are RuntimeErrors.
 READING_ERRORS = (FirstlightError, OSError, RuntimeError)
 
 

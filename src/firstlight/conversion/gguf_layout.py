@@ -204,7 +204,7 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
 
 def _fixed_rotary(family: FamilySpec) -> tuple[tuple[str, tuple[Any, ...], Any], ...]:
     """Settings that llama.cpp fixes for a rotary family; see `GGUFSpec.fixed`."""
-    # Of GELU's forms llama.cpp computes one, which is near the others: see `gguf_notes`.
+    # llama.cpp computes one of GELU's forms, which is near the others: see `gguf_notes`.
     acts = () if family.activation == "gelu" else (family.activation,)
     fixed = [(family.activation_key, acts, family.activation)] if acts else []
     part = "partial_rotary_factor"

@@ -272,7 +272,6 @@ DENSE: dict[str, FamilySpec] = {
             numbers=_CAP,
             optional=tuple(_CAP),
             has_windows=True,
-            needs_window=True,
             has_window_base=True,
             wide_scale_layers=62,
         ),

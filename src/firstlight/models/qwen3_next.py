@@ -111,14 +111,15 @@ class GatedDeltaNet(nn.Module):
         B, T, X = x_BTX.shape
         weight_XW = self.conv1d.weight[:, 0]
         earlier = weight_XW.shape[1] - 1
-        first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
-        all_BSX = torch.cat((first, x_BTX), 1)
-        if places is None and before is None:
+        if before is None and places is None:
             # Cut and not exact: SiLU rounds the last numbers of a row as in transformers.
             weight_X1W = self.conv1d.weight
             y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
-            y_BTX = y_BXT[..., :T].transpose(1, 2)
-        elif places is None:
+            last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
+            return F.silu(y_BXT[..., :T].transpose(1, 2)), last_BSX
+        first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
+        all_BSX = torch.cat((first, x_BTX), 1)
+        if places is None:
             y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
         else:
             # Written out, since the first tokens of a document must not see the inputs of the one
@@ -174,8 +175,7 @@ def gated_delta_rule(
 
     A token takes the state S to exp(g) S + beta k' (v - k exp(g) S), with a key k of length 1, and
     its output is q S, with a query q of length 1 / sqrt(D). A chunk's updates hang on each other by
-    a triangular system, which is solved for all of them at once (Yang et al. 2024, section 3.3); a
-    chunk of one token is the rule as it stands.
+    a triangular system, which is solved for all of them at once (Yang et al. 2024, section 3.3).
 
     Args:
         q_BTHD, k_BTHD, v_BTHE: queries, keys and values.

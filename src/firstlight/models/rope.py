@@ -303,7 +303,7 @@ def apply_rope_to_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 
 
 def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `apply_rope_to_neighbours` of all dimensions of [B, H, T, R], each pair being a complex
+    """Rotate all pairs of [B, H, T, R] as `apply_rope_to_neighbours` does, each one as a complex
     number, as in DeepSeek-V2's class: torch rounds their products otherwise."""
     if torch.compiler.is_compiling():
         # torch's compiler writes no code for complex numbers.
@@ -311,7 +311,9 @@ def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide_BHTD = x_BHTD.to(torch.promote_types(x_BHTD.dtype, cos.dtype))
     pairs = wide_BHTD.view(*wide_BHTD.shape[:-1], -1, 2)
     if any(place % 2 for place in (pairs.storage_offset(), *pairs.stride()[:-1])):
-        pairs = pairs.contiguous()  # a view as complex numbers begins at even places
+        # A view as complex numbers begins at even places. `contiguous` would keep odd strides of
+        # dimensions of size 1.
+        pairs = pairs.clone(memory_format=torch.contiguous_format)
     R = cos.shape[-1]
     turns = torch.complex(cos[..., : R // 2], sin[..., : R // 2])
     return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2)

@@ -29,7 +29,7 @@ _SLOW_STEPS = 2
 #: Greater ones in a log, a thousand years, are damage.
 _MOST_SECONDS = 3e10
 
-#: Settled steps, and seconds of them, that a decision needs (of short runs this share).
+#: Settled steps, and seconds of them, that a decision needs (in short runs this share).
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02

@@ -101,8 +101,8 @@ class PreferenceObjective:
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
-        #: Of pairs since they were last taken: sums of the two rewards, pairs in the right
-        #: order, pairs.
+        #: Sums of the two rewards, pairs in the right order and all pairs, since they were last
+        #: taken.
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:

@@ -180,8 +180,7 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
-    # CUDA's kernels are taken to allocate nothing inside but cuBLAS' workspace, see
-    # `library_bytes`.
+    # CUDA's are taken to allocate nothing inside but cuBLAS' workspace: see `library_bytes`.
     if target.kind == "cuda":
         return 0
     # Other kernels are taken to allocate nothing inside but operands that they convert.
@@ -192,10 +191,9 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """`models.blockwise`, of a part at a time: queries, keys and values in order, the first two in
-    fp32 too; backward their gradients and that of the result; of a block's scores two tensors in
-    fp32, and then of its weights and their gradients three. Keys are scaled where the values are of
-    another size, and sinks are one more column of the scores."""
+    """`models.blockwise`, a part at a time: queries, keys and values in order, the first two in fp32
+    too; backward their gradients and the result's; a block's scores twice in fp32, or its weights
+    and their gradients three times. Keys are scaled where values have another size."""
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
     has_sinks = any(len(shape) == 1 for shape, _ in operator.inputs)
@@ -210,16 +208,16 @@ def blockwise_bytes(operator: Operator) -> int:
     held = wide * of_queries + (2 * narrow + (wide if has_wide_keys else 0)) * of_keys
     if is_backward:
         held += 2 * narrow * (of_queries + of_keys)
-    scores = own * max(
-        (end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total)
-    )
+    # Sinks are one more column of the scores.
+    columns = ((end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total))
+    scores = own * max(columns)
     block = min(QUERIES, new)
     # Queries of grouped heads, and their gradients, are brought together.
     gathered = own * size * block if heads > kept and new > block else 0
     making = 2 * wide * scores + wide * gathered
-    if not is_backward:
-        return held + making
-    return held + narrow * gathered + max(making, narrow * 3 * scores)
+    if is_backward:
+        making = narrow * gathered + max(making, narrow * 3 * scores)
+    return held + making
 
 
 # CPU kernels

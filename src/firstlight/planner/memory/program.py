@@ -1,4 +1,4 @@
-"""What a tracer is told while a step runs: phases, and which tensors are weights, gradients and
+"""Facts that a tracer gets while a step runs: phases, and which tensors are weights, gradients and
 states."""
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def reasons_for(
         reasons["efficiency.compile"] = (
             "fewer passes over memory, and less of it, for a minute at the start"
             if config.compile
-            else "takes longer than it saves in a run of this length, or is not for its engine"
+            else "not for a run of this length, engine or device"
         )
     needed, usable = best.needed_bytes / _GIB, best.usable_bytes / _GIB
     micro_batch_size = best.recipe.batch.micro_batch_size
