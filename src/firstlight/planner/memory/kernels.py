@@ -191,9 +191,9 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """`models.blockwise`, a part at a time: queries, keys and values in order, the first two in fp32
-    too; backward their gradients and the result's; a block's scores twice in fp32, or its weights
-    and their gradients three times. Keys are scaled where values have another size."""
+    """`models.blockwise`, a part at a time: queries, keys and values in order, the first two also
+    in fp32; backward their gradients and the result's; a block's scores twice in fp32, or its
+    weights and their gradients three times. Keys are scaled where values have another size."""
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
     has_sinks = any(len(shape) == 1 for shape, _ in operator.inputs)
