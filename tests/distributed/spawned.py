@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def world_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """What torchrun would set; and a process that crashes says where."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -33,6 +33,7 @@ def world_environment(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
     }
 
 

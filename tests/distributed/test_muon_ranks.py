@@ -38,8 +38,8 @@ def _cases(*cases: tuple[dict[str, Any], str, dict[str, Any]]) -> list[dict[str,
 
 def _require_equal(cases: list[dict[str, Any]], size: int, steps: int) -> None:
     main, *others = run_ranks(_DRIVER, [json.dumps(cases), str(steps)], size, timeout=400)
-    assert all(other.returncode == 0 for other in others), others[0].stderr
-    assert main.returncode == 0, main.stderr
+    for one in (*others, main):
+        assert one.returncode == 0, (one.returncode, one.stderr)
     lines = [json.loads(line) for line in main.stdout.splitlines() if line[:1] == "{"]
     assert len(lines) == len(cases)
     for case, line in zip(cases, lines, strict=True):

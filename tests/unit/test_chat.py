@@ -404,7 +404,7 @@ def test_retry_undo_and_reset(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     a, b, [end] = ours.encode("a")[0], ours.encode("b")[0], turn_end_ids(ours)
     session, model = session_of(ours, [a, end, b, end, a, end], system="Be kind.")
-    with pytest.raises(ConfigError, match="no message yet"):
+    with pytest.raises(ConfigError, match="no message to answer again yet"):
         session.retry()
     assert session.undo() is None
     say(session, "hello")

@@ -300,6 +300,17 @@ def test_measuring_fills_the_store_with_what_costs_most() -> None:
             ],
             [((1, 4, 8, 4), FP32), *[((1, 2, 8, 4), FP32)] * 2],
         ),
+        # With sinks, as in gpt-oss.
+        op(
+            "blockwise_attention.default",
+            [((1, 4, 8, 4), FP32), *[((1, 2, 8, 4), FP32)] * 2, ((8, 8), torch.bool), ((4,), FP32)],
+            [((1, 4, 8, 4), FP32)],
+        ),
+        op(
+            "blockwise_attention_backward.default",
+            [*[((1, 4, 8, 4), FP32)] * 2, *[((1, 2, 8, 4), FP32)] * 2, ((4,), FP32)],
+            [((1, 4, 8, 4), FP32), *[((1, 2, 8, 4), FP32)] * 2, ((4,), FP32)],
+        ),
         op(
             "grouped_linear.default",
             [((6, 8), FP32), ((3, 4, 8), FP32), ((3,), torch.int32)],

@@ -106,15 +106,18 @@ def _blockwise(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     function = OPDEFS[f"firstlight::{operator.base_name}"]._init_fn
     count = 4 if operator.base_name.endswith("backward") else 3
     heads = tensors[count - 3].shape[1]
-    mask, kept = None, None
+    mask, kept, sinks_H = None, None, None
     for one in tensors[count:]:
+        if one.dim() == 1:
+            sinks_H = one
+            continue
         # A query that sees nothing has no weights.
         one.fill_(True)
         if one.dim() == 4 and one.shape[1] == heads:
             kept = one
         else:
             mask = one
-    return lambda: function(*tensors[:count], mask, kept, 1.0)
+    return lambda: function(*tensors[:count], mask, kept, 1.0, 0.0, sinks_H)
 
 
 def _experts(operator: Operator, tensors: Sequence[Tensor]) -> Call:
