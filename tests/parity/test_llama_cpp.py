@@ -163,7 +163,12 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 7, "rope_parameters": _KINDS}),
     "gemma3_text-without-window": (
         "gemma3_text",
-        {**_GEMMA, "layer_types": ["full_attention"] * 2, "rope_parameters": _KINDS},
+        {
+            **_GEMMA,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention"] * 4,
+            "rope_parameters": _KINDS,
+        },
     ),
     "gemma3_text-capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 5.0}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
