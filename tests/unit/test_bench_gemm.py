@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from firstlight.bench import gemm, gemm_loops, gemm_products
 from firstlight.bench.gemm import GemmRun, compare, draw, hardware_dtypes, step_times, summarize
@@ -23,6 +25,7 @@ from firstlight.bench.gemm_loops import (
     cache_sizes,
     draw_loops,
     measure_loops,
+    measure_waves,
     multiply_rows,
     multiply_squares,
     sum_passes,
@@ -383,6 +386,7 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
     assert any(line.startswith("4 KiB ") for line in lines)
     assert any(line.startswith("8 MiB ") for line in lines)
     assert any(line.startswith("row blocks of 1 ") for line in lines)
+    assert any(line.startswith("products of 32 square at once") for line in lines)
     assert not any("interrupted" in line for line in lines)
 
 
@@ -439,9 +443,10 @@ def test_a_result_of_several_formats_and_waves_is_drawn() -> None:
     assert len(result["wave"]) == 4 * 5
 
 
-def test_passes_caches_and_blocks_are_drawn_into_their_own_axes() -> None:
-    passes, blocks = Figure().subplots(1, 2)
+def test_passes_caches_blocks_and_waves_are_drawn_into_their_own_axes() -> None:
+    passes, blocks, waves = Figure().subplots(1, 3)
     rates = {"lowest": 1e9, "highest": 4e9}
+    ratios = [{"products": n, "time_ratio": 1.1 * (n - 1), **rates} for n in (2, 3)]
     loops = {
         "caches": {"L1": 32768},
         "passes": [
@@ -453,8 +458,9 @@ def test_passes_caches_and_blocks_are_drawn_into_their_own_axes() -> None:
             {"cut": "square blocks", "block": 64, "flops_per_second": 3.5e9, **rates},
         ],
         "edge": 64,
+        "waves": {"threads": 2, "edge": 32, "rows": ratios},
     }
-    draw_loops(loops, passes, blocks)
+    draw_loops(loops, passes, blocks, waves)
 
     def points(axes: Any) -> dict[str, list[tuple[float, float]]]:
         return {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.lines}
@@ -465,6 +471,9 @@ def test_passes_caches_and_blocks_are_drawn_into_their_own_axes() -> None:
     assert points(blocks) == {"row blocks": [(1, 1), (64, 4)], "square blocks": [(64, 3.5)]}
     assert [text.get_text() for text in passes.texts] == ["L1"]
     assert "at 64 the whole product" in blocks.get_xlabel()
+    times, steps = points(waves).values()
+    assert times == [(2, 1.1), (3, 2.2)]
+    assert steps == [(2, 1), (3, 2)]
 
 
 def test_the_help_names_every_format_and_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -534,6 +543,25 @@ def test_loops_are_measured_on_one_thread_up_to_the_whole_product(
         ("square blocks", 32),
         ("square blocks", 64),
     ]
+
+
+def test_products_at_once_are_counted_in_full_and_beyond_full_waves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done, really = [], torch.mm
+
+    def multiply(*arguments: Any, **options: Any) -> Tensor:
+        done.append(torch.get_num_threads())
+        return really(*arguments, **options)
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(gemm_loops, "time", SimpleNamespace(perf_counter=lambda: len(done)))
+    waves = measure_waves(8, threads=3)
+    assert waves["rows"] == [  # by this clock a product takes a second, and none at a time with it
+        {"products": count, "time_ratio": count, "lowest": count, "highest": count}
+        for count in (1, 3, 4, 6, 7, 9, 10, 12, 13)
+    ]
+    assert set(done) == {1}
 
 
 def test_caches_of_instructions_are_left_out(tmp_path: Path) -> None:

@@ -135,10 +135,9 @@ class GemmRun:
                         found = measure(product, operands[name], repeats, device)
                     self.seconds[name][number].append(found)
                     progress.advance(task, work[number, name])
-            plan = self.plan
-            if plan.pass_bytes:
-                progress.update(task, description="passes and blocks on one thread")
-                self.loops = measure_loops(plan)
+            if self.plan.pass_bytes:
+                progress.update(task, description="passes, blocks and waves")
+                self.loops = measure_loops(self.plan)
         self.complete = True
 
     def _warm_up(
@@ -351,10 +350,11 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 def draw(result: Mapping[str, Any]) -> bytes:
     """A PNG of a result: rates by size, the model's products, padding, tiles, cache levels."""
     loops = result.get("loops")
-    figure = new_figure(14, 16 if loops else 11)
-    (size, model), (padding, tile), *below = figure.subplots(3 if loops else 2, 2)
+    figure = upper = new_figure(14, 16 if loops else 11)
     if loops:
-        draw_loops(loops, *below[0])
+        upper, lower = figure.subfigures(2, height_ratios=(2, 1))
+        draw_loops(loops, *lower.subplots(1, 3))
+    (size, model), (padding, tile) = upper.subplots(2, 2)
     height = 0.8 / len(result["ceilings"])
     for number, dtype in enumerate(result["ceilings"]):
         rows = [row for row in result["rows"] if row["dtype"] == dtype]

@@ -1,5 +1,6 @@
-"""The part of `firstlight bench gemm` on a CPU's caches: rates of passes over growing arrays
-and of matrix products in blocks of growing size, on one thread.
+"""The part of `firstlight bench gemm` on a CPU's caches and cores: rates of passes over growing
+arrays and of matrix products in blocks of growing size, on one thread, and the time of a growing
+number of equal products on all threads.
 
 A pass reads an array in fp32 and sums it up. An array that fits into a cache is read from it each
 time but the first, so the rate falls in steps where L1, L2 and L3 end. One call of torch makes as
@@ -13,6 +14,10 @@ The product C = A @ B of square fp32 matrices is cut in two ways, each cut a cal
                     of them fit into a cache; with small blocks the cost of a call dominates
 
 The last cut of both is the whole product, in the blocks that the library itself chooses.
+
+Equal products of one thread each are dealt out to the threads. On two threads the third product
+waits until one of them is free: three take as long as four, as a GPU needs a second wave for one
+tile more than it has multiprocessors.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import torch
 from torch import Tensor
 
 from firstlight.bench.gemm_products import GemmPlan
+from firstlight.hardware.device import single_threaded_pool
 
 #: The kernel's description of the first core's caches (Linux).
 CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -37,6 +43,9 @@ _CALL_BYTES = 1 << 22
 
 #: Measurements of each row; a row reports their median.
 _REPEATS = 5
+
+#: Measurements of each number of products, which are short: a few milliseconds.
+_WAVE_REPEATS = 15
 
 
 def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
@@ -92,9 +101,10 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
     Returns:
         "caches": see `cache_sizes`. "passes": "bytes" and "bytes_per_second" of each array.
         "blocks": "cut" (row blocks, square blocks), "block" (its rows), and "flops_per_second".
-        "edge". Rates are medians, with "lowest" and "highest".
+        "edge". Rates are medians, with "lowest" and "highest". "waves": see `measure_waves`.
     """
     edge, measure_seconds = plan.blocked_edge, plan.measure_seconds
+    waves = measure_waves(edge // 2, torch.get_num_threads())
     with _one_thread():
         passes = []
         for size in plan.pass_bytes:
@@ -109,7 +119,48 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
                 row = {"cut": cut, "block": block, **_median("flops_per_second", rates)}
                 blocks.append(row)
                 block *= 2
-    return {"caches": cache_sizes(), "passes": passes, "blocks": blocks, "edge": edge}
+    return {
+        "caches": cache_sizes(),
+        "passes": passes,
+        "blocks": blocks,
+        "edge": edge,
+        "waves": waves,
+    }
+
+
+def measure_waves(edge: int, threads: int) -> dict[str, Any]:
+    """Measure the time of several products at once against that of a single one.
+
+    Args:
+        edge: rows and columns of each product.
+        threads: number of threads, of which each multiplies one product at a time.
+
+    Returns:
+        "threads", "edge", and "rows" with "products", their number, and "time_ratio": a median of
+        ratios, each of two measurements made one after the other, with "lowest" and "highest".
+        One full wave, one product more, and so on; with one thread, each product is a wave.
+    """
+    counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
+    a, b, outs = torch.rand(edge, edge), torch.rand(edge, edge), torch.empty(counts[-1], edge, edge)
+    with single_threaded_pool(threads, "wave") as pool:
+
+        def seconds(count: int) -> float:
+            start = time.perf_counter()
+            for _ in pool.map(lambda out: torch.mm(a, b, out=out), outs[:count]):
+                pass
+            return time.perf_counter() - start
+
+        seconds(counts[-1])  # starts the threads
+        rows = [
+            {
+                "products": count,
+                **_median(
+                    "time_ratio", [seconds(count) / seconds(1) for _ in range(_WAVE_REPEATS)]
+                ),
+            }
+            for count in counts
+        ]
+    return {"threads": threads, "edge": edge, "rows": rows}
 
 
 @contextmanager
@@ -139,9 +190,9 @@ def _median(name: str, rates: Sequence[float]) -> dict[str, float]:
     return {name: statistics.median(rates), "lowest": min(rates), "highest": max(rates)}
 
 
-def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any) -> None:
+def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -> None:
     """Draw `measure_loops`'s result: into the axes `passes` the rates of passes, with the ends of
-    the caches, into the axes `blocks` those of products in blocks."""
+    the caches, into `blocks` those of products in blocks, into `waves` the times of several."""
     rows = loops["passes"]
     _draw_rates(passes, rows, "bytes", "bytes_per_second", "C0", "passes, fp32")
     for name, size in loops["caches"].items():
@@ -160,6 +211,23 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any) -> None:
         ylim=(0, None),
     )
     blocks.legend()
+    found = loops["waves"]
+    places = [row["products"] for row in found["rows"]]
+    waves.plot(places, [row["time_ratio"] for row in found["rows"]], "o-", color="C0")
+    low, high = ([row[end] for row in found["rows"]] for end in ("lowest", "highest"))
+    waves.fill_between(places, low, high, color="C0", alpha=0.2)
+    waves.plot(
+        places,
+        [-(-place // found["threads"]) for place in places],
+        color="black",
+        linestyle="--",
+        linewidth=0.8,
+    )
+    waves.set(
+        xlabel=f"products at once, each of one of {found['threads']} threads",
+        ylabel="time / time of one (dashed: waves)",
+        ylim=(0, None),
+    )
 
 
 def _draw_rates(

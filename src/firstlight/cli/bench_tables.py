@@ -284,7 +284,7 @@ def show_gemm(result: Result) -> None:
 
 
 def _show_loops(loops: Result) -> None:
-    """Show the rates of passes over arrays and of a product in blocks."""
+    """Show the rates of passes over arrays and of a product in blocks, and waves of products."""
 
     def binary(size: int) -> str:  # as data sheets of processors name caches
         return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
@@ -304,6 +304,14 @@ def _show_loops(loops: Result) -> None:
     ]
     show()
     show_table([(f"one thread multiplies fp32, {loops['edge']} square", "GFLOP/s"), *blocks])
+    waves = loops["waves"]
+    times = [
+        (str(row["products"]), "{time_ratio:.2f} ({lowest:.2f}-{highest:.2f})".format_map(row))
+        for row in waves["rows"]
+    ]
+    show()
+    title = f"products of {waves['edge']} square at once, {waves['threads']} threads"
+    show_table([(title, "time / time of one"), *times])
 
 
 def _show_by_dtype(
