@@ -319,6 +319,14 @@ def test_an_unknown_family_is_compared_with_the_nearest_known_one(
     assert f": its text_config is a {like}, and its other parts are not read (" in refusal(tmp_path)
 
 
+#: Sizes of a model like Llama, without rotary settings.
+_PLAIN_LLAMA = {
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -337,6 +345,28 @@ def test_an_unknown_family_is_compared_with_the_nearest_known_one(
         (
             {"model_type": "opt", "n_head": 2, "max_position_embeddings": 8},
             "gpt2, which has the same",
+        ),
+        (
+            {"model_type": "falcon", "n_head": 2, "layer_norm_epsilon": 1e-5, "alibi": False}
+            | {"multi_query": True, "parallel_attn": True},
+            "gpt_neox, which has no multi_query (",
+        ),
+        (
+            {"model_type": "baichuan", **_PLAIN_LLAMA, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+            | {"model_max_length": 8, "attn_implementation": "eager"},
+            "llama, which has the same keys in config.json and another class (",
+        ),
+        (
+            {"model_type": "minicpm", **_PLAIN_LLAMA, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+            | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+            "granite, which has the same keys in config.json, other names for dim_model_base, "
+            "scale_depth, scale_emb, and another class (",
+        ),
+        (
+            {"model_type": "exaone", **_PLAIN_LLAMA, "activation_function": "silu"}
+            | {"layer_norm_epsilon": 1e-5},
+            "llama, which has the same keys in config.json, other names for activation_function, "
+            "layer_norm_epsilon, and another class (",
         ),
     ],
 )

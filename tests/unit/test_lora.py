@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from firstlight.errors import ConfigError, ModelError
+from firstlight.lora.files import peft_notes
 from firstlight.lora.layers import (
     LoraConfig,
     LoraLinear,
@@ -152,6 +153,17 @@ def test_all_linear_is_every_linear_layer_but_the_head(name: str, kinds: list[st
     linear = [n for n, m in plain.named_modules() if isinstance(m, nn.Linear | Conv1D)]
     layers = {n for n in linear if n != "lm_head" and not n.endswith(("mlp.gate", "router"))}
     assert {n.rpartition(".")[0] for n in lora_parameters(model)} == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("llama", []), ("gpt_oss", []), ("deepseek_v3", ["6"]), ("qwen3_next", ["6"])],
+)
+def test_adapters_that_peft_would_lose_are_counted(name: str, lost: list[str]) -> None:
+    notes = peft_notes(adapted(some_model(name), disturbed=False))
+    assert [word for note in notes for word in note.split() if word.isdigit()] == lost
+    of_attention = EVERY_LINEAR[name][:1]
+    assert peft_notes(adapted(some_model(name), disturbed=False, targets=of_attention)) == []
 
 
 def test_a_target_is_the_end_of_a_name() -> None:

@@ -336,6 +336,23 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
     return {ADAPTER_CONFIG_NAME: json.dumps(content, indent=2) + "\n"}
 
 
+#: Layers that PEFT takes for stacked experts in every model that has such.
+_TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def peft_notes(model: Model) -> list[str]:
+    """The adapters that PEFT does not load from the model's files: one line, or none."""
+    names = [name for name, _ in lora_layers(model)]
+    lost = [name for name in names if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
+    if not lost or not model.config.expert_count:
+        return []
+    return [
+        f"PEFT 0.21 does not load the adapters of {len(lost)} layers beside experts "
+        f"({', '.join(_TAKEN_FOR_EXPERTS)}): for PEFT, leave them out of lora.targets, or merge "
+        "with `firstlight convert RUN --to hf`"
+    ]
+
+
 def base_name(given: str | Path, folder: Path) -> str:
     """The base's name for `adapter_files`: a hub id as it is, else an absolute path.
 

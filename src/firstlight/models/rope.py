@@ -114,7 +114,8 @@ def check_rope(
     if nested and isinstance(scaling, YarnRope) and not scaling.truncate:
         raise ValueError(
             "rope_scaling: truncate must be true where layers with a window have a base of their "
-            "own: transformers does not read it there"
+            "own: transformers does not read it there; leave it out, also to resume a run that had "
+            "it"
         )
     if isinstance(scaling, LongRope):
         pairs = (rotary_dim + 1) // 2

@@ -26,6 +26,7 @@ from firstlight.console import say
 from firstlight.data.corpus import Corpus
 from firstlight.errors import ConfigError, DataError, StorageError
 from firstlight.hardware.device import Hardware
+from firstlight.lora.files import peft_notes
 from firstlight.models import ModelConfig
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
@@ -142,6 +143,8 @@ def _assembled(
     # Before adapters and the optimizer: references are those of the model as it was.
     give_references(resolved, (dataset, validation), model, newest, start, hardware, tell)
     attach(model, resolved, hardware)
+    for note in peft_notes(model):
+        tell(f"warning: {note}")
     program = TrainingProgram(resolved, model, hardware, engine)
     # From here on random numbers are for dropout, which differs from row to row.
     torch.manual_seed(resolved.run.seed + engine.rank)

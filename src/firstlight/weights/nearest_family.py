@@ -24,6 +24,7 @@ _NOT_OF_THE_ARCHITECTURE = frozenset(
         ),
         *("scale_attn_weights", "reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx"),
         *("n_ctx", "sliding_window_pattern", "use_mamba_kernels", "use_mambapy"),
+        *("attn_implementation", "model_max_length", "rotary_emb_base"),
         *("forced_eos_token_id", "forced_bos_token_id", "layerdrop"),
     )
 )
@@ -44,7 +45,14 @@ _SAME_KEYS = {
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), "partial_rotary_factor"),
     **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts"), "num_experts"),
     **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_token"), "num_experts_per_tok"),
+    "parallel_attn": "use_parallel_residual",
+    # MiniCPM computes Granite's multipliers from these.
+    "scale_emb": "embedding_multiplier",
+    "scale_depth": "residual_multiplier",
+    "dim_model_base": "logits_scaling",
 }
+#: Keys of an epsilon, of LayerNorm in most families, of RMSNorm beside SiLU.
+_EITHER_NORM = ("layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 _STATE = "a state in place of attention"
 #: A trait of an architecture -> beginnings of keys that show it, and its weight in comparisons.
@@ -96,9 +104,8 @@ def nearest_family(content: Mapping[str, Any]) -> str:
     all_keys = {_SAME_KEYS.get(key, key) for key in known}
     if not keys & all_keys:
         return ""
-    lacks = sorted(key for key in asked if _SAME_KEYS.get(key, key) in keys - all_keys)
-    more = f" and {len(lacks) - _SHOWN} more" if len(lacks) > _SHOWN else ""
-    differs = [f"has no {', '.join(lacks[:_SHOWN])}{more}"] if lacks else []
+    lacks = sorted(key for key in asked if _our_name(key, asked) in keys - all_keys)
+    differs = [f"has no {_listed(lacks)}"] if lacks else []
     act = _act_of(known)
     if _act_of(asked) not in (None, act):
         differs.append(f"has hidden_act {act!r} in place of {_act_of(asked)!r}")
@@ -108,9 +115,27 @@ def nearest_family(content: Mapping[str, Any]) -> str:
         more_traits = [trait for trait in more_traits if trait != "LayerNorm"]
     differs += [f"has {', '.join(more_traits)}"] if more_traits else []
     own = "; of its parts only the text_config was compared" if asked is text else ""
-    same = "has the same keys in config.json and another class"
+    renamed = sorted(
+        key for key in asked if key not in known and _our_name(key, asked) in keys & all_keys
+    )
+    others = f", other names for {_listed(renamed)}," if renamed else ""
+    same = f"has the same keys in config.json{others} and another class"
     said = f": the nearest is {name}, which {' and '.join(differs) or same}"
     return said + own + _no_decoder(content)
+
+
+def _listed(names: list[str]) -> str:
+    """The first names, and the number of the others, for a sentence."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _our_name(key: str, config: Mapping[str, Any]) -> str:
+    """Our name of a key of config.json."""
+    # EXAONE 3 and Mamba have the epsilon of an RMSNorm under the name of a LayerNorm's.
+    if key in _EITHER_NORM and _act_of(config) == "silu":
+        return "rms_norm_eps"
+    return _SAME_KEYS.get(key, key)
 
 
 def _act_of(config: Mapping[str, Any]) -> str | None:
@@ -127,7 +152,7 @@ def _keys_of(config: Mapping[str, Any]) -> set[str]:
     """The keys that say something about an architecture, under our names; false, 0 and empty
     values are what a model without the key has."""
     return {
-        _SAME_KEYS.get(key, key)
+        _our_name(key, config)
         for key, value in config.items()
         if value
         and key not in _NOT_OF_THE_ARCHITECTURE
@@ -138,7 +163,7 @@ def _keys_of(config: Mapping[str, Any]) -> set[str]:
 
 def _traits(config: Mapping[str, Any]) -> Set[str]:
     """The traits of an architecture, by the keys of its config.json."""
-    keys = {_SAME_KEYS.get(key, key) for key, value in config.items() if value}
+    keys = {_our_name(key, config) for key, value in config.items() if value}
     found = {
         trait
         for trait, (starts, _) in _TRAITS.items()
@@ -149,6 +174,11 @@ def _traits(config: Mapping[str, Any]) -> Set[str]:
     elif {"hidden_size", "num_hidden_layers"} <= keys:
         # RWKV's keys say of its state only that there are no heads.
         found.add(_STATE)
+    # Baichuan and MiniCPM rotate by the usual base and have no key for it; so does Falcon without
+    # ALiBi.
+    is_plain = {"rms_norm_eps", "max_position_embeddings"} <= keys and _STATE not in found
+    if is_plain or config.get("alibi") is False:
+        found.add("rotary positions")
     # Others, as BLOOM, add a bias to the scores, and have no greatest position.
     if "max_position_embeddings" in keys and "rotary positions" not in found:
         found.add("learned positions")
