@@ -248,16 +248,22 @@ _HEAD = """\
 
     firstlight bench learning --out DIR --page docs/benchmarks/learning.md
 
-Each run is `firstlight train` in a process of its own. Bits per byte are those of the whole
-held-out text at the end of a run, or of as many of its tokens as the heading names; mean and
-standard deviation over the seeds. Tokens and seconds to the baseline are those at which a row's
-curve reaches the end of the baseline's; curves are of 32,768 held-out tokens, or of an eighth of
-those in the heading. Seconds are those of training steps: evaluations, checkpoints and the start
-of the process do not count. A gain is in bits per byte over the row that is changed, mean and
-standard deviation over pairs of runs with one seed, which read the same text in the same order. A
-change is kept if it gains more than twice that deviation on two corpora and at two sizes with three
-seeds, and loses as much nowhere. Of a corpus whose tokens are bytes, a nat is 1.4427 bits: a loss
-of 1.88 nats is 2.7123 bits per byte.
+Each run is `firstlight train` in a separate process.
+
+- **bits per byte**: on the whole held-out text at the end of a run, or on the number of its tokens
+  that the heading names; mean and standard deviation over the seeds.
+- **tokens and seconds to the baseline**: the point at which a row's curve of held-out bits per byte
+  reaches the end of the baseline's curve. Curves are measured on 32,768 held-out tokens, or on an
+  eighth of the tokens in the heading.
+- **seconds**: time of the training steps, without evaluations, checkpoints and the start of the
+  process.
+- **gain**: bits per byte fewer than the compared row; mean and standard deviation over pairs of
+  runs with one seed, which read the same text in the same order. **in spreads** is the gain divided
+  by its standard deviation.
+
+A change is kept if it gains more than two standard deviations on two corpora and at two sizes with
+three seeds, and nowhere loses as much. If the tokens of a corpus are bytes, a nat is 1.4427 bits: a
+loss of 1.88 nats is 2.7123 bits per byte.
 
 Machine: {machine}.
 """

@@ -97,7 +97,7 @@ ROWS: dict[str, LearningRow] = {
     ),
     "nanogpt-tuned": LearningRow(
         {**_NANOGPT, "optimizer.learning_rate": 2e-3},
-        about="nanoGPT at 2e-3, a rate for small models",
+        about="nanoGPT at 2e-3, a learning rate for small models",
     ),
     "nanogpt-cpu": LearningRow(
         {
@@ -121,13 +121,13 @@ ROWS: dict[str, LearningRow] = {
             "schedule.warmup_ratio": 0.07,
             "schedule.min_lr_ratio": 0.05,
         },
-        about="firstlight's demo of before: Llama layout, Muon at 0.005, AdamW at 0.02, cosine to "
-        "a twentieth",
+        about="firstlight's earlier demo: Llama layout, Muon at 0.005, AdamW at 0.02, cosine to a "
+        "twentieth",
     ),
     "nanochat": LearningRow(
         _NANOCHAT,
-        about="nanochat as far as the Qwen3 layout carries it: zero-initialised projections, "
-        "NorMuon, AdamW at 0.3 on the embedding and 0.004 on the head, a line down over the last "
+        about="nanochat's settings that work in the Qwen3 layout: zero-initialised projections, "
+        "NorMuon, AdamW at 0.3 on the embedding and 0.004 on the head, linear decay over the last "
         "65 %",
     ),
     NEW: LearningRow(
@@ -143,11 +143,11 @@ ROWS: dict[str, LearningRow] = {
         "down to zero",
     ),
     # Single changes.
-    "linear-to-zero": LearningRow(_ZERO, BEFORE, "a line down to zero after the warm-up"),
+    "linear-to-zero": LearningRow(_ZERO, BEFORE, "linear decay to zero after the warm-up"),
     "stable-then-zero": LearningRow(
         {**_ZERO, "schedule.kind": "wsd", "schedule.decay_fraction": 0.6},
         BEFORE,
-        "the peak, then a line down to zero over the last 60 %",
+        "the peak rate, then linear decay to zero over the last 60 %",
     ),
     "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3 layout: norms on q and k"),
     "untied-head": LearningRow(
