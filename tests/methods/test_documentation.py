@@ -105,9 +105,7 @@ def test_keys_of_learning_stand_on_their_page() -> None:
 def test_a_row_says_what_why_how_near_and_how_it_is_proved(key: str) -> None:
     _, why, nearness, _, proof, _ = _rows()[key]
     assert len(why) > 10
-    classes = (
-        "exact|rounding|approximate: .* nats, .* %|mathematics|plain|on a GPU alone|as its"
-    )
+    classes = "exact|rounding|approximate: .* nats, .* %|mathematics|plain|on a GPU alone|as its"
     assert re.match(classes, nearness)
     assert re.search(r"\b(alone|together|refused)\b|`test_\w+`", proof)
     assert "untested" not in nearness
