@@ -277,7 +277,7 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
-    """Whether each process wrote its shards of a checkpoint."""
+    """True if each process wrote its shards of a checkpoint."""
     return bool(shard_names(path.name for path in folder.iterdir()))
 
 

@@ -75,7 +75,7 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """Whether this save's run went on from before the other, which is of a dead branch."""
+        """True if this save's run went on from before the other, which is of a dead branch."""
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
         )
@@ -175,7 +175,7 @@ def _complete(run_folder: Path) -> list[Saved]:
 
 
 def names_run(saved: Saved, run_id: str | None) -> bool:
-    """Whether a checkpoint's manifest, which may be damaged, names a run; True without an id."""
+    """True if a checkpoint's manifest, which may be damaged, names a run; True without an id."""
     if run_id is None:
         return True
     with contextlib.suppress(InputError):
@@ -219,7 +219,7 @@ def _seal(text: str) -> str:
 
 
 def _is_sealed(text: str) -> bool:
-    """Whether not one character of a manifest's text is changed."""
+    """True if not one character of a manifest's text is changed."""
     return text == _seal(text[: -len(_seal(_END))] + _END)
 
 

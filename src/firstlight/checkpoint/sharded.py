@@ -135,7 +135,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """Whether this process writes its shard of a tensor; other processes may have copies."""
+    """True if this process writes its shard of a tensor; other processes may have copies."""
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()

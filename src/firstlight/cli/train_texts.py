@@ -62,7 +62,7 @@ def text_options(verb: F) -> F:
 
 
 def takes_texts(paths: Sequence[str]) -> bool:
-    """Whether the arguments of the verb are texts, not a recipe, run, model or prepared corpus."""
+    """True if the arguments of the verb are texts, not a recipe, run, model or prepared corpus."""
     places = [Path(path).expanduser() for path in paths]
     if any(place.suffix.lower() in (".yaml", ".yml") for place in places):
         return False
@@ -76,7 +76,7 @@ def takes_texts(paths: Sequence[str]) -> bool:
 
 
 def _holds(path: Path, sign: str) -> bool:
-    """Whether a file is there and has such a sign in it. One that can't be read counts as one that
+    """True if a file is there and has such a sign in it. One that can't be read counts as one that
     has it, so that the error is about that."""
     if not path.is_file():
         return False

@@ -91,17 +91,17 @@ class ModelShape:
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
+        """True if queries, keys and values have biases."""
         return bool(getattr(self.model, "qkv_bias", True))
 
     @property
     def attention_bias(self) -> bool:
-        """Whether the attention's projections have biases, but for families that leave some out."""
+        """True if the attention's projections have biases, but for families that leave some out."""
         return bool(getattr(self.model, "attention_bias", True))
 
     @property
     def mlp_bias(self) -> bool:
-        """Whether the MLP's projections have biases."""
+        """True if the MLP's projections have biases."""
         return bool(getattr(self.model, "mlp_bias", True))
 
     @property
@@ -111,7 +111,7 @@ class ModelShape:
 
     @property
     def parallel(self) -> bool:
-        """Whether attention and MLP are side by side."""
+        """True if attention and MLP are side by side."""
         return bool(getattr(self.model, "use_parallel_residual", False))
 
     @property

@@ -76,7 +76,7 @@ class TensorRule:
 
     @property
     def small(self) -> bool:
-        """Whether llama.cpp needs the tensor in fp32 in every format: vectors, biases, routers,
+        """True if llama.cpp needs the tensor in fp32 in every format: vectors, biases, routers,
         learned positions, convolutions and the norms of heads."""
         small_tables = (
             *("position_embd.weight", "ffn_gate_inp.weight", "_norm.weight"),

@@ -187,7 +187,7 @@ def import_gguf() -> Any:
 
 
 def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the head is the embedding.
+    """True if the head is the embedding.
 
     Raises:
         ModelError: config.json and the tensors contradict each other.

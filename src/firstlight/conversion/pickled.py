@@ -260,7 +260,7 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers are all stored in the file: with strides of zero, a few bytes make
+    """True if a tensor's numbers are all stored in the file: with strides of zero, a few bytes make
     a tensor of any size."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False

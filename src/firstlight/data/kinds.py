@@ -183,7 +183,7 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether a file has as many control characters as no text has."""
+    """True if a file has as many control characters as no text has."""
     controls = _control_characters(head)
     return controls >= _LEAST_CONTROLS and controls >= _LEAST_CONTROL_SHARE * len(head)
 

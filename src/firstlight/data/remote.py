@@ -79,7 +79,7 @@ _Entry: TypeAlias = dict[str, Any]
 
 
 def is_url(location: str | Path) -> bool:
-    """Whether this is the URL of a place, not the path of a folder."""
+    """True if this is the URL of a place, not the path of a folder."""
     return _URL.match(str(location)) is not None
 
 
@@ -228,7 +228,7 @@ def _missing_package(url: str, error: ImportError) -> MissingDependencyError:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server answered that it will not give this, today or tomorrow."""
+    """True if a server answered that it will not give this, today or tomorrow."""
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)

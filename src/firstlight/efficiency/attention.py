@@ -72,7 +72,7 @@ def resolve_attention(
 
 
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
-    """Whether "auto" is blockwise on a CPU: in bf16 with heads of 64 and more, up to 1,024 tokens;
+    """True if "auto" is blockwise on a CPU: in bf16 with heads of 64 and more, up to 1,024 tokens;
     with dropout, which torch's fused kernel for CPUs has not, where one of the first two holds.
 
     In bf16 it took 0.7 to 0.9 of the fused kernel's time there, compiled or not; with 2,048 tokens

@@ -38,7 +38,7 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether what torch.compile's inductor needs for a device is there."""
+    """True if what torch.compile's inductor needs for a device is there."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
@@ -75,7 +75,7 @@ def compiled(
 
 
 def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
-    """Whether the training step's kernels are recorded, and their results lie in the memory of the
+    """True if the training step's kernels are recorded, and their results lie in the memory of the
     record."""
     recorded = config.compile_mode in ("reduce-overhead", "max-autotune")
     return config.compile is True and recorded and hardware.device.type == "cuda"

@@ -271,7 +271,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether there is no half of a surrogate pair in it, which JSON can spell."""
+    """True if there is no half of a surrogate pair in it, which JSON can spell."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 

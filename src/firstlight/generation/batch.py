@@ -127,7 +127,7 @@ class BatchDecoder:
         return length
 
     def _is_long(self, token_ids: Sequence[int]) -> bool:
-        """Whether a text's rotary positions are those of long texts."""
+        """True if a text's rotary positions are those of long texts."""
         first = self.model.config.long_from
         return first is not None and len(token_ids) >= first
 

@@ -173,7 +173,7 @@ class ChatSession:
 
     @property
     def has_template(self) -> bool:
-        """Whether there are turns; otherwise, there is one text that goes on."""
+        """True if there are turns; otherwise, there is one text that goes on."""
         return self._tokenizer.chat_template is not None
 
     @property

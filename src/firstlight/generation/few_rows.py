@@ -95,7 +95,7 @@ def lay_out(model: Model) -> None:
 
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows_linear` can be called: the kernel is there, the rows are few, on a CPU, and
+    """True if `few_rows_linear` can be called: the kernel is there, the rows are few, on a CPU, and
     no gradient is wanted.
 
     Args:
@@ -171,7 +171,7 @@ _NAMES = {torch.float32: "product_float32", torch.bfloat16: "product_bfloat16"}
 
 
 def has_kernels() -> bool:
-    """Whether the kernels for few rows can be used on this machine."""
+    """True if the kernels for few rows can be used on this machine."""
     return bool(_products())
 
 

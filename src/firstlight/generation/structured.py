@@ -48,7 +48,7 @@ class Constraint(Protocol):
     """A constraint on the tokens of a text."""
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """Whether each token may come next, bool [V] on the CPU. End tokens may where the text is
+        """True if each token may come next, bool [V] on the CPU. End tokens may where the text is
         complete."""
 
     def push(self, token_id: int) -> bool:
@@ -72,7 +72,7 @@ class Vocabulary:
 
 
 def can_structure() -> bool:
-    """Whether llguidance is installed."""
+    """True if llguidance is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 

@@ -85,7 +85,7 @@ _WORTHWHILE = 1.2
 
 @functools.cache
 def bf16_is_faster(device: torch.device) -> bool:
-    """Whether matrix products in bf16 are worth it on a device that has them.
+    """True if matrix products in bf16 are worth it on a device that has them.
 
     On CPUs this is measured: one that names the instructions (avx512_bf16, but no AMX) was seen
     to run bf16 at half of fp32's rate.
@@ -192,7 +192,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was not enough memory, on any device."""
+    """True if an error says that there was not enough memory, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)

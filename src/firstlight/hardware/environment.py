@@ -43,7 +43,7 @@ def for_generation() -> dict[str, str]:
 
 
 def _cores_are_busy() -> bool:
-    """Whether other programs use more than a quarter of the cores right now; false if unknown."""
+    """True if other programs use more than a quarter of the cores right now; false if unknown."""
     try:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)
     except (OSError, ValueError, IndexError):

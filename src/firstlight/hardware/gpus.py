@@ -47,7 +47,7 @@ class GPU:
 
     @property
     def is_apple(self) -> bool:
-        """Whether torch's device for it is mps."""
+        """True if torch's device for it is mps."""
         return re.match(r"M[1-9]\b", self.name) is not None
 
     @property

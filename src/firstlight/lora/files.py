@@ -139,7 +139,7 @@ _LONGEST_CHAIN = 16
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no model of its own."""
+    """True if a folder holds an adapter and no model of its own."""
     has_weights = any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
     return (folder / ADAPTER_CONFIG_NAME).is_file() and not has_weights
 

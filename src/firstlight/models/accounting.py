@@ -88,7 +88,7 @@ def _part_of(model: Model, name: str) -> str:
 
 
 def is_multiplied(model: Model, name: str) -> bool:
-    """Whether the parameter of this name is a factor of a matrix product, not only looked up."""
+    """True if the parameter of this name is a factor of a matrix product, not only looked up."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return not isinstance(owner, Embedding) and model.get_parameter(name).dim() >= 2
 
@@ -148,5 +148,5 @@ def state_bytes(config: ModelConfig) -> int:
 
 
 def is_inside_a_layer(name: str) -> bool:
-    """Whether a parameter of this name is one of a layer's."""
+    """True if a parameter of this name is one of a layer's."""
     return any(part.isdigit() for part in name.split("."))

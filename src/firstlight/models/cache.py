@@ -104,7 +104,7 @@ class KVCache:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a state, which can't be cut back to earlier tokens."""
+        """True if some layers keep a state, which can't be cut back to earlier tokens."""
         return any(self.states)
 
     @property

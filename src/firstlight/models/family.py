@@ -234,7 +234,7 @@ class FamilySpec:
 
     @property
     def has_default_types(self) -> bool:
-        """Whether the family has a pattern of layers with and without a window."""
+        """True if the family has a pattern of layers with and without a window."""
         return bool(self.full_attention_every or self.no_rope_every)
 
 
@@ -310,7 +310,7 @@ class FamilyConfig(Section):
         return getattr(self, "router_aux_loss_coef", 0.0)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer (counted from 0) has experts in place of an MLP."""
+        """True if a layer (counted from 0) has experts in place of an MLP."""
         return self.expert_count > 0
 
     def attention_spec(self, layer: int) -> AttentionSpec:

@@ -201,7 +201,7 @@ class DecoderConfig(FamilyConfig):
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the query, key and value projections have biases."""
+        """True if the query, key and value projections have biases."""
         return self.attention_bias or self.family.qkv_bias
 
     @property
@@ -238,14 +238,14 @@ class DecoderConfig(FamilyConfig):
         return AttentionSpec(window, scale=scale, softcap=self.attn_logit_softcapping, rope=rope)
 
     def has_rope(self, layer: int) -> bool:
-        """Whether a layer (counted from 0) has rotary positions."""
+        """True if a layer (counted from 0) has rotary positions."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         every = self.family.no_rope_every
         return not every or (layer + 1) % every != 0
 
     def has_window(self, layer: int) -> bool:
-        """Whether a layer (counted from 0) has the sliding window."""
+        """True if a layer (counted from 0) has the sliding window."""
         if self.sliding_window is None:
             return False
         if self.layer_types is not None:
@@ -379,7 +379,7 @@ class MoEConfig(DecoderConfig):
         return self
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer (counted from 0) has experts in place of an MLP."""
+        """True if a layer (counted from 0) has experts in place of an MLP."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def to_hf(self) -> dict[str, Any]:

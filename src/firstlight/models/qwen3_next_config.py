@@ -140,7 +140,7 @@ class Qwen3NextConfig(MoEConfig):
         return {i: shapes for i in range(self.num_hidden_layers) if self.is_linear(i)}
 
     def is_linear(self, layer: int) -> bool:
-        """Whether a layer (counted from 0) has linear attention."""
+        """True if a layer (counted from 0) has linear attention."""
         if self.layer_types is not None:
             return self.layer_types[layer] == _LINEAR
         return (layer + 1) % min(self.num_hidden_layers, 4) != 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Whether the tensor is a DTensor, of which this process holds its shard only."""
+    """True if the tensor is a DTensor, of which this process holds its shard only."""
     # Importing the module takes most of a second; no DTensor can exist before it is imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -219,7 +219,7 @@ def _library(config: Any) -> str:
 
 
 def compiles_update(config: Any) -> bool:
-    """Whether the optimizer's update is compiled by torch.compile: that of torchao is."""
+    """True if the optimizer's update is compiled by torch.compile: that of torchao is."""
     return bool(config.name == "adamw8bit") and _library(config) == "torchao"
 
 

@@ -333,7 +333,7 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
 
 
 def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix, or a stack of them, of a numbered layer
+    """True if a parameter is a matrix, or a stack of them, of a numbered layer
     (`model.layers.3...`, `h.3...`)."""
     # Experts' biases are stacked, and a convolution has a few weights of each channel alone: they
     # are no matrices, though they have two and three dimensions.

@@ -150,7 +150,7 @@ class ScheduleConfig(Section):
             )
 
     def decides_length(self, step: int, warmup_steps: int, steps_left: int) -> bool:
-        """Whether the number of steps of a run in minutes has to be decided now, because the
+        """True if the number of steps of a run in minutes has to be decided now, because the
         learning rate of the next step depends on it.
 
         Args:

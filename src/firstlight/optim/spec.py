@@ -23,7 +23,7 @@ def momentum_layout(parameter: Tensor, *_: Any) -> Layout:
 
 
 def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor of a parameter's state is sharded where the parameter is.
+    """True if a tensor of a parameter's state is sharded where the parameter is.
 
     Args:
         parameter: the parameter.

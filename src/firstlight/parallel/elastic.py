@@ -302,7 +302,7 @@ class _Agent(LocalElasticAgent):
         say(f"starting all ranks again ({number} of {max_restarts})")
 
     def _rank_0_has_said(self) -> bool:
-        """Whether rank 0, which writes to this terminal, ended with an error of its own."""
+        """True if rank 0, which writes to this terminal, ended with an error of its own."""
         return any(ended.rank == 0 and ended.code > 0 for ended in self._failed)
 
     def code_after_failure(self) -> int:
@@ -325,7 +325,7 @@ class _Agent(LocalElasticAgent):
         return self.noted_code() if codes == {0} else 128 + number
 
     def has_failed_ranks(self) -> bool:
-        """Whether ranks of this machine have failed, up to now."""
+        """True if ranks of this machine have failed, up to now."""
         if self._pcontext is not None:
             self._look_at_ranks(self._worker_group)
         return bool(self._failed)

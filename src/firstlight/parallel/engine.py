@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes files and talks to people."""
+        """True if this is the process that writes files and talks to people."""
         return self.world.is_main
 
     @property

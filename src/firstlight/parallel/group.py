@@ -195,7 +195,7 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
 
 
 def is_exchange_error(error: BaseException | None) -> bool:
-    """Whether an error, or a cause of it, is an error of an exchange between ranks."""
+    """True if an error, or a cause of it, is an error of an exchange between ranks."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -251,7 +251,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def agree(flag: bool) -> bool:
-    """Whether the flag is set on any rank; the same answer on all."""
+    """True if the flag is set on any rank; the same answer on all."""
     if _is_alone():
         return flag
     flags = torch.tensor([int(flag)], dtype=torch.uint8)

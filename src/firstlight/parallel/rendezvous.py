@@ -78,12 +78,12 @@ def own_info(world: World, device: torch.device, fingerprint: str) -> RankInfo:
 
 
 def hosted_by_agent() -> bool:
-    """Whether torch elastic's agent hosts the store, and not rank 0."""
+    """True if torch elastic's agent hosts the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def is_hosting(world: World) -> bool:
-    """Whether this process hosts the store."""
+    """True if this process hosts the store."""
     return world.rank == 0 and not hosted_by_agent()
 
 

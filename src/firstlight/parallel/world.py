@@ -49,7 +49,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files and talks to people."""
+        """True if this is rank 0, which writes files and talks to people."""
         return self.rank == 0
 
 

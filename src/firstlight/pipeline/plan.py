@@ -72,7 +72,7 @@ class Request:
 
     @property
     def has_length(self) -> bool:
-        """Whether it says how long the run is."""
+        """True if it says how long the run is."""
         return (self.seconds, self.tokens, self.steps) != (None, None, None)
 
     @property

@@ -130,7 +130,7 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
 
 
 def _takes_text(name: str) -> bool:
-    """Whether a key holds a string, so that `--data.dir 2024` is a folder and not a number."""
+    """True if a key holds a string, so that `--data.dir 2024` is a folder and not a number."""
     section: type[BaseModel] = Recipe
     *sections, key = name.split(".")
     for part in sections:

@@ -128,7 +128,7 @@ def for_new_model(
 
 
 def _names_no_settings(recipe: Recipe) -> bool:
-    """Whether a recipe of the layout that `NEW_MODEL` was measured with names no optimizer, no
+    """True if a recipe of the layout that `NEW_MODEL` was measured with names no optimizer, no
     shape of the schedule and no initial weights, and can train with those."""
     model, parts = recipe.model, recipe.distributed
     return (
@@ -282,12 +282,12 @@ def _resolve_optimizer(
 
 
 def _is_whole(recipe: Recipe) -> bool:
-    """Whether each process has all layers, and each of them whole."""
+    """True if each process has all layers, and each of them whole."""
     return recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
 
 
 def _says_how_to_compile(config: EfficiencyConfig) -> bool:
-    """Whether keys are set that mean nothing without compiling."""
+    """True if keys are set that mean nothing without compiling."""
     return (
         config.compile_regional
         or config.compile_mode != "default"

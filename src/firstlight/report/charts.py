@@ -58,7 +58,7 @@ class Line:
 
     @property
     def dotted(self) -> bool:
-        """Whether its points are drawn."""
+        """True if its points are drawn."""
         return not self.faint and len(self.series) <= _FEW
 
 
@@ -109,12 +109,12 @@ class Chart:
 
     @property
     def has_log(self) -> bool:
-        """Whether anything could be seen on a logarithmic axis."""
+        """True if anything could be seen on a logarithmic axis."""
         return any(bool((line.series.y > 0).any()) for line in self.lines)
 
     @property
     def needs_log(self) -> bool:
-        """Whether a linear axis would hide most of the curves: one is of a run that diverged."""
+        """True if a linear axis would hide most of the curves: one is of a run that diverged."""
         values = np.concatenate([np.empty(0), *(line.series.y for line in self.lines)])
         return (
             bool(len(values)) and values.min() > 0 and bool(values.max() > _HIDING * values.min())

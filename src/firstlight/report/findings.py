@@ -98,7 +98,7 @@ def _overfitting(run: RunRecord) -> Finding | None:
 
 
 def _training_rose(run: RunRecord, step: int) -> bool:
-    """Whether the training loss is higher at the end than it was at a step."""
+    """True if the training loss is higher at the end than it was at a step."""
     losses = run.metrics.series("train/loss")
     before = losses.y[losses.x <= step][-_WINDOW:]
     after = losses.y[losses.x > step][-_WINDOW:]
@@ -222,7 +222,7 @@ def loss_of_guessing(run: RunRecord) -> float | None:
 
 
 def starts_from_model(run: RunRecord) -> bool:
-    """Whether the run began with weights of another."""
+    """True if the run began with weights of another."""
     is_branch = any(start.get("branched_from") is not None for start in run.starts)
     has_weights = run.start.get("init_from") is not None or is_branch
     return has_weights or run.recipe.get("lora") is not None

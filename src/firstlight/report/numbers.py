@@ -15,7 +15,7 @@ _ACCURACY = re.compile(r"(.+)/(acc|acc_norm)")
 
 
 def is_accuracy(key: str) -> bool:
-    """Whether a key is NAME/acc or NAME/acc_norm."""
+    """True if a key is NAME/acc or NAME/acc_norm."""
     return _ACCURACY.fullmatch(key) is not None
 
 

@@ -29,7 +29,7 @@ _HEAD_BYTES = 2000
 
 
 def is_page(path: Path) -> bool:
-    """Whether a file is an HTML report."""
+    """True if a file is an HTML report."""
     with open(path, "rb") as file:
         return GENERATOR in file.read(_HEAD_BYTES)
 

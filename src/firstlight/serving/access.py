@@ -257,7 +257,7 @@ class Access:
 
 
 def is_preflight(scope: Scope) -> bool:
-    """Whether a request is a browser's CORS preflight."""
+    """True if a request is a browser's CORS preflight."""
     return scope["method"] == "OPTIONS" and bool(
         header_values(scope, b"access-control-request-method")
     )

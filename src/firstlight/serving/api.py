@@ -158,7 +158,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", responses=responses(Health, 403, 503))
     async def health() -> Response:
-        """Whether requests are answered. Needs no key."""
+        """True if requests are answered. Needs no key."""
         service.require_able()
         return json_response({"status": "ok"})
 

@@ -304,7 +304,7 @@ class Answers:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being generated."""
+        """True if an answer is being generated."""
         return self._lock.locked()
 
     async def pieces(self, session: ChatSession, text: str) -> AsyncGenerator[str, None]:

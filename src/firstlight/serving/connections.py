@@ -95,7 +95,7 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def _is_answering(self) -> bool:
-        """Whether a complete request has arrived and its response is incomplete."""
+        """True if a complete request has arrived and its response is incomplete."""
         return (
             self.cycle is not None
             and not self.cycle.response_complete

@@ -32,7 +32,7 @@ _HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address (IPv6 without brackets) can be reached from this machine alone."""
+    """True if a name or address (IPv6 without brackets) can be reached from this machine alone."""
     if host == "localhost":
         return True
     try:

@@ -145,7 +145,7 @@ class GenerationRequest(_Strict):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """True if a stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property

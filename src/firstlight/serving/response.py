@@ -266,7 +266,7 @@ class TokenTexts:
         return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))
 
     def adds_text(self, token_id: int) -> bool:
-        """Whether a token is part of the text; control tokens are not."""
+        """True if a token is part of the text; control tokens are not."""
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> dict[str, Any]:

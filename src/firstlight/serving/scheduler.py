@@ -84,7 +84,7 @@ class Update:
 
     @property
     def ended(self) -> bool:
-        """Whether this is the sequence's last update."""
+        """True if this is the sequence's last update."""
         return self.finish_reason is not None or self.error is not None
 
 
@@ -155,7 +155,7 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether texts are accepted."""
+        """True if texts are accepted."""
         return self._loop_ended is not None and not self._stopping
 
     def submit(self, sequences: Sequence[ScheduledSequence]) -> None:

@@ -143,7 +143,7 @@ def _tokenizer_content(path: Path) -> bytes | None:
 
 
 def _is_vocabulary(path: Path, state: dict[str, Any]) -> bool:
-    """Whether it is one of GPT-2's pair of files, and the other is there."""
+    """True if it is one of GPT-2's pair of files, and the other is there."""
     numbers = all(type(token_id) is int for token_id in state.values())
     return numbers and 0 in state.values() and _other_of_pair(path, _MERGES_NAMES) is not None
 
@@ -245,7 +245,7 @@ def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
 
 
 def _looks_like_tiktoken(content: bytes) -> bool:
-    """Whether the first line is `BASE64 RANK`, as in tiktoken's rank files."""
+    """True if the first line is `BASE64 RANK`, as in tiktoken's rank files."""
     parts = content[:4096].split(b"\n", 1)[0].split()
     if len(parts) != 2 or not parts[1].isdigit():
         return False

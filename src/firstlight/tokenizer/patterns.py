@@ -94,7 +94,7 @@ def _end_of_class(pattern: str, position: int) -> int | None:
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """Whether there are texts on which the library may panic, for all that its steps show."""
+    """True if there are texts on which the library may panic, for all that its steps show."""
     parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
     for part in parts:
         for step in steps_of(None if part is None else json.loads(part.__getstate__())):

@@ -179,7 +179,7 @@ class Course:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last step is done."""
+        """True if the last step is done."""
         return bool(self._record["step"] >= self._max_steps())
 
     @property

@@ -38,7 +38,7 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=config.spike_window)
 
     def accepts(self, loss: float, grad_norm: float) -> bool:
-        """Whether the step is made; counts it. Values of refused steps are not remembered."""
+        """True if the step is made; counts it. Values of refused steps are not remembered."""
         reason = self._refusal(loss, grad_norm)
         if reason is not None:
             self.skipped_in_a_row += 1

@@ -284,7 +284,7 @@ class TimeBudget:
         return step + steps_left if left <= 0 or is_due else None
 
     def _is_settled(self, left: float) -> bool:
-        """Whether the steps that were measured tell how long others take.
+        """True if the steps that were measured tell how long others take.
 
         Args:
             left: seconds that are left.

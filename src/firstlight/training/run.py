@@ -144,20 +144,20 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether anything is left to be done."""
+        """True if anything is left to be done."""
         return self.state.pending is not None or self.has_steps_left
 
     @property
     def has_steps_left(self) -> bool:
-        """Whether there are steps to be made."""
+        """True if there are steps to be made."""
         return self.schedule.is_open or self.state.step < self.max_steps
 
     def is_last(self, step: int) -> bool:
-        """Whether a step is the last one of the run."""
+        """True if a step is the last one of the run."""
         return step == self.max_steps and not self.schedule.is_open
 
     def is_due(self, every_steps: int) -> bool:
-        """Whether something done every so many steps, and at the end, is due now."""
+        """True if something done every so many steps, and at the end, is due now."""
         # At the end in any case: the last weights are evaluated and saved whatever their number.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)

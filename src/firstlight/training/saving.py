@@ -63,7 +63,7 @@ class RunCheckpoints:
 
     @property
     def are_due(self) -> bool:
-        """Whether a checkpoint is due, or asked for with a file `save-now` in the run folder.
+        """True if a checkpoint is due, or asked for with a file `save-now` in the run folder.
 
         One is due every so many steps, but not before the first, and where the validation loss is
         the lowest so far and the best checkpoint is to be kept. None is due while steps are being

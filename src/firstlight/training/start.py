@@ -131,7 +131,7 @@ def _trackers(run: Run) -> Trackers:
 
 
 def _says(path: Path, recipe: ResolvedRecipe) -> bool:
-    """Whether a file is there and holds all of a recipe."""
+    """True if a file is there and holds all of a recipe."""
     try:
         return path.is_file() and load_recipe(path).model_dump() == recipe.model_dump()
     except ConfigError:

@@ -245,13 +245,13 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
 
 
 def _is_event(line: Any) -> bool:
-    """Whether something is a line of events.jsonl, with the keys that all who read it need."""
+    """True if something is a line of events.jsonl, with the keys that all who read it need."""
     is_named = isinstance(line, dict) and isinstance(line.get("event"), str)
     return is_named and type(line.get("step")) is int
 
 
 def _is_record(pending: Any, step: int) -> bool:
-    """Whether something is the metrics of a step, with the keys that all who watch a run read."""
+    """True if something is the metrics of a step, with the keys that all who watch a run read."""
     return (
         isinstance(pending, dict)
         and pending.get("step") == step

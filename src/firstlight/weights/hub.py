@@ -101,7 +101,7 @@ def find_model_folder(
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name, with or without @REVISION, means a model of the hub and no folder here."""
+    """True if a name, with or without @REVISION, means a model of the hub and no folder here."""
     repository, at, _ = name.partition("@")
     path = Path(repository)
     if _HUB_ID.fullmatch(repository) is None or path.exists():
@@ -133,7 +133,7 @@ def _near(path: Path) -> str:
 
 
 def _is_mistyped_path(path: Path, hint: str) -> bool:
-    """Whether NAME/NAME that does not exist is a path rather than a hub id: it is in a folder that
+    """True if NAME/NAME that does not exist is a path rather than a hub id: it is in a folder that
     is there, is near to something that is there, or begins as the folders of runs do."""
     return bool(hint) or path.parent.is_dir() or path.parts[0] in _LOCAL_FOLDERS
 

@@ -184,7 +184,7 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a file that is a tokenizer by its name."""
+    """True if a folder has a file that is a tokenizer by its name."""
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     return any((folder / name).is_file() for name in names)
 

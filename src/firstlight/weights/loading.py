@@ -66,7 +66,7 @@ _STACKED = ".mlp.experts.gate_up_proj"
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """Whether the tensors of these names keep a layer's experts in one tensor, as transformers 5
+    """True if the tensors of these names keep a layer's experts in one tensor, as transformers 5
     writes them with `save_original_format=False`, and as the model has them."""
     return any(name.endswith(_STACKED) for name in names)
 

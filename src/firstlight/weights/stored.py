@@ -135,7 +135,7 @@ class StoredTensor:
             start += len(part)
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """Whether its numbers are those of another tensor of the same shape."""
+        """True if its numbers are those of another tensor of the same shape."""
         # Parts of the same number of elements, whatever their sizes in bytes.
         count = _CHUNK_BYTES // 8
         pairs = zip(
@@ -293,7 +293,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def has_pickled_weights(folder: Path) -> bool:
-    """Whether a model folder has pickled weights only."""
+    """True if a model folder has pickled weights only."""
     return any(
         (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))

@@ -207,7 +207,7 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 
 def _are_alike(config: ModelConfig) -> bool:
-    """Whether all layers attend to as many tokens, and all or none have experts."""
+    """True if all layers attend to as many tokens, and all or none have experts."""
     layers = range(config.num_hidden_layers)
     return len({(config.attention_spec(i), config.has_experts(i)) for i in layers}) == 1
 

@@ -260,7 +260,7 @@ def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
 
 
 def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
-    """Whether fsdp has pieces in fp32 and whole layers in bf16; adapters are left as they are."""
+    """True if fsdp has pieces in fp32 and whole layers in bf16; adapters are left as they are."""
     return (
         copies_of(recipe, processes) > 1
         and engine_of(recipe, processes).keeps_shards

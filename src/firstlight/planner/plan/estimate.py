@@ -88,12 +88,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the candidate is valid and fits into the memory."""
+        """True if the candidate is valid and fits into the memory."""
         return not self.problem and self.needed_bytes <= self.usable_bytes
 
     @property
     def may_fit_compiled(self) -> bool:
-        """Whether the candidate could fit with torch.compile, judged from the step without it:
+        """True if the candidate could fit with torch.compile, judged from the step without it:
         evaluations are not compiled, and the state of an update stays as large."""
         if not self.is_bound or self.training is None:
             return False

@@ -75,7 +75,7 @@ class Machine:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile's inductor has code for a GPU: triton begins with capability 7.0,
+        """True if torch.compile's inductor has code for a GPU: triton begins with capability 7.0,
         and firstlight doesn't compile for Apple's."""
         if self.gpu is None:
             return True

@@ -65,7 +65,7 @@ class Budget:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is one."""
+        """True if there is one."""
         return self.seconds is not None or self.tokens is not None
 
 

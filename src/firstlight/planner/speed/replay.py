@@ -233,7 +233,7 @@ _BUILDERS: dict[str, Builder] = {
 
 
 def can_replay(operator: Operator) -> bool:
-    """Whether the operator can be run from its shapes alone, in little memory."""
+    """True if the operator can be run from its shapes alone, in little memory."""
     return operator.base_name in _BUILDERS and _size(operator) <= _MOST_BYTES
 
 
