@@ -227,8 +227,8 @@ def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
 
 
 def wave_products(multiprocessors: int) -> list[GemmProduct]:
-    """As many tiles of 128 x 256 as a GPU has multiprocessors (SMs), first, and one fewer or more,
-    and twice as many."""
+    """Products with as many tiles of 128 x 256 as a GPU has multiprocessors (SMs), one fewer, one
+    more, twice as many, and twice as many and one more."""
     one, two = multiprocessors, 2 * multiprocessors
     return [
         GemmProduct("wave", "tiles", count, f"{count} tiles", 128 * count, 256, 4096)

@@ -120,7 +120,7 @@ class BackgroundSaver(Saver):
             raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
-        """True if memory for copies is free, in each of so many processes of this machine."""
+        """True if each of `processes` processes of this machine has free memory for the copies."""
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
 

@@ -96,9 +96,10 @@ def read_model_folder(
     pickled: bool = False,
     best: bool = False,
 ) -> T:
-    """What `read` makes of the model folder that a name means (see `resolve_model_folder`). A run
-    may delete its checkpoint while it is read: then the one that is newest or best now is read; of
-    a checkpoint's own path an error says that it was deleted.
+    """Result of `read` for the model folder that a name means (see `resolve_model_folder`).
+
+    If a run deletes the checkpoint while it is read, the one that is newest or best then is read.
+    If the name is the checkpoint's own path, an error says that it was deleted.
 
     Raises:
         ConfigError, CheckpointError, ModelError: see `resolve_model_folder` and `read`.

@@ -156,7 +156,7 @@ class ShardedSaver(BackgroundSaver):
             deleting.result()
 
     def _is_asynchronous(self, shards: _Shards) -> bool:
-        """True if there is memory for the copies of all: decided once, by all together."""
+        """True if every process has memory for its copies; decided once, by all processes."""
         if self._asynchronous is None:
             tensors = (p.tensor for part in shards.values() for p in part.values())
             self._asynchronous = not agree(not self._have_room(tensors, self._world.local_size))

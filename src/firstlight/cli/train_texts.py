@@ -76,8 +76,8 @@ def takes_texts(paths: Sequence[str]) -> bool:
 
 
 def _holds(path: Path, sign: str) -> bool:
-    """True if a file is there and has such a sign in it. One that can't be read counts as one that
-    has it, so that the error is about that."""
+    """True if the file exists and contains the sign. A file that can't be read counts as one with
+    the sign, so that the error is about reading it."""
     if not path.is_file():
         return False
     try:

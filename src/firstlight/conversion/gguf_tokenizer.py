@@ -201,7 +201,7 @@ def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> No
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """True if a tokenizer with byte fallback puts a space before a text; and notes."""
+    """(True if a tokenizer with byte fallback puts a space before a text, notes)."""
     normalizer, splitter = state.get("normalizer"), state.get("pre_tokenizer")
     steps = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
     if splitter is None and steps == [_PREPEND, _REPLACE]:

@@ -58,7 +58,7 @@ _SHARD_TOKENS = 10_000_000
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How conversations become examples.
+    """Options for making examples of conversations.
 
     Attributes:
         kind: kind of the records: "chat", or "preference" for two answers to a prompt (see

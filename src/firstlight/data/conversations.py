@@ -350,7 +350,7 @@ def _answer(record: Mapping[Any, Any], name: str, *, answers: bool) -> list[Any]
 
 
 def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> int:
-    """How many messages both begin with."""
+    """Number of equal messages at the beginning of both conversations."""
     count = 0
     while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1

@@ -52,7 +52,7 @@ Kind = Literal["text", "chat", "preference", "mix"]
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
-    """How many rows of `seq_len` predictions a stream of `num_tokens` gives."""
+    """Number of rows of `seq_len` predictions in a stream of `num_tokens`."""
     return -(-max(num_tokens - 1, 0) // seq_len)
 
 

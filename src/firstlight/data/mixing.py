@@ -75,7 +75,7 @@ class Turns:
         return corpus, periods * self.parts[corpus] + before
 
     def counts(self, position: int) -> list[int]:
-        """How many of the first `position` rows each corpus gives."""
+        """Number of rows of each corpus among the first `position` rows."""
         periods, within = divmod(position, self.period)
         return [
             periods * part + int(np.searchsorted(positions, within))

@@ -81,7 +81,7 @@ def read_parquet(
 
 
 def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:
-    """How to read a file whose rows share values.
+    """Plan for reading a file whose rows may share values.
 
     Args:
         path: the file.

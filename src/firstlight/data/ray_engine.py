@@ -198,7 +198,7 @@ def _encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any
 
 
 def _window_size(ray: Any) -> int:
-    """How many blocks a dataset has; a cluster may grow and shrink meanwhile."""
+    """Number of blocks of a dataset, by the cluster's present size, which may change."""
     return max(1, min(_BLOCKS_PER_CPU * int(ray.cluster_resources().get("CPU", 1)), _MAX_BLOCKS))
 
 

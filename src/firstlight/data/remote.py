@@ -228,7 +228,7 @@ def _missing_package(url: str, error: ImportError) -> MissingDependencyError:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True if a server answered that it will not give this, today or tomorrow."""
+    """True if a server refused a request for good, so that a retry is useless."""
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)

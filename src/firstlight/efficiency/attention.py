@@ -73,7 +73,7 @@ def resolve_attention(
 
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
     """True if "auto" is blockwise on a CPU: in bf16 with heads of 64 and more, up to 1,024 tokens;
-    with dropout, which torch's fused kernel for CPUs has not, where one of the first two holds.
+    and with dropout, which torch's fused kernel for CPUs lacks, in bf16 or with such heads.
 
     In bf16 it took 0.7 to 0.9 of the fused kernel's time there, compiled or not; with 2,048 tokens
     1.0 to 1.2, with heads of 32 up to 1.3. With dropout it took 0.5 to 0.9 of torch's, in fp32 with
@@ -97,7 +97,7 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
 
 
 def why_unable(model: ModelConfig, backend: str) -> str:
-    """What a backend can't do for a model, as the end of a sentence; "" where it can."""
+    """The reason why a backend can't compute a model, as the end of a sentence; "" if it can."""
     able = able_backends(model)
     if able is None or backend in ("auto", *able):
         return ""

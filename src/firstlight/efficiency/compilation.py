@@ -108,8 +108,8 @@ def _compiled_in_training(
 
 @contextlib.contextmanager
 def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
-    """With activation_checkpointing "budget": what is compiled inside recomputes as much as its
-    `activation_memory_budget` asks for (torch's min-cut partitioner solves for what)."""
+    """Context of compilation. With activation_checkpointing "budget", torch's min-cut partitioner
+    chooses the activations to recompute, so that `activation_memory_budget` is kept."""
     if config.activation_checkpointing != "budget":
         yield
         return
@@ -173,8 +173,8 @@ def require_same_bits(hardware: Hardware) -> None:
 def same_bits(
     config: EfficiencyConfig, hardware: Hardware, *, deterministic: bool = False
 ) -> Iterator[None]:
-    """What is computed inside gives the same bits every time: on a CPU always, on a CUDA GPU with
-    `deterministic`, which `require_same_bits` was called for.
+    """Context whose computations give the same bits every time: always on a CPU, on a CUDA GPU with
+    `deterministic`, for which `require_same_bits` must have been called.
 
     On a CPU, only threads of compiled code would add up in no fixed order (the gradient of the
     embedding). On a GPU, so do the backward passes of attention and of a compiled embedding, and

@@ -61,8 +61,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
-    """With tf32, fp32 matrix products inside round their inputs to 10 bits where the hardware
-    does that; torch's setting is global, so it is put back."""
+    """Context in which, with tf32, fp32 matrix products round their inputs to 10 bits on hardware
+    with TF32; torch's global setting is restored at the end."""
     if config.precision != "tf32":
         yield
         return

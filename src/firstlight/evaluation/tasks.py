@@ -271,7 +271,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """True if there is no half of a surrogate pair in it, which JSON can spell."""
+    """True if the text has no half of a surrogate pair, which JSON can spell."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
@@ -366,8 +366,9 @@ def answer_items(
 
 
 def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
-    """Of equals, the first counts, as numpy's argmax has it. lm-evaluation-harness's acc_norm
-    divides by characters; by bytes, it calls it acc_bytes."""
+    """The answer of the model: the choice with the greatest log-probability, the first of equal
+    ones as in numpy's argmax. As in lm-evaluation-harness, acc_norm divides the log-probability by
+    the number of characters; its acc_bytes divides by bytes."""
     per_character = [p / len(c) for p, c in zip(logprobs, item.choices, strict=True)]
     return Answer(
         logprobs,

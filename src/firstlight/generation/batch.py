@@ -182,7 +182,7 @@ class BatchDecoder:
             self._logits([0] * count, [0] * count)
 
     def room(self, number: int) -> int:
-        """How many more tokens a sequence can take."""
+        """Number of tokens that can be added to a sequence."""
         return self.max_tokens - self.lengths[number]
 
     def remove(self, number: int) -> None:
@@ -196,7 +196,7 @@ class BatchDecoder:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
+    """Number of tokens of the longest common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -86,7 +86,7 @@ class ConversationDecoder:
 
 @dataclass(frozen=True)
 class AnswerStats:
-    """How an answer was made.
+    """Token counts, times and seed of an answer.
 
     Attributes:
         prompt_tokens: number of tokens in the prompt.
@@ -115,8 +115,8 @@ class AnswerStats:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What the model is given: `history` are the messages so far, of which `dropped` turns (or
-    tokens) are not in `ids`; `text` is the user's."""
+    """Input of the model: `ids` are the tokens of the messages in `history` without the first
+    `dropped` turns (or tokens), and of `text`, the user's message."""
 
     ids: list[int]
     history: list[Message]
@@ -189,7 +189,7 @@ class ChatSession:
 
     @property
     def settings(self) -> SamplingConfig:
-        """How answers are made."""
+        """Sampling settings of the next answers."""
         return self._settings
 
     @settings.setter

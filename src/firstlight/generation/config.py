@@ -1,4 +1,4 @@
-"""How text is generated: `SamplingConfig`, which the command line reads without importing torch."""
+"""Settings of text generation: `SamplingConfig`, which the command line reads without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_BEAMS = 64
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are chosen and how many.
+    """Settings of sampling, beam search and the length of the new text.
 
     Attributes:
         max_new_tokens: greatest number of new tokens.
@@ -40,8 +40,8 @@ class SamplingConfig:
         prompt_logprobs: number of likeliest tokens whose log-probabilities are noted for each
             token of the prompt, beside its own; None notes none. With it, `max_new_tokens` may
             be 0.
-        slide: go on beyond the model's context: when it is full, the latest half of it is read
-            again as the prompt of what follows, and older text is forgotten.
+        slide: go on beyond the model's context: when the context is full, its latest half is read
+            again as the new prompt, and older text is forgotten.
         beams: number of beams of a beam search, which draws nothing, and returns the text with the
             greatest mean log-probability of a token that it finds; 1 is off.
         choices: number of likeliest tokens that are noted for each new token with the probability

@@ -197,7 +197,7 @@ class StopTexts:
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """How much of the text's end is a beginning of `stop`."""
+        """Number of characters at the end of the text that are a beginning of `stop`."""
         longest = min(len(text), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -245,8 +245,8 @@ def choices_of(
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely a token was, by the model itself: before temperature and all else that changes
-    the choice.
+    """Log-probability of a token by the model itself: before temperature and all other settings
+    that change the choice.
 
     Attributes:
         token_id: the token chosen.

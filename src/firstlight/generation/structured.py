@@ -48,8 +48,8 @@ class Constraint(Protocol):
     """A constraint on the tokens of a text."""
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """True if each token may come next, bool [V] on the CPU. End tokens may where the text is
-        complete."""
+        """Mask of the tokens that may come next, bool [V] on the CPU; end tokens may if the text
+        is complete."""
 
     def push(self, token_id: int) -> bool:
         """Count a token that was chosen; return whether the text is complete, and nothing can come
@@ -91,7 +91,7 @@ class Grammars:
         self._tried = functools.lru_cache(maxsize=256)(self._try)
 
     def constraint(self, schema: dict[str, Any]) -> Constraint:
-        """What has one text follow a schema. Takes up to a second for a schema that is new.
+        """Constraint that makes one text follow a schema. Takes up to a second for a new schema.
 
         Raises:
             SchemaError: it can't be followed.
@@ -264,7 +264,7 @@ class _Process:
 
 
 class _Reader:
-    """What a process answers, as long as it takes no more than its time.
+    """Reader of a process's answer, which limits the processor time of the answer.
 
     Args:
         process: asked once.

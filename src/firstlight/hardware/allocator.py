@@ -72,7 +72,7 @@ class AllocatedPeak:
 
     @property
     def is_running(self) -> bool:
-        """True if the thread looks."""
+        """True if the thread is measuring."""
         return self._thread is not None and not self._end.is_set()
 
     def start(self, counted_bytes: int) -> None:

@@ -85,10 +85,10 @@ _WORTHWHILE = 1.2
 
 @functools.cache
 def bf16_is_faster(device: torch.device) -> bool:
-    """True if matrix products in bf16 are worth it on a device that has them.
+    """True if matrix products in bf16 are faster than in fp32 on a device that supports them.
 
-    On CPUs this is measured: one that names the instructions (avx512_bf16, but no AMX) was seen
-    to run bf16 at half of fp32's rate.
+    On CPUs this is measured: one CPU that has the instructions (avx512_bf16, but no AMX) ran bf16
+    at half of fp32's rate.
     """
     if device.type != "cpu":
         return True

@@ -332,7 +332,7 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -
 
 
 def at_a_time(heads: int, kept: int, new: int, total: int) -> tuple[int, int]:
-    """How many rows of a batch, and of the key-value heads of each, are computed together."""
+    """Numbers of rows of a batch, and of key-value heads of each row, that are computed at once."""
     groups = heads // kept
     scores = groups * min(QUERIES, new) * total
     count = max(SCORES // max(scores, 1), _LEAST_HEADS // groups, 1)

@@ -37,7 +37,7 @@ class Cache(Protocol):
         """Store keys and values of the new tokens; return those to look at, [B, K, S, D]."""
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
-        """What a layer without keys and values keeps of the tokens so far, fp32 [B, ...] each:
+        """State of a layer without keys and values after the tokens so far, fp32 [B, ...] each;
         zeros before the first token."""
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
@@ -114,7 +114,7 @@ class KVCache:
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens there is room for."""
+        """Greatest number of tokens in the cache."""
         return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
@@ -122,7 +122,7 @@ class KVCache:
         return torch.arange(self.length, self.length + new, device=self.keys[0].device)
 
     def total(self, new: int) -> int:
-        """How many tokens there are to look at beside the next `new` ones, those included."""
+        """Number of tokens that attention reads: those so far and the next `new` ones."""
         return self.length + new
 
     def text_length(self, new: int) -> int:
@@ -221,7 +221,7 @@ class RaggedCache:
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens of a sequence there is room for."""
+        """Greatest number of tokens of a sequence in the cache."""
         return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:

@@ -318,7 +318,7 @@ def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[
 
 
 def _visits(experts_NK: Tensor, num_experts: int) -> Tensor:
-    """How many tokens visit each expert, int64 [E]."""
+    """Number of tokens routed to each expert, int64 [E]."""
     # Not `bincount`, which on a GPU adds in no fixed order and waits for its size.
     every_E = torch.arange(num_experts, device=experts_NK.device)
     return (experts_NK.flatten()[:, None] == every_E).sum(0)

@@ -131,8 +131,8 @@ class Qwen3NextConfig(MoEConfig):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Of each layer with linear attention: the last inputs of its convolution, and the state of
-        its delta rule."""
+        """Shapes of the state of each layer with linear attention: the last inputs of its
+        convolution, and the state of its delta rule."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         heads, size = self.linear_num_value_heads, self.linear_value_head_dim
         inputs = self.linear_conv_kernel_dim - 1, 2 * keys + heads * size

@@ -290,7 +290,7 @@ class _Agent(LocalElasticAgent):
         return running
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
-        """In the order of local ranks."""
+        """The processes of this machine, in the order of local ranks."""
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
         return [handlers[local_rank].proc for local_rank in sorted(handlers)]
 

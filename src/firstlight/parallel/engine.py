@@ -1,5 +1,5 @@
-"""How the processes of a run share its model: the interface of an engine, and the engines in which
-each process holds the whole model. An engine is put around a plain model."""
+"""Engines, which share a run's model among its processes: their interface, and the engines in which
+each process holds the whole model. An engine is applied to a plain model."""
 
 from __future__ import annotations
 

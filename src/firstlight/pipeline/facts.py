@@ -15,7 +15,7 @@ _WORTH_OF_REPETITION = 15.39
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: one of three.
+    """Length of a run, by one of three measures.
 
     Attributes:
         seconds: time of the training loop.

@@ -72,7 +72,7 @@ class Request:
 
     @property
     def has_length(self) -> bool:
-        """True if it says how long the run is."""
+        """True if the request gives the length of the run."""
         return (self.seconds, self.tokens, self.steps) != (None, None, None)
 
     @property

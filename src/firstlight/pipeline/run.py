@@ -27,7 +27,7 @@ Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
-    """What there is to do for a request: a new model, or a model that is started from.
+    """Work of a request: training a new model, or fine-tuning an existing one.
 
     Attributes:
         content_key: hash of the inputs' content.

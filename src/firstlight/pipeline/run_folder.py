@@ -158,7 +158,7 @@ def place_of_run(request: Request, content_key: str, run_dir: str | Path | None)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What a run folder remembers of the texts and options that it was made for; {} if nothing."""
+    """The texts and options that a run folder was made for, from `STATE_NAME`; {} if unknown."""
     try:
         state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -128,8 +128,8 @@ def for_new_model(
 
 
 def _names_no_settings(recipe: Recipe) -> bool:
-    """True if a recipe of the layout that `NEW_MODEL` was measured with names no optimizer, no
-    shape of the schedule and no initial weights, and can train with those."""
+    """True if a recipe has the layout that `NEW_MODEL` was measured with, names no setting of
+    optimizer, schedule's shape or initial weights, and can train with those of `NEW_MODEL`."""
     model, parts = recipe.model, recipe.distributed
     return (
         model is not None
@@ -287,7 +287,7 @@ def _is_whole(recipe: Recipe) -> bool:
 
 
 def _says_how_to_compile(config: EfficiencyConfig) -> bool:
-    """True if keys are set that mean nothing without compiling."""
+    """True if keys are set that have no effect without compiling."""
     return (
         config.compile_regional
         or config.compile_mode != "default"
@@ -296,8 +296,8 @@ def _says_how_to_compile(config: EfficiencyConfig) -> bool:
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
-    """In fp32 on a CPU the chunks cost no time, and all logits much memory; where torch.compile
-    fuses bf16's head and loss, chunks would be slower."""
+    """Resolved `loss_chunk_tokens`: chunks in fp32 on a CPU, where they cost no time and all logits
+    take much memory; none where torch.compile fuses bf16's head and loss, which is faster."""
     worth_it = (
         device == "cpu"
         and dtype_of(precision) == torch.float32

@@ -34,7 +34,7 @@ class Scale:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a quantity stands, in pixels."""
+        """Position of a quantity on the axis, in pixels."""
         low, high, value = (
             (math.log10(self.low), math.log10(self.high), math.log10(value))
             if self.log

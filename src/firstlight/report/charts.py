@@ -58,7 +58,7 @@ class Line:
 
     @property
     def dotted(self) -> bool:
-        """True if its points are drawn."""
+        """True if the line's points are drawn."""
         return not self.faint and len(self.series) <= _FEW
 
 

@@ -184,7 +184,7 @@ def _named(found: RunComparison) -> list[tuple[str, RunRecord]]:
 
 
 def has_different_tokenizers(found: RunComparison) -> bool:
-    """True if two of the runs are known to have different ones."""
+    """True if two of the runs are known to have different tokenizers."""
     kinds = (run.start.get("tokenizer_sha256") for run in found.runs)
     return len({kind for kind in kinds if isinstance(kind, str)}) > 1
 

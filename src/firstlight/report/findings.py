@@ -222,7 +222,7 @@ def loss_of_guessing(run: RunRecord) -> float | None:
 
 
 def starts_from_model(run: RunRecord) -> bool:
-    """True if the run began with weights of another."""
+    """True if the run began with weights of another run or model."""
     is_branch = any(start.get("branched_from") is not None for start in run.starts)
     has_weights = run.start.get("init_from") is not None or is_branch
     return has_weights or run.recipe.get("lora") is not None

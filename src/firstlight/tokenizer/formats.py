@@ -143,7 +143,7 @@ def _tokenizer_content(path: Path) -> bytes | None:
 
 
 def _is_vocabulary(path: Path, state: dict[str, Any]) -> bool:
-    """True if it is one of GPT-2's pair of files, and the other is there."""
+    """True if the file is one of GPT-2's pair of files, and the other one exists."""
     numbers = all(type(token_id) is int for token_id in state.values())
     return numbers and 0 in state.values() and _other_of_pair(path, _MERGES_NAMES) is not None
 

@@ -67,7 +67,7 @@ _QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d*)(,?)(\d*)\})[+?]?")
 
 
 def _most(quantifier: re.Match[str]) -> int:
-    """How often at most it repeats something."""
+    """Greatest number of repetitions of a quantifier."""
     sign, least, comma, most = quantifier.groups()
     if sign:
         return 1 if sign == "?" else _NO_END
@@ -94,7 +94,7 @@ def _end_of_class(pattern: str, position: int) -> int | None:
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """True if there are texts on which the library may panic, for all that its steps show."""
+    """True if the tokenizer's steps don't rule out that the library panics on some texts."""
     parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
     for part in parts:
         for step in steps_of(None if part is None else json.loads(part.__getstate__())):

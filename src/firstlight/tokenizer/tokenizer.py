@@ -142,8 +142,8 @@ class Tokenizer:
         return cast(dict[str, Any], json.loads(self.backend.to_str()))
 
     def extends(self, other: Tokenizer) -> bool:
-        """True if every text gets the same ids as from `other`, and whatever tokens there are
-        besides those of `other` are special ones with ids from `other.vocab_size` on."""
+        """True if every text gets the same ids as from `other`, and all additional tokens are
+        special tokens with ids from `other.vocab_size` on."""
         state, before = self._state(), other._state()
         if any(state.get(key) != before.get(key) for key in _DECIDING):
             return False

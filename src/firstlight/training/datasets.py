@@ -148,9 +148,9 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def origin(data: DataConfig, dataset: Corpus) -> dict[str, Any]:
-    """What a run's data identity has beside `state.data_identity`: of a mix the weights and the
-    folders, of a URL the URL, of conversations what happens to long ones, of preference pairs the
-    model that they refer to."""
+    """Entries of a run's data identity in addition to `state.data_identity`: weights and folders of
+    a mix, the URL of a corpus at a URL, the treatment of long conversations, the reference model of
+    preference pairs."""
     if data.mix is not None:
         corpora = {
             name: location if is_url(location) else str(Path(location).expanduser().resolve())

@@ -38,7 +38,7 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=config.spike_window)
 
     def accepts(self, loss: float, grad_norm: float) -> bool:
-        """True if the step is made; counts it. Values of refused steps are not remembered."""
+        """Count a step; return True if it is made. Values of refused steps are not remembered."""
         reason = self._refusal(loss, grad_norm)
         if reason is not None:
             self.skipped_in_a_row += 1
@@ -103,8 +103,8 @@ class Guard:
 
 
 def z_score(value: float, before: deque[float]) -> float:
-    """How many standard deviations `value` is above the mean of the values before; 0 where those
-    are too few. A deviation of less than 1 % of the mean is taken as 1 %."""
+    """Number of standard deviations by which `value` is above the mean of the values before; 0 if
+    these are too few. A deviation of less than 1 % of the mean is taken as 1 %."""
     if len(before) < FEWEST_STEPS:
         return 0.0
     mean = math.fsum(before) / len(before)

@@ -108,7 +108,7 @@ class TrainResult:
 
     @property
     def diverged(self) -> bool:
-        """True if the model is of no use."""
+        """True if the run has diverged."""
         return any(one.kind == "diverged" for one in self.findings)
 
 

@@ -144,8 +144,8 @@ class TrainingProgram:
             )
 
     def router_metrics(self, tokens: int) -> dict[str, float]:
-        """What the routers of a Mixture of Experts did in the last step, of so many valid tokens;
-        {} for a dense model."""
+        """Router metrics of a Mixture of Experts for the last step, which had `tokens` valid
+        tokens; {} for a dense model."""
         statistics = self._router_statistics
         if statistics is None:
             return {}

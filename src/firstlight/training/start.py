@@ -219,7 +219,8 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 
 
 def _describe_start(run: Run) -> Iterator[str]:
-    """How long a run is, and the rates and weight decay of each group of parameters."""
+    """Lines with the length of a run, and the learning rate and weight decay of each parameter
+    group."""
     schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
     if not run.has_steps_left and not run.state.step:
         yield (

@@ -52,7 +52,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended.
+    """End of a run: its outcome and files.
 
     Attributes:
         failed: True if it ended in an error.

@@ -309,7 +309,7 @@ def task_results(
     tasks: Sequence[Task],
     check: Callable[[], None],
 ) -> Iterator[TaskResult]:
-    """How a run's model does in tasks.
+    """Evaluate a run's model on tasks.
 
     Args:
         program: the run's program, its model in evaluation mode.

@@ -291,11 +291,11 @@ def stubbed_compiler() -> Iterator[None]:
 
 @dataclass
 class Graphs:
-    """What runs of a compiled step.
+    """Form in which a compiled step runs.
 
     Attributes:
-        runs: the graphs of its forward and backward pass, operator by operator as they were before
-            inductor fused them; else what inductor made of them.
+        runs: True if the graphs of its forward and backward pass run operator by operator, as they
+            were before inductor fused them; False if inductor's code runs.
     """
 
     runs: bool

@@ -69,7 +69,7 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
 def few_compiled_layers(
     recipe: ResolvedRecipe,
 ) -> tuple[ResolvedRecipe, ResolvedRecipe, int] | None:
-    """What a recipe that is compiled whole can be planned from, by `from_graphs`.
+    """The shallow recipes that a recipe compiled as a whole is planned from, by `from_graphs`.
 
     Args:
         recipe: the resolved recipe.
@@ -179,7 +179,8 @@ def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> Memory
 def _with_phases(
     prediction: MemoryPrediction, phases: dict[str, PhasePeak], gap: int
 ) -> MemoryPrediction:
-    """With the phases of a deep model, and what its allocator holds beyond its peak."""
+    """The prediction with the phases of a deep model; its allocator reserves `gap` bytes beyond
+    the peak."""
     phase = max(phases, key=lambda name: phases[name].bytes)
     peak = phases[phase]
     found = replace(
@@ -195,7 +196,7 @@ def _with_phases(
 
 
 def merged(prediction: MemoryPrediction) -> MemoryPrediction:
-    """With the backward pass as one phase."""
+    """The prediction with the backward pass as one phase."""
     # The stretches only serve to draw lines through; a plan shows one backward pass.
     phases = dict(prediction.phases)
     later = [phases.pop(name) for name in (MIDDLE_BACKWARD, LATE_BACKWARD) if name in phases]
@@ -251,7 +252,8 @@ def at_depth(
 def _longer_lists(
     entry: OperatorCount, few: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """What a layer more brings to a list, once for each further layer."""
+    """The operators that a list operator of the shallow model adds in a deeper one: on the tensors
+    of one more layer, once for each further layer."""
     one = entry.operator
     like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
     lists = LISTS.get(one.base_name, 1)

@@ -244,8 +244,8 @@ def predict_generation(
     dtype: str = "float32",
     target: Target | None = None,
 ) -> MemoryPrediction:
-    """What generation takes: the cache of keys and values, the prompts one after the other, and a
-    step of all sequences at their full length.
+    """Predict the memory of generation: the cache of keys and values, the prompts one after the
+    other, and a step of all sequences at their full length.
 
     Args:
         config: the model's.

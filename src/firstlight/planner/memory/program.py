@@ -231,7 +231,7 @@ _GPU_KERNELS = ("flash", "efficient", "cudnn", "math")
 
 @dataclass(frozen=True)
 class Equivalent:
-    """What is traced.
+    """Recipe and kernels that stand in for the real step in a trace.
 
     Attributes:
         recipe: the recipe to trace.
@@ -251,7 +251,7 @@ class Equivalent:
 
 
 def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
-    """What to trace for a recipe on a target."""
+    """The recipe and kernels to trace for a recipe on a target."""
     config, notes = recipe.efficiency, []
     chosen: dict[str, Any] = {"activation_offload": False}
     kernel = None

@@ -201,8 +201,8 @@ def _of_deepspeed(
 
 
 def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
-    """What one of several processes computes of a step, as a recipe for one: its share of the
-    batch, heads, MLP and layers, but whole tables of the vocabulary.
+    """One process's share of a step, as a recipe for a single process: its share of the batch,
+    heads, MLP and layers, but whole tables of the vocabulary.
 
     Args:
         recipe: the resolved recipe.
@@ -260,7 +260,7 @@ def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
 
 
 def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
-    """True if fsdp has pieces in fp32 and whole layers in bf16; adapters are left as they are."""
+    """True if FSDP keeps shards in fp32 and gathers layers in bf16; adapters keep their dtype."""
     return (
         copies_of(recipe, processes) > 1
         and engine_of(recipe, processes).keeps_shards
@@ -270,7 +270,7 @@ def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
 
 
 def copies_of(recipe: Recipe, processes: int) -> int:
-    """How many groups of processes have a model of their own, each a part of the batch.
+    """Number of model copies: groups of processes that share one model and a part of the batch.
 
     Raises:
         ConfigError: the processes don't make whole groups.
@@ -349,7 +349,8 @@ def _share_elsewhere(
 
 
 def _without(peak: PhasePeak, share: float, **more: int) -> PhasePeak:
-    """With less of what there is for each parameter, and more of other parts."""
+    """The peak without a share of the bytes that each parameter takes, and with more bytes of other
+    parts."""
     parts = {
         name: round(size * (1 - share)) if name in STATE else size
         for name, size in peak.parts.items()
@@ -369,7 +370,7 @@ def with_peaks(
     changed: Callable[[str, PhasePeak], PhasePeak],
     host_bytes: int = 0,
 ) -> MemoryPrediction:
-    """With every phase's peak changed, and more in the host's memory."""
+    """The prediction with every phase's peak changed, and more bytes in the host's memory."""
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)

@@ -179,7 +179,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._storage_of(plain).part = part
 
     def start_again(self) -> None:
-        """What ran before does not count; of what is alive, what is marked from now on does."""
+        """Forget the trace so far; a storage that is alive counts once it is marked again."""
         self.trace = Trace(phase_names=self.trace.phase_names)
         for storages in (self._known, self._watched, self._keys):
             storages.clear()

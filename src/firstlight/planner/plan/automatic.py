@@ -275,7 +275,7 @@ def planned_recipe(
 def _corrected(
     best: Estimate, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """With the micro-batch that two steps of it say is right."""
+    """The candidate's recipe with the micro-batch size that trials of two steps confirm."""
     assert best.training is not None
     recipe = best.recipe
     sizes = list(micro_batches(recipe, machine))

@@ -60,7 +60,7 @@ def expected_loss(parameters: float, tokens: float, vocab_size: int) -> tuple[fl
 
 
 def worth_of_tokens(tokens: float, unique: float | None) -> float:
-    """How many tokens of new text a number of tokens is worth that are read from less text.
+    """Number of tokens of new text that are worth as much as `tokens` read from repeated text.
 
     Args:
         unique: tokens of the text; None is as many as are read.

@@ -317,7 +317,7 @@ def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
 
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
-    """With it goes the attention that depends on it."""
+    """Changes that set the precision, and the attention backend if it was chosen by precision."""
     config, seq_len, facts = recipe.efficiency, recipe.data.seq_len, facts_of(recipe, machine)
     changes: dict[str, Any] = {"efficiency.precision": precision}
     if config.attention == attention_backend(

@@ -312,7 +312,7 @@ def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """How long a run is.
+    """Length of a run in steps, tokens and epochs.
 
     Attributes:
         schedule: its steps, as `train` works them out.
@@ -330,8 +330,8 @@ class PlannedRun:
 def planned_run(
     recipe: ResolvedRecipe, machine: Machine, tokens_per_second: float | None = None
 ) -> PlannedRun | None:
-    """How long a resolved recipe's run is; None where that depends on data that are not here, or
-    on a speed that is not known.
+    """Length of a resolved recipe's run; None if it depends on data that are not on this machine,
+    or on an unknown speed.
 
     Args:
         recipe: the resolved recipe.

@@ -65,7 +65,7 @@ class Budget:
 
     @property
     def is_given(self) -> bool:
-        """True if there is one."""
+        """True if the time or the tokens are limited."""
         return self.seconds is not None or self.tokens is not None
 
 
@@ -111,8 +111,8 @@ class Plan:
 
     @property
     def run_seconds(self) -> float | None:
-        """How long the run's steps take, with the best settings where they were looked for; None
-        where that is not known, or nothing fits."""
+        """Seconds of the run's steps, with the best settings if these were searched; None if the
+        time is unknown, or no candidate fits."""
         taken = self.best or self.as_it_stands
         if self.run is None or taken.tokens_per_second is None or not taken.fits:
             return None
@@ -329,7 +329,7 @@ def _models_to_train(recipe: ResolvedRecipe) -> list[LlamaConfig]:
 
 
 def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
-    """With a batch that all devices can share evenly.
+    """The suggestion with a batch that all devices can share evenly.
 
     Args:
         least: tokens of one row of each.

@@ -146,7 +146,8 @@ def largest_that_fits(
     *,
     compiles: bool,
 ) -> Estimate:
-    """With the largest micro-batch that fits and cuts the step evenly; the smallest if none does.
+    """Estimate with the largest micro-batch that fits and divides the step evenly; with the
+    smallest micro-batch if none fits.
 
     Memory grows with the micro-batch: the two smallest give the slope, and the candidates that
     the slope says fit are estimated themselves, the largest first.
@@ -183,9 +184,9 @@ def largest_that_fits(
 
 
 def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """With the batch of a step kept, and its cut into micro-batches open.
+    """The recipe with the same global batch, but an open number of micro-batches.
 
-    A step of which nothing is said is the micro-batch of the recipe.
+    Without `global_batch_tokens`, a step is the micro-batch of the recipe, which stays as it is.
     """
     if resolved.batch.global_batch_tokens is None:
         return resolved
@@ -250,9 +251,8 @@ def nearest_estimates(
     estimator: Estimator | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Estimate]:
-    """Where nothing fits as it is meant: what would, each with the largest saving of its kind.
-
-    LoRA, the same in four bits, offloading to the CPU, more devices.
+    """Alternatives for a recipe that does not fit with any settings, each with the greatest saving
+    of memory: LoRA, LoRA on weights in four bits, offloading to the CPU, more devices.
 
     Args:
         recipe: the resolved recipe.

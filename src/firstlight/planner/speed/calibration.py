@@ -87,7 +87,7 @@ def store_path(fingerprint: Mapping[str, Any], folder: Path | None = None) -> Pa
 
 @dataclass(frozen=True)
 class Features:
-    """What an operator's time depends on.
+    """Properties of an operator that determine its time.
 
     Attributes:
         key: identity of exactly this operator.
@@ -105,7 +105,7 @@ class Features:
 
 
 def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> Features:
-    """What an operator's time depends on.
+    """The properties of an operator that determine its time.
 
     Args:
         transposed: memory layout of a product's factors, see `transposed_factors`.

@@ -1,22 +1,22 @@
-"""How long an operator takes on a GPU that is not here: its work over what such a GPU achieves.
+"""Predicted time of an operator on a GPU of the table: its work divided by the GPU's rates.
 
 The roofline model (Williams et al. 2009): an operator takes the longer of the time of its FLOPs
-and of its bytes. What share of the data sheet's rates is achieved is given as a range:
+and of its bytes. The share of the data sheet's rates that is achieved is a range:
 
 - large matrix products 0.45 to 0.85 of the dense peak, 0.65 expected;
 - flash attention, forward 0.35 to 0.70 and backward 0.30 to 0.60: FlashAttention-2 (Dao 2023)
   measured 50-73 % and up to 63 % on A100, FlashAttention-3 (Shah et al. 2024) found the second to
   be at 35-40 % on H100;
-- streams 0.70 to 0.92 of the memory's bandwidth: what STREAM-like programs reach on these GPUs;
+- streams 0.70 to 0.92 of the memory's bandwidth, as STREAM-like programs reach on these GPUs;
 - a kernel takes 2 to 6 microseconds at least, and starting one from Python 4 to 12, which is
   hidden as long as the GPU is busy.
 
-A matrix product is cut into tiles of 128 x 128 that multiprocessors take in turns; what a tile
-has beyond the edge and what the last turn leaves idle is lost (NVIDIA, "Matrix Multiplication
-Background User's Guide": tile and wave quantization), and each tile spends the time of some 64
-more of the inner dimension on its beginning and end.
+A matrix product is divided into tiles of 128 x 128, which multiprocessors take in turns. The parts
+of tiles beyond the edge, and the idle multiprocessors of the last turn, are lost (NVIDIA, "Matrix
+Multiplication Background User's Guide": tile and wave quantization). Each tile takes the time of
+about 64 more elements of the inner dimension for its beginning and end.
 
-The figures of a kind of GPU that was measured take the place of these (`measured_gpus.json`). These
+The figures of measured kinds of GPUs (`measured_gpus.json`) replace these, which
 were not checked on a GPU by this project. The range was set wide enough for two
 published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB: 135 ms for 12 x 1024 tokens
 (nanoGPT's README) and 115,000 tokens/s with 32 x 1024 (karpathy/llm.c, pull request 323, PCIe).
@@ -149,7 +149,7 @@ _MULTIPROCESSORS = {
 
 
 def multiprocessors(gpu: GPU) -> int:
-    """How many a GPU has: of server GPUs by name, of others from their rate in fp32."""
+    """Number of multiprocessors of a GPU: by the name of a server GPU, else from the fp32 rate."""
     for name in sorted(_MULTIPROCESSORS, key=len, reverse=True):
         if gpu.name.startswith(name):
             return _MULTIPROCESSORS[name]

@@ -64,7 +64,7 @@ _FREE = frozenset(
 
 
 def is_free(operator: Operator) -> bool:
-    """True if it starts no kernel."""
+    """True if the operator starts no kernel."""
     name = operator.base_name
     # A cast to the dtype that a tensor has already returns the tensor itself.
     if name == "to":
@@ -85,18 +85,18 @@ def kind_of(operator: Operator) -> Kind:
 
 
 def is_attention(operator: Operator) -> bool:
-    """True if it is one of the fused kernels of attention."""
+    """True if the operator is one of the fused kernels of attention."""
     name = operator.base_name
     return any(kernel in name for kernel in _ATTENTION)
 
 
 def is_grouped(operator: Operator) -> bool:
-    """True if it multiplies the rows of experts, all in one call."""
+    """True if the operator multiplies the rows of all experts in one call."""
     return operator.base_name in _GROUPED
 
 
 def is_masked(operator: Operator) -> bool:
-    """True if an attention kernel was given a mask, which in training is causal else."""
+    """True if an attention kernel was given a mask; without one, it is causal in training."""
     plain = _INPUTS_WITHOUT_MASK.get(operator.base_name)
     return plain is not None and len(operator.inputs) > plain
 

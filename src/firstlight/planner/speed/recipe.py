@@ -99,7 +99,7 @@ def predict_recipe_speed(
     counted: MemoryPrediction,
     exchange: Exchange | None = None,
 ) -> SpeedPrediction:
-    """How fast a recipe's training goes.
+    """Predict the training speed of a recipe.
 
     Args:
         recipe: the resolved recipe.
@@ -151,7 +151,7 @@ def estimate_speed(
     *,
     measuring_seconds: float,
 ) -> SpeedPrediction | None:
-    """How fast a recipe trains; None on a GPU whose rates are not known.
+    """Predict a recipe's training speed on a machine; None for a GPU whose rates are unknown.
 
     Args:
         prediction: memory and operators of one process's training step, not compiled.

@@ -184,8 +184,8 @@ _MOST_FLOPS = 4e10
 
 
 def standard_operators() -> list[tuple[Operator, tuple[bool, bool]]]:
-    """What `calibrate` times, with how the factors of products lie: first what is quickly
-    timed."""
+    """Operators that `calibrate` times, with the memory layout of products' factors, the quickest
+    operators first."""
     dtypes = (torch.float32, torch.bfloat16)
     found: list[tuple[Operator, tuple[bool, bool]]] = []
     for dtype in dtypes:

@@ -109,7 +109,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class SpeedPrediction:
-    """How fast training goes, predicted.
+    """Predicted speed of training.
 
     Attributes:
         step_seconds: duration of an optimizer step; slow is the longest.
@@ -171,7 +171,7 @@ def predict_speed(
     machine: Calibration | GPU,
     shares: Shares | None = None,
 ) -> SpeedPrediction:
-    """How fast the step whose operators were counted goes.
+    """Predict the speed of the step whose operators were counted.
 
     Args:
         prediction: prediction for one process, with the operators of an optimizer step.
@@ -372,8 +372,8 @@ def waiting_bytes(exchange: Exchange) -> float:
 
 
 def bubble(exchange: Exchange) -> float:
-    """How much longer a step takes because a pipeline's stages wait for the first micro-batch, and
-    after the last: (stages - 1) / micro-batches (Narayanan et al. 2019)."""
+    """Share by which a step takes longer because a pipeline's stages wait for the first micro-batch
+    and after the last: (stages - 1) / micro-batches (Narayanan et al. 2019)."""
     return (exchange.stages - 1) / exchange.micro_batches
 
 
