@@ -49,7 +49,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
         for group, programs in _GROUPS.items():
             if machine.dry and group == "compiled":
                 continue
-            # What transformers lacks, its comparison lacks; our own rates stand.
+            # Without transformers on this machine, only firstlight's own rates are measured.
             known = [one for one in programs if one != "transformers" or not _lacks(machine)]
             request: dict[str, Any] = {
                 "model": model_values(model),

@@ -37,7 +37,7 @@ class Panel:
 
 def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
     """A PNG of panels."""
-    # Where nothing was measured, the picture has its heading alone.
+    # Without measurements the picture has only its heading.
     grid = grid or [[Panel("", [], [])]]
     heights = [len(panels[0].names) + 3.5 for panels in grid]
     figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)

@@ -280,7 +280,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
     if not evaluates and not compiles:
         return whole
     program.optimizer.zero_grad()
-    # What compiling itself takes is not the step's.
+    # Compiling's own memory is not the step's, so only a later step is measured.
     with measured_memory() as later:
         if evaluates:
             program.model.eval()

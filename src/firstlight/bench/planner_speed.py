@@ -288,7 +288,7 @@ def planner_speed_once(request: dict[str, Any]) -> dict[str, Any]:
     for turn in range(request["turns"]):
         if turn:
             predictions.append(_predict(recipe, counted, folder, seconds / 2))
-        # What was measured has had the caches since.
+        # The measurements in between have filled the processor's caches, so warm up again.
         for number in range(request["steps"] + (1 if turn else request["warmup_steps"])):
             wall, thread = step()
             if number >= (1 if turn else request["warmup_steps"]):

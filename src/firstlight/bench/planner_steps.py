@@ -386,7 +386,7 @@ def _answers(
         try:
             found.append(one.get(max(end - time.monotonic(), 0.0)))
         except multiprocessing.TimeoutError:
-            # Of a process that was killed nothing comes, either.
+            # A killed process sends no answer, either.
             found.append({"prediction_problem": f"no answer in {_SECONDS:.0f} s"})
     return found
 

@@ -166,7 +166,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) ->
         measure: function from the request to the result.
         request: JSON object.
     """
-    # Where memory runs out, Linux ends this process and not the one that reports it.
+    # If memory runs out, Linux ends this process and not the one that reports the error.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:

@@ -122,7 +122,7 @@ def take_turns(
             for name in names:
                 progress.update(task, description=f"{title}: {name}")
                 outcome = outcome_of(name)
-                # What failed once fails again.
+                # A row that failed once would fail again.
                 if not outcome.problem and len(outcome.runs) == turn:
                     outcome.add(measure(name))
                     on_turn()

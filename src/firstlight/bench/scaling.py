@@ -231,7 +231,7 @@ def scaling_once(request: dict[str, Any]) -> dict[str, Any]:
         facts = facts_here(hardware, processes=engine.world.size, epoch_tokens=EPOCH_TOKENS)
         recipe = resolve(given, facts)
         if engine.keeps_shards:
-            # What comes late otherwise doesn't count as memory of the run.
+            # Imported now, so that a late import does not count as memory of the run.
             importlib.import_module("torch.distributed.fsdp")
         level = begin_peak()
         seconds = _median_step(recipe, hardware, engine, request["steps"])

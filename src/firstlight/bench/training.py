@@ -100,7 +100,7 @@ def _recipe_values(
         "run": {"device": str(hardware.device)},
         "model": find_model(model).model_dump(),
         "data": {"dir": "-", "seq_len": seq_len},
-        # How the step is cut is left open, too.
+        # The micro-batch size is left open, too.
         "batch": {"global_batch_tokens": micro_batch_size * seq_len},
     }
 

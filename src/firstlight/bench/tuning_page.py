@@ -106,7 +106,7 @@ def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, top
         elif line["state"] == "pruned":
             place.scatter(x, min(loss, top), marker="x", color="tab:gray", s=28)
         else:
-            # Where the sampler has narrowed the search down to is dark.
+            # Later trials are darker, which shows where the sampler narrowed the search.
             shade = 0.35 + 0.65 * line["trial"] / max(one["trial"] for one in lines)
             marker = "^" if loss > top else "o"
             place.scatter(x, min(loss, top), marker=marker, color="tab:blue", s=28, alpha=shade)

@@ -44,7 +44,7 @@ RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: How the text of a JSON object ends.
+#: End of the text of a JSON object.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)

@@ -179,7 +179,7 @@ def resolve_tokenizer(name: str | Path) -> Path:
         return path  # a mistake: reading it says so
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
         return path
-    # Of a model of the hub, no weights are downloaded.
+    # The weights of a model of the hub are not downloaded.
     is_here = path.is_dir()
     folder = resolve_model_folder(name) if is_here else find_model_folder(name, weights=False)
     return next(filter(has_tokenizer, adapter_chain(folder)), folder)

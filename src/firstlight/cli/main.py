@@ -40,7 +40,7 @@ _DECODING = ("generate", "chat", "serve")
 _OUT_OF_MEMORY = "out of memory: in training, lower batch.micro_batch_size or data.seq_len"
 
 
-#: How the names of importlib's own files begin.
+#: Beginning of the names of importlib's own files.
 _IMPORT_MACHINERY = "<frozen importlib"
 
 #: Seconds after which a signal that came in the middle of an import is looked at again.

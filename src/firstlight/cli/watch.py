@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks at the run folder.
 _SECONDS_BETWEEN = 0.5
-#: What the view shows of a step; lines without it are no steps, as the evaluation before the first.
+#: Keys of a step that the view shows; lines without them (the evaluation before step 1) are no
+#: steps.
 _SHOWN = {"train/loss", "learning_rate", "tokens_per_second", "memory_bytes"}
 
 

@@ -40,8 +40,8 @@ PAIRS_ARE_SELF_DESCRIBING = (
     "leave train_on and format out"
 )
 
-#: Of all texts of a conversation: more than the longest context holds, less than a template's
-#: rendering may have.
+#: Most characters of all texts of a conversation: more than the longest context holds, fewer than
+#: a template may render.
 MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 import re
 
-#: What German, French, Spanish, Portuguese, Italian, Dutch and Scandinavian texts are written with.
-#: Letters of Windows-1250 and 1254 that have another meaning there are not among them.
+#: Characters of German, French, Spanish, Portuguese, Italian, Dutch and Scandinavian texts, without
+#: letters that have another meaning in Windows-1250 and 1254.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
         "cp1252"

@@ -195,7 +195,7 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
         try:
             yield decoder.decode(read, final=not read).encode("utf-8")
         except UnicodeDecodeError as error:
-            # What stands before it is good.
+            # The text before the error is good.
             yield error.object[: error.start].decode(codec).encode("utf-8")
             problem = f"not valid {encoding.upper()}: {error.reason}"
             raise EncodingProblem("bad_utf16", problem) from None

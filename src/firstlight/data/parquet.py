@@ -25,7 +25,7 @@ _BATCH_BYTES = 1 << 24
 _COPIED_BYTES = 1 << 26
 #: Bytes of a page's head that hold its type and its size; bytes that are read at a time to see one.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: What a row, and a value in a list, count for at least: in a file they may take no bytes.
+#: Least bytes that a row, and a value in a list, count as: in a file they may take no bytes.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 

@@ -111,7 +111,7 @@ def _connect(ray: Any, address: str | None) -> None:
             _require_listening(address)
         with _signal_handlers_kept(), _no_usage_statistics():
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    # What is wrong with a cluster comes as nearly any kind of error.
+    # A cluster's problems are raised as nearly any kind of error.
     except Exception as error:
         raise ConfigError(
             f"no ray cluster can be used at '{address or 'local'}' ({_reason(error)}): start "

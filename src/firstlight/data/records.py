@@ -60,7 +60,7 @@ _MAX_JSON_BYTES = 4 << 30
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: The kind of a longer JSON file is told by so many first bytes; it is also read in such blocks.
 _JSON_HEAD_BYTES = 1 << 20
-#: What a rejected document counts for in the bytes of a part of a source.
+#: Bytes that a rejected document counts as in a part of a source.
 _REJECTED_BYTES = 1000
 
 #: First records of a source that tell its kind: some may be damaged.

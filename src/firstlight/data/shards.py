@@ -281,7 +281,7 @@ class Shard:
 
     def documents_before(self, token: int) -> int:
         """Number of documents that begin before a token; needs `check_documents` once before."""
-        # Of the held offsets, the last one before the token and the next: the answer is between.
+        # The answer is between the last held offset before the token and the next held one.
         held = int(np.searchsorted(self._held_offsets, np.uint64(token)))
         if held == 0:
             return 0

@@ -33,7 +33,8 @@ from firstlight.models.ops import (
 
 _aten = torch.ops.aten
 
-#: What "selective" keeps: these cost most to compute again (Korthikanti et al. 2022; torchtitan).
+#: Operators whose results "selective" keeps, because they take longest to compute again
+#: (Korthikanti et al. 2022; torchtitan).
 _KEPT = [
     _aten.mm.default,
     _aten.addmm.default,
@@ -260,7 +261,7 @@ def _linear_cross_entropy(
         # The gradient of -log p(label) for the logits is p - 1 at the label, p elsewhere.
         grad_nV.exp_()
         if z_loss_coef:
-            # That of z^2 is 2 z p.
+            # The gradient of z^2 is 2 z p.
             grad_nV.mul_(1 + 2 * z_loss_coef * z_n1)
         grad_nV.scatter_add_(1, target_n1, -torch.ones_like(target_n1, dtype=loss.dtype))
         grad_nV.mul_(valid_n[:, None])

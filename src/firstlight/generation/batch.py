@@ -267,7 +267,8 @@ class CompiledStep:
         ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)
         self._recorded: RecordedSteps | None = None
-        # Where experts have no grouped kernel, the host asks for how many rows each has.
+        # Without a grouped kernel for experts, the host reads the number of rows of each expert,
+        # which a CUDA graph can't do.
         if self._device.type == "cuda" and not model.config.expert_count:
             self._recorded = RecordedSteps(self._step)
 

@@ -86,7 +86,7 @@ def beam_search(
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
         if cache.length + 1 == model.config.long_from:
-            # What is cached has the rotary positions of short texts.
+            # The cached keys have the rotary positions of short texts, so all are computed again.
             rows_BT = [[*prompt_ids, *beam.token_ids[:-1]] for beam in beams]
             rows_BT += rows_BT[:1] * (count - len(rows_BT))
             cache.least_length, cache.length = cache.length + 1, 0

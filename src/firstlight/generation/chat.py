@@ -26,7 +26,7 @@ __all__ = [
     "turn_end_ids",
 ]
 
-#: How an answer is made where nothing else is asked for.
+#: Default settings of answers.
 CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 
 #: Memory for keys and values is taken in powers of two from here on.
@@ -316,7 +316,7 @@ class ChatSession:
             tokenizer=self._tokenizer,
         )
 
-    # What the model sees
+    # The model's input
 
     def _prompt(self, history: Sequence[Message], text: str) -> _Prompt:
         make = self._chat_ids if self.has_template else self._text_ids

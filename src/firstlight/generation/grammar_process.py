@@ -109,7 +109,7 @@ class Matchers:
             del self._matchers[number]
             return {"error": matcher.get_error()}, b""
         stopped = matcher.is_stopped()
-        # What can go on in no way, but is not complete, is a schema that nothing satisfies.
+        # A text that can't go on and is not complete shows that nothing satisfies the schema.
         if stopped and not matcher.is_accepting():
             return {"error": "nothing satisfies the schema"}, b""
         return {"complete": stopped}, b"" if stopped else mask

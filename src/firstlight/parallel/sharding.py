@@ -108,7 +108,7 @@ class TensorParallelEngine(Engine):
         moments = optimizer.state_tensors(keep=self.is_main)
         with optimizer.master_weights(), full_parameters(model, keep=self.is_main):
             weights = on_cpu(tensors_of(model)) if self.is_main else {}
-        # What was gathered is new: only what was whole before needs copying.
+        # Gathered tensors are new: only tensors that were whole before need a copy.
         own = {
             (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
             for t in (p.detach() for p in (*model.parameters(), *optimizer.state_shards().values()))

@@ -60,7 +60,7 @@ class NearDuplicates:
         keys: list[int] = found[:_KEYS].tolist()
         for other in {self._found_by[key] for key in keys if key in self._found_by}:
             if similarity(found, self._sketches[other]) >= _SIMILAR:
-                # Of its group, a document is in place of the first one from here on.
+                # The document joins the group of the first similar one.
                 self.groups[number] = self.groups[other]
                 break
         if len(found):

@@ -121,7 +121,7 @@ def _next_commands(
     if answers:
         yield f"firstlight chat {run}", "ask it, and read its answers"
     else:
-        # Of the texts' own language and kind.
+        # The prompt is in the language and kind of the texts.
         words = shlex.quote(prompt or "Once upon a time")
         yield f"firstlight generate {run} --prompt {words}", "continue a text"
         yield f"firstlight chat {run}", "write and let it go on, turn by turn"

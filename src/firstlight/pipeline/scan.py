@@ -209,7 +209,8 @@ class _Counts:
         if self.text_bytes - size < _GZIP_BYTES:
             self._head.append(text.encode("utf-8")[:_GZIP_BYTES])
         if len(self._openings) < _MOST_OPENINGS:
-            # Of the text, and of places near its end, which is held out of few documents.
+            # Openings of the text and of places near its end, the part that is held out if there
+            # are few documents.
             share = held_out_share(size)
             places = (0, *(int(len(text) * (1 - share * part)) for part in (0.9, 0.6, 0.3)))
             self._openings[digest] = [opening_of(text[at : at + 1000], at) for at in places]
@@ -335,7 +336,7 @@ def held_out_groups(groups: Sequence[int], sizes: Sequence[int]) -> list[int] | 
             held += numbers
             taken += size
         seen += size
-    # Where few documents are most of the text, whole ones can't come near the share.
+    # If a few documents are most of the text, whole documents can't come near the share.
     return sorted(held) if taken >= share * total / 2 else None
 
 

@@ -314,7 +314,7 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(
                     problem=f"key '{name}' is given twice", problem_mark=node.start_mark
                 )
-            # What is not hashable is refused below.
+            # A key that is not hashable is refused below.
             seen.update([name] if isinstance(name, Hashable) else [])
         return super().construct_mapping(node, deep)
 

@@ -28,7 +28,7 @@ AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "h
 #: Those of the dashboard.
 _LIVE_AXES: Mapping[Axis, str] = {**AXES, "flops": "FLOPs"}
 _BUCKETS = 350
-#: Where they are kept, and nothing of what they are.
+#: Keys that don't change a run, only the place of its files.
 _NOT_COMPARED = {"run.dir"}
 
 
@@ -92,7 +92,7 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
         alike = [labels.count(label) > 1 for label in labels]
         if not any(alike):
             return labels
-        # Where one path is the end of another, only the longer can grow.
+        # If one path is the end of another, only the longer label can grow.
         lengths = [n + is_alike for n, is_alike in zip(lengths, alike, strict=True)]
 
 

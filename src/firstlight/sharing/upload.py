@@ -88,7 +88,7 @@ def upload_folder(
                 "the hub, or leave --private out"
             )
         with warnings.catch_warnings():
-            # Of a card without a licence: the card says so itself.
+            # The warning is about a card without a licence, and the card says so itself.
             warnings.filterwarnings("ignore", message="Warnings while validating metadata")
             api.upload_folder(
                 repo_id=repository,

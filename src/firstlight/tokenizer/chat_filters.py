@@ -22,11 +22,11 @@ from firstlight.tokenizer.chat_meter import (
     replaced_bytes,
 )
 
-#: Where a rendering's meter lies among its variables: no template can spell this name.
+#: Name of the variable with a rendering's meter, which no template can spell.
 METER = " meter"
 
-#: Of Jinja's own, those that multiply text or need far more than a look at each character, and
-#: that no chat template needs.
+#: Jinja's filters that multiply text, or need far more than a look at each character; no chat
+#: template needs them.
 _LEFT_OUT = ("batch", "center", "pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
 #: Filters that make a text of any value, and the characters that each may take.
 _OF_TEXT = {

@@ -83,7 +83,7 @@ class ChatEncoder:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
         self._variables = tokenizer.named_tokens
         self._special = tokenizer.special_tokens
-        # What comes after the model only trims the offsets: those of " a" would be those of "a".
+        # Post-processing only trims the offsets: those of " a" would be those of "a".
         state = json.loads(tokenizer.backend.to_str())
         self._plain = Tokenizer(
             tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
@@ -248,8 +248,8 @@ class ChatEncoder:
         return LabelledChat(ids, loss_mask, text_bytes, torn)
 
 
-#: What is written like this is a control token in all templates known, but for models that were
-#: trained on its characters: their tokenizers come with the template.
+#: Form of control tokens in all known templates. Some models were trained on the characters of such
+#: a text instead of a token; their tokenizers come with the template.
 _CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]{1,64}\|>|<(?:start|end)_of_\w{1,32}>")
 
 _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]

@@ -16,7 +16,7 @@ from jinja2.exceptions import SecurityError
 
 #: Characters of a rendered conversation, and of any one value on the way.
 MAX_CHARS = 10_000_000
-#: What one item of a list counts for among them.
+#: Characters that one item of a list counts as.
 _CHARS_PER_ITEM = 20
 #: Bytes of all that is made in one rendering.
 MAX_BYTES_MADE = 150_000_000

@@ -129,7 +129,7 @@ def _compiled(template: str) -> jinja2.Template:
     )
 
 
-#: Where the marks of `{% generation %}` blocks lie: no template can spell this name either.
+#: Name of the variable with the marks of `{% generation %}` blocks, which no template can spell.
 _MARKS = " marks"
 
 

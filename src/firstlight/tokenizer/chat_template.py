@@ -100,7 +100,7 @@ _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
     "alpaca": (),
 }
 
-#: Of a template's file.
+#: Most bytes of a template's file.
 _MAX_TEMPLATE_BYTES = 4_000_000
 
 
@@ -210,7 +210,7 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
             if not isinstance(message.get(name), str):
                 raise InputError(f"messages[{number}].{name} must be a text")
         try:
-            # What methods an object may have, the template never sees more than its JSON.
+            # An object may have methods; the template gets only its JSON.
             copy = json.loads(json.dumps({k: v for k, v in message.items() if v is not None}))
             json.dumps(copy, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:

@@ -24,13 +24,13 @@ from firstlight.errors import FirstlightError, InputError, TokenizerError
 from firstlight.files.atomic import plain_lines, read_file, read_json
 from firstlight.tokenizer.patterns import may_panic
 
-#: What vocabularies call their padding; Qwen's is `<|endoftext|>`, where turns end otherwise.
+#: Names of padding tokens; Qwen's is `<|endoftext|>`, because its turns end with another token.
 _PAD_TOKENS = (
     *("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|padding|>", "<|finetune_right_pad_id|>"),
     "<|endoftext|>",
 )
 
-#: Of a template's file; what is rendered may have a million characters.
+#: Most bytes of a template's file; the rendered text may have a million characters.
 _MAX_TEMPLATE_BYTES = 4_000_000
 
 

@@ -141,7 +141,7 @@ class ForecastComparison:
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
         coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
-        # What a process holds beside tensors: libraries' own buffers, loaded on first use.
+        # A process also holds libraries' buffers, which are loaded on first use.
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
         total = int(psutil.Process().memory_info().rss + coming + libraries)
         self.forecast = replace(self.forecast, process_bytes=total)

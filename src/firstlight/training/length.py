@@ -34,18 +34,18 @@ _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: Of the time that is left, the share that fewer settled steps have to have taken: of a run of few,
-#: slow steps.
+#: Share of the remaining time after which fewer settled steps are enough, for runs of a few slow
+#: steps.
 _ENOUGH_SHARE = 0.2
 
-#: Of the most steps of a run, the share that is measure enough where they are too quick for the
-#: above: they will hardly take as long as the minutes.
+#: Share of a run's greatest number of steps that is enough to measure if the steps are too quick
+#: for the shares above; such a run will hardly use its minutes.
 _QUICK_SHARE = 0.2
 
 #: Steps that are remembered.
 _MOST_STEPS = 10_000
 
-#: How often in a run it is computed whether the length has to be decided.
+#: Number of times in a run that it is checked if the length has to be decided.
 _CHECKS = 500
 
 #: Most steps of a run.

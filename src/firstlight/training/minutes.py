@@ -66,10 +66,10 @@ def budget_of(
         record: dict[str, Any] = {"seconds_used": 0.0}
         if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
             record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
-        # What was decided stands only for the length that it was decided for.
+        # A decided number of steps is valid only for the minutes that it was decided for.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
-        # A new run, or one that goes on with another length: the time that it has used counts.
+        # A new run, or a resumed run with other minutes, whose used time counts.
         rate = _usual_tokens_per_second(recipe, program)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
         return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}

@@ -115,7 +115,7 @@ class TrainingProgram:
             yield
         self._steps += 1
         if self._steps == 1:
-            # What compiling and the optimizer's first step took for themselves.
+            # Memory that compiling and the optimizer's first step used temporarily.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
         # Blocks that fit no tensor any more go back to the device.

@@ -84,7 +84,7 @@ def take_up(run: Run, folder: Path) -> None:
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
-        # What a checkpoint of an older version lacks was not changed.
+        # A key that a checkpoint of an older version lacks was not changed.
         if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:

@@ -45,7 +45,7 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        # What went wrong first is said, whatever the background writer ran into.
+        # The first error is the one to report, even if the background writer failed as well.
         ignored = (
             contextlib.nullcontext() if error is None else contextlib.suppress(FirstlightError)
         )

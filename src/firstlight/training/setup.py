@@ -290,7 +290,7 @@ def _require_fitting_prompts(
         if answered and prompt.strip():
             message = {"role": "user", "content": prompt}
             count = len(tokenizer.encode_chat([message], add_generation_prompt=True))
-            # What a conversation leaves free for the answer: see `ChatSession.answer_room`.
+            # A conversation leaves this room for the answer: see `ChatSession.answer_room`.
             limit -= min(recipe.evaluation.sample_tokens, max(context // 4, 1)) - 1
         if count >= limit:
             raise ConfigError(
@@ -302,7 +302,7 @@ def _require_fitting_prompts(
 def _require_disk(run: Run) -> None:
     """Refuse a run whose checkpoints can't fit, before it has cost anything."""
     every, config = run.recipe.checkpoint.every_steps, run.recipe.checkpoint
-    # Of a run in minutes that went on for longer than was predicted, it is one more.
+    # A run in minutes that has passed its predicted steps has at least one step left.
     left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
     saves = math.ceil(left / every) if every else 1
     # The trunk's checkpoint is copied into the run folder first.
@@ -311,7 +311,7 @@ def _require_disk(run: Run) -> None:
     if run.validation is not None and config.keep_best and every:
         kept += config.keep_best
         saves += left // (run.recipe.evaluation.every_steps or max(run.max_steps, 1))
-        # Where those stand between regular ones, the regular ones that are averaged stay, too.
+        # The best checkpoints may lie between regular ones; the averaged regular ones stay, too.
         kept += config.average_last
     if config.keep_every:
         kept += left // config.keep_every

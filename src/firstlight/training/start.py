@@ -95,8 +95,8 @@ def _make_folder_ready(run: Run) -> None:
     if run.branch_from is not None:
         with reading_checkpoint(run.branch_from):
             copy_checkpoint(run.branch_from, run.folder, run_id)
-    # What was decided stands also for a run that is killed before its first checkpoint. A file
-    # that says the same keeps its comments.
+    # The resolved recipe is kept also if the run is killed before its first checkpoint. A file
+    # with the same values keeps its comments.
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml.safe_dump(run.recipe.model_dump(), sort_keys=False, allow_unicode=True)
         write_file(run.folder / RECIPE_NAME, text)

@@ -140,7 +140,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         CheckpointError: it does not fit the model or optimizer, or lacks something.
     """
     state = _saved_state(checkpoint.trainer_state)
-    # Where every step so far was skipped there are no moments yet.
+    # If every step so far was skipped, there are no moments yet.
     has_moments = state.skipped_steps < state.step
     folder = checkpoint.sharded_folder
     if folder is None:

@@ -32,7 +32,7 @@ _LOCAL_FOLDERS = frozenset(
     ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
 )
 
-#: What keeps a download from being written, rather than from arriving.
+#: Errors of writing a download, not of receiving it.
 _DISK_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,

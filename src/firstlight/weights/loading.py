@@ -262,7 +262,7 @@ def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
 def _load_mapped(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # What is unpacked lies in memory of its own.
+    # Unpacked tensors are copies in memory, which a change of the file does not affect.
     plain = [tensor for tensor in stored.values() if isinstance(tensor, StoredTensor)]
     files = tuple({tensor.file for tensor in plain})
     mapped = open_tensors(stored)

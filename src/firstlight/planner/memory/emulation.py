@@ -122,7 +122,7 @@ class CudaKernels(TorchFunctionMode):
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
-            # What is computed again in a backward pass runs as a GPU would, too.
+            # Operations that a backward pass recomputes run as on a GPU, too.
             with self:
                 return _backward(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -195,7 +195,7 @@ def kernels_of(
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
-    # What both of torch's functions come to, which asks no mode once more.
+    # Both of torch's functions call this one, which does not dispatch to a mode again.
     start = torch.ones_like(tensor) if gradient is None else gradient
     _engine_run_backward(
         (tensor,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True

@@ -22,7 +22,7 @@ from firstlight.models.moe import ROWS_OF_BLOCKS
 _aten: Any = torch.ops.aten
 _firstlight: Any = torch.ops.firstlight
 
-#: What (shape, dtype) of a tensor is in an operator's key.
+#: Shape and dtype of a tensor, as in an operator's key.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
 #: Lists, one after the other, of operators on these; each is as long as the others.

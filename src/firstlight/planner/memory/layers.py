@@ -241,7 +241,7 @@ def at_depth(
         each = entry.count - before.get(entry.operator, 0)
         # An operator over lists of all parameters occurs once, with longer lists.
         is_list = not entry.operator.outputs and entry.operator not in before
-        # What the two models have in common is once in the deep one, what differs once a layer.
+        # Operators of both models occur once in the deep one; additional ones once for each layer.
         count = entry.count if is_list else entry.count + max(each, 0) * steps
         found.append(OperatorCount(entry.operator, count))
         if is_list:

@@ -381,7 +381,7 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
     for number, (size, birth, death) in enumerate(lifetimes):
         if size:
             events += [(birth, 1, number, size), (death + 1, 0, number, size)]
-    # What dies at a tick is freed (0) before what is made at the next one is allocated (1).
+    # Storages that die at a tick are freed (0) before those made at the next are allocated (1).
     blocks: dict[int, _Block] = {}
     for _, makes, number, size in sorted(events):
         if makes:

@@ -222,7 +222,7 @@ class _Offloaded:
     dtype: torch.dtype = torch.float32
 
 
-#: What the traced program is told that it runs on.
+#: Hardware that the traced program is given.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
 #: Attention kernels that only GPUs have; they are traced as torch's own choice.

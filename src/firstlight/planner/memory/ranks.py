@@ -20,8 +20,8 @@ from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
 
-#: What NCCL takes of each GPU beside torch's allocator; its channels' buffers, as seen with
-#: eight GPUs and its defaults.
+#: Memory that NCCL takes of each GPU beside torch's allocator: its channels' buffers, as measured
+#: with eight GPUs and NCCL's defaults.
 _NCCL_BYTES = 400 * 2**20
 
 #: The share of the forward pass' activations above which no layer's gradient is complete yet.
@@ -227,7 +227,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     model = model.model_copy(update=changes)
     efficiency = recipe.efficiency
     if is_put_together_in_bf16(recipe, processes):
-        # What lies between layers is of the weights' dtype.
+        # Activations between layers have the weights' dtype.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
     changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
     # With one process there are no shards.
@@ -374,7 +374,7 @@ def with_peaks(
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)
-    # What the allocator holds beyond its peak is taken to stay as it is.
+    # Assume that the allocator reserves as much beyond its peak as before.
     gaps = prediction.reserved_bytes - prediction.peak_bytes
     return dataclasses.replace(
         prediction,

@@ -50,10 +50,10 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: What there are of them changes little: each answer has a mask of its row's tokens.
+#: Assumed pairs of a row. Their number changes little: each answer has a mask of its row's tokens.
 _PAIRS_A_ROW = 4
 
-#: Up to so many layers, all are traced, where nothing is compiled: that takes seconds for each.
+#: Models of up to this many layers are traced whole, unless compiled, at some seconds a layer.
 _FULLY_TRACED = 8
 
 
@@ -324,7 +324,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         batch = _batch(recipe)
         tracer.mark((batch.input_ids, batch.labels, batch.document_ids), "activations")
         if not recipe.efficiency.compile:
-            # What is compiled has no place to look on from.
+            # A compiled model has no place from which the loss can be marked.
             model.head_loss = marked_loss(model.head_loss, tracer)
         if planned.offloads:
             program.loss_sum = host_activations(program.loss_sum, model, tracer, target)

@@ -267,7 +267,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(identity)
         if known is None:
             known = Storage(storage.nbytes(), max(self.tick, 0), self._phase, self._part)
-            # What is computed again dies within its layer, and is kept by no forward pass.
+            # A recomputed tensor is freed within its layer, and no forward pass keeps it.
             known.recomputed = self._recomputed_since >= 0
             self._known[identity] = known
             # The callback runs when the last tensor of the storage is gone.

@@ -166,7 +166,7 @@ def suggest(
         loss = _DECIDING.loss(one.parameters, worth)
         is_short = tokens is not None or worth < one.tokens
         if is_short and best is not None and worth < _TOKENS_A_PARAMETER * one.parameters:
-            # Where tokens are all that is short, any larger model is better; not for what it costs.
+            # If only tokens are limited, any larger model is better, but not worth its cost.
             break
         if best is not None and loss >= best[0]:
             break

@@ -224,8 +224,8 @@ def _run_of(estimate: Estimate, machine: Machine) -> PlannedRun | None:
     return planned_run(estimate.recipe, machine, None if speed is None else speed.expected)
 
 
-#: How often another model is tried: a smaller one where the suggested turns out not to fit, another
-#: where it turns out to train at another rate than was taken for granted.
+#: Number of further models that are tried: a smaller one if the suggested model does not fit, or
+#: another one if its rate differs from the assumed rate.
 _TRIES = 6
 
 #: Rates of FLOPs that differ by less suggest the same.

@@ -160,14 +160,14 @@ def _work(end: Connection) -> None:
     """Answer calls until there is nobody who asks."""
     # Ctrl-C is for the process that asks, which ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What torch has to say of code that is only looked at is nobody's business.
+    # torch's warnings about code that is only traced are of no use to people.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     gc.disable()
     with contextlib.suppress(EOFError, OSError):
         while True:
             function, arguments = end.recv()
-            # What the last call left; before its answer was sent, that would have had to wait.
+            # The garbage of the last call: collecting it earlier would have delayed its answer.
             gc.collect(0)
             try:
                 answer = (True, function(*arguments))

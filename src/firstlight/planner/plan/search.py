@@ -299,7 +299,7 @@ def _fallbacks(
         offload: dict[str, Any] = {
             "distributed.engine": "deepspeed",
             "distributed.offload": "cpu",
-            # What it doesn't go with.
+            # DeepSpeed can't be combined with it.
             "efficiency.compile": False,
         }
         yield "offloading moments to the CPU (DeepSpeed)", offload, machine

@@ -237,7 +237,7 @@ class Calibration:
         if is_free(operator):
             return OperatorTime(0.0, "measured")
         features = features_of(operator, transposed)
-        # What is too large to be timed is timed in part.
+        # An operator that is too large to be timed is timed in part.
         part: Operator | None = operator
         while part is not None:
             of_part = features_of(part, transposed)

@@ -131,8 +131,8 @@ _TILE = 128
 _TILE_ENDS = 64
 #: fp32 FLOP/s of one multiprocessor: 128 lanes, two operations, some 1.8 GHz.
 _FLOPS_A_MULTIPROCESSOR = 128 * 2 * 1.8e9
-#: Of those whose multiprocessors have 64 lanes of fp32 (V100, A100), or twice the usual rate, the
-#: number is not to be had from the rate.
+#: Multiprocessors of GPUs whose number does not follow from the rate, because their multiprocessors
+#: have 64 lanes of fp32 (V100, A100), or twice the usual rate.
 _MULTIPROCESSORS = {
     "V100": 80,
     "T4": 40,

@@ -259,7 +259,7 @@ def fit_constants(steps: Sequence[TimedStep], gpu: GPU) -> dict[str, float]:
         for name, (low, high) in BOUNDS.items():
             place = math.log(found[name])
             best, least = _minimum(loss(name), math.log(low), math.log(high))
-            # Where nothing depends on a constant, every place is as good.
+            # If the loss does not depend on a constant, its value stays as it is.
             if least < loss(name)(place) * (1 - 1e-9):
                 found[name] = min(max(math.exp(best), low), high)
     return found

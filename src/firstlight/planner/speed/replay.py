@@ -102,7 +102,7 @@ def _attention_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 
 
 def _blockwise(operator: Operator, tensors: Sequence[Tensor]) -> Call:
-    # What the operator calls, past what torch puts around it: that imports its compiler at first.
+    # The operator's own function, without torch's wrapper, whose first call imports the compiler.
     function = OPDEFS[f"firstlight::{operator.base_name}"]._init_fn
     count = 4 if operator.base_name.endswith("backward") else 3
     heads = tensors[count - 3].shape[1]

@@ -32,9 +32,9 @@ from firstlight.planner.speed.replay import can_replay, time_operator
 
 #: Seconds of one operator's measurements, at a time.
 _OPERATOR_SECONDS = 0.25
-#: Seconds of one call; of longer calls a part is timed.
+#: Longest seconds of one call; an operator that takes longer is timed in part.
 _LONGEST_CALL = 0.1
-#: How much more urgent it is to time what is like nothing that was timed.
+#: Factor of the priority of operators that are unlike every timed operator.
 _GUESSED_WEIGHT = 5.0
 #: Operators that take less of a step are left to interpolation.
 _LEAST_SHARE = 0.002
@@ -131,7 +131,7 @@ def measure_operators(
             turned = transposed.get(one, (False, False))
             estimate = calibration.seconds(one, turned)
             costs[one] = entry.count * estimate.seconds
-            # What is only guessed may cost far more.
+            # An operator whose time is only guessed may take far longer.
             seen[one] = costs[one] * (_GUESSED_WEIGHT if estimate.source == "guessed" else 1.0)
     least = _LEAST_SHARE * sum(costs.values())
     parts = {one: _part(one, transposed.get(one, (False, False)), calibration) for one in costs}
@@ -224,7 +224,7 @@ def _attention(dtype: torch.dtype) -> Iterator[Operator]:
         name = "_scaled_dot_product_flash_attention_for_cpu"
         yield _operator(name, [x, x, x], [x, sums])
         yield _operator(f"{name}_backward", [x, x, x, x, x, sums], [x, x, x])
-        # Where it is what "auto" comes to.
+        # Only where `attention: auto` chooses blockwise.
         if dtype == torch.bfloat16 and size >= BLOCKWISE_HEAD_SIZE:
             name = "blockwise_attention"
             yield _operator(name, [x, x, x], [x], "firstlight")

@@ -252,7 +252,7 @@ def _on_gpu(
     launches: dict[str, float] = {}
     for entry in counts:
         one = entry.operator
-        # What is fused is counted below, by the bytes that stand between products.
+        # Fused operators are counted below, by the bytes between products.
         if is_free(one) or _fuses(entry, work):
             continue
         seconds = kernel_seconds(one, gpu, work.precision, shares) * entry.count
