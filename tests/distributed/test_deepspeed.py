@@ -167,7 +167,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"engine": "ddp", "offload": "cpu"}, "for distributed.engine fsdp or deepspeed"),
         ({"engine": "deepspeed", "shard": 2}, "shard 2 is for distributed.engine fsdp"),
         ({"engine": "deepspeed", "tensor_parallel": 2}, "tensor_parallel is not for"),
-        ({"engine": "deepspeed", "pipeline": 2}, "none for distributed.engine deepspeed"),
+        ({"engine": "deepspeed", "pipeline": 2}, "be combined with distributed.engine deepspeed"),
         (
             {"engine": "deepspeed", "offload": "nvme", "nvme_path": "x"},
             "offload nvme needs distributed.zero_stage 3",

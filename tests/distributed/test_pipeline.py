@@ -121,8 +121,8 @@ def test_stages_begin_with_the_values_of_the_whole_model() -> None:
     [
         (4, {"pipeline": 2}, "pipeline is 2 and this run has 4 processes: start .* --nproc 2"),
         (1, {"pipeline": 2}, "start it with --nproc 2"),
-        (2, {"pipeline": 2, "engine": "fsdp"}, "none for distributed.engine fsdp"),
-        (4, {"pipeline": 2, "tensor_parallel": 2}, "none for distributed.tensor_parallel 2"),
+        (2, {"pipeline": 2, "engine": "fsdp"}, "be combined with distributed.engine fsdp"),
+        (4, {"pipeline": 2, "tensor_parallel": 2}, "with distributed.tensor_parallel 2"),
         (2, {"pipeline": 2, "shard": 2}, "distributed.shard 2 is for .* leave shard out"),
         (
             2,

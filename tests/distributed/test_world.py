@@ -125,9 +125,9 @@ def test_mpirun_on_one_machine_needs_no_meeting_point() -> None:
     world = find_world(job)
     assert (world.host, world.rank, world.size) == ("127.0.0.1", 1, 2)
     assert find_world(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-2@1"}).port != world.port
-    with pytest.raises(ConfigError, match=r"where the processes meet: set MASTER_ADDR .* -x "):
+    with pytest.raises(ConfigError, match=r"the rendezvous is not known: set MASTER_ADDR .* -x "):
         find_world(job | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
-    with pytest.raises(ConfigError, match="where the processes meet"):
+    with pytest.raises(ConfigError, match="the rendezvous is not known"):
         find_world(OPEN_MPI)
 
 

@@ -188,7 +188,7 @@ def test_options_that_can_not_be_meant_are_refused_before_anything_is_loaded(
 ) -> None:
     for arguments, message in (
         (("--port", "80"), "--host and --port are for the web page: add --web"),
-        (("--web", "--host", "0.0.0.0"), "the page knows no passwords"),
+        (("--web", "--host", "0.0.0.0"), "the page has no passwords"),
         (("--temperature", "-1"), "temperature must be 0 or above"),
     ):
         exit_code, out, err = piped("", "no/such/model", *arguments)

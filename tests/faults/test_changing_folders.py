@@ -317,4 +317,5 @@ def test_of_two_that_resume_in_the_same_instant_one_goes_on_and_one_says_why_not
     for thread in threads:
         thread.join()
     assert steps == [6]
-    assert refused == [f"run folder {recipe['run']['dir']} is in use by another process"]
+    (problem,) = refused
+    assert problem.startswith(f"run folder {recipe['run']['dir']} is in use by another process: ")

@@ -93,6 +93,7 @@ def test_a_rank_may_go_before_the_first_step_and_after_the_last(step: int) -> No
         if step >= 0:
             assert_names(left, rank, result[rank]["pid"], kind, said)
         elif rank == 1:
-            assert error_of(left).startswith("rank 1 did not come within 10 s"), said
+            assert error_of(left).startswith("rank 1 did not connect within 10 s"), said
         else:
-            assert ", where the ranks meet, within 10 s " in error_of(left), said
+            assert " could not reach the rendezvous at " in error_of(left), said
+            assert " within 10 s " in error_of(left), said

@@ -52,7 +52,7 @@ def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why
         assert " was started as one of 4 processes, and rank 0 on " in rank["said"]
     for rank in missing:
         assert rank["code"] == 1, missing
-        assert "error: ranks 1, 3 did not come within 15 s" in rank["said"]
+        assert "error: ranks 1, 3 did not connect within 15 s" in rank["said"]
     assert codes(alone) == [1], alone
     assert "could not reach 127.0.0.1:" in alone[0]["said"]
     assert 2 in codes(twice), twice

@@ -356,7 +356,7 @@ def test_every_byte_of_mxfp4_is_what_it_is_to_transformers() -> None:
     "change, said",
     [
         ({"_scales": torch.zeros(3, 64, 1, dtype=torch.uint8)}, "MXFP4 has [E, out, in / 32, 16]"),
-        ({"_scales": torch.zeros(3, 64, 2)}, "_scales are not of bytes"),
+        ({"_scales": torch.zeros(3, 64, 2)}, "_scales are not uint8"),
         ({"_scales": None}, "lacks tensors: model.layers.0.mlp.experts.gate_up_proj"),
     ],
 )

@@ -320,9 +320,9 @@ _ENTRY = {"bytes": 3, "sha256": "0" * 64}
     "changes, problem",
     [
         ({"format": "other"}, "is not the manifest of a checkpoint"),
-        ({"version": 1}, "is of version 1; this firstlight reads 2"),
-        ({"version": "2"}, "is of version 2"),
-        ({"step": 9}, "is not what its name says, but of step 9"),
+        ({"version": 1}, "has version 1, and this firstlight reads version 2"),
+        ({"version": "2"}, "has version 2"),
+        ({"step": 9}, "holds step 9, unlike its name"),
         ({"step": True}, "lacks keys of a checkpoint's manifest"),
         ({"step": None}, "lacks keys"),
         ({"sequence": 0}, "lacks keys"),
@@ -370,7 +370,7 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
     before = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
     entry = {"bytes": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}
     reseal(folder, files={**before, name: entry})
-    with pytest.raises(CheckpointError, match="names no file of its own"):
+    with pytest.raises(CheckpointError, match="lists a file outside the checkpoint"):
         verify_checkpoint(folder)
 
 
@@ -386,7 +386,7 @@ def test_what_is_no_plain_file_is_refused_unread(tmp_path: Path, name: str, what
         path.mkdir()
     else:
         os.mkfifo(path)  # whoever opens it waits for ever
-    with pytest.raises(CheckpointError, match="is a link or no file"):
+    with pytest.raises(CheckpointError, match="is a link or not a file"):
         verify_checkpoint(folder)
 
 

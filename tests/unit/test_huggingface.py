@@ -540,7 +540,10 @@ def test_a_shard_that_the_index_names_must_be_there(write: Callable[[ModelConfig
     index_of(folder, {"weight_map": {t: name for name, part in files.items() for t in part}})
     assert load_model(folder).model.config == LLAMA
     (folder / "b.safetensors").unlink()
-    assert refusal(folder) == f"{folder / 'b.safetensors'} is missing, though the index names it"
+    assert refusal(folder) == (
+        f"{folder / 'b.safetensors'} is missing, but model.safetensors.index.json names it: "
+        "download it again"
+    )
 
 
 # Paths and hub ids

@@ -163,7 +163,7 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
     "save, message",
     [
         (cut, rf"{BIN} is damaged, cut short, or not a checkpoint of weights alone"),
-        (one_shard_gone, rf"{TWO} is missing, though the index names it"),
+        (one_shard_gone, rf"{TWO} is missing, but .* names it"),
         (shards_changed_places, rf"has tensor .*, which {INDEX} puts {TWO}"),
         (shard_elsewhere, rf"{INDEX} names a file outside its folder: \.\./{TWO}"),
         (lambda folder, _: (folder / INDEX).write_text("[]"), f"{INDEX} has no weight_map"),

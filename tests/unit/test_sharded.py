@@ -78,7 +78,7 @@ def test_what_is_not_a_whole_is_refused(
 def test_pieces_that_lie_over_each_other_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
     places = [(0, 0), (0, 1), (2, 0)]
     _write(tmp_path, [TensorShard(torch.ones(2, 2), place) for place in places])
-    with pytest.raises(CheckpointError, match="shards of 'one' are not a whole"):
+    with pytest.raises(CheckpointError, match="shards of 'one' are incomplete"):
         stored_shapes(tmp_path, WEIGHTS)
 
 
@@ -124,7 +124,7 @@ def test_one_tensor_in_two_formats_is_damaged(tmp_path: Path) -> None:
     _write(
         tmp_path, [TensorShard(torch.ones(2), (0,)), TensorShard(torch.ones(2).bfloat16(), (2,))]
     )
-    with pytest.raises(CheckpointError, match=r"'one' is torch.bfloat16 in it only"):
+    with pytest.raises(CheckpointError, match=r"'one' is torch.bfloat16 in this file"):
         stored_shapes(tmp_path, WEIGHTS)
 
 

@@ -203,22 +203,24 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
             raise CheckpointError(f"{folder / MANIFEST_NAME} does not list {name}")
     for name, entry in files.items():
         if _PLAIN_NAME.fullmatch(name) is None:
-            raise CheckpointError(f"{folder / MANIFEST_NAME} names no file of its own: {name!r}")
+            raise CheckpointError(
+                f"{folder / MANIFEST_NAME} lists a file outside the checkpoint: {name!r}"
+            )
         path = folder / name
         require_plain_file(path)
         try:
             if path.stat().st_size != entry["bytes"]:
-                raise CheckpointError(f"{path} is damaged: its size is not the manifest's")
+                raise CheckpointError(f"{path} is damaged: its size is not that in the manifest")
             if from_disk:
                 forget_cached(path)
             if sha256_of(path) != entry["sha256"]:
-                raise CheckpointError(f"{path} is damaged: its sha256 is not the manifest's")
+                raise CheckpointError(f"{path} is damaged: its sha256 is not that in the manifest")
         except OSError as error:
             raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
     step, found = manifest["step"], load_trainer_state(folder).get("step", manifest["step"])
     if found != step:
         raise CheckpointError(
-            f"{folder} is not one checkpoint: {STATE_NAME} is of step {found!r:.100}, and "
+            f"{folder} has files of two checkpoints: {STATE_NAME} is of step {found!r:.100}, and "
             f"{MANIFEST_NAME} of step {step}"
         )
 
@@ -292,7 +294,7 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
     except InputError as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{folder / STATE_NAME} holds no JSON object")
+        raise CheckpointError(f"{folder / STATE_NAME} is damaged: it is not a JSON object")
     _require_objects(folder / STATE_NAME, state)
     return state
 
@@ -308,7 +310,9 @@ def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
     """
     multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
     if type(multiple) is not int or multiple < 1:
-        raise CheckpointError(f"{folder}: trainer_state.json says vocab_multiple {multiple!r:.100}")
+        raise CheckpointError(
+            f"{folder}: trainer_state.json is damaged: vocab_multiple is {multiple!r:.100}"
+        )
     return multiple
 
 
@@ -324,4 +328,4 @@ def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
         parts |= {f"recipe.{name}": value for name, value in (recipe | optional).items()}
     for name, part in parts.items():
         if not isinstance(part, dict):
-            raise CheckpointError(f"{path} is damaged: '{name}' is no object")
+            raise CheckpointError(f"{path} is damaged: '{name}' is not an object")

@@ -241,13 +241,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
     if manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{folder} is of version {manifest.get('version')}; this firstlight reads {VERSION}"
+            f"{folder} has version {manifest.get('version')}, and this firstlight reads version "
+            f"{VERSION}: use the firstlight that wrote it"
         )
     if not _is_sealed(content.decode(errors="replace")):
         raise CheckpointError(f"{path} is damaged: its sha256 is not that of its content")
     _require_fields(path, manifest)
     if step_of(folder) not in (None, manifest["step"]):
-        raise CheckpointError(f"{folder} is not what its name says, but of step {manifest['step']}")
+        raise CheckpointError(f"{folder} holds step {manifest['step']}, unlike its name: rename it")
     return manifest
 
 
@@ -283,7 +284,7 @@ def require_plain_file(path: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is a link or no file: a checkpoint's files lie in it")
+        raise CheckpointError(f"{path} is a link or not a file: copy the file itself there")
 
 
 @contextlib.contextmanager

@@ -54,13 +54,13 @@ class CheckpointConfig(Section):
     def _keeps_enough(self) -> Self:
         if self.average_last == 1 or self.average_last > self.keep_last:
             raise ValueError(
-                f"average_last {self.average_last} averages checkpoints that keep_last "
-                f"{self.keep_last} keeps: set keep_last to {max(self.average_last, 2)}, and "
-                "average_last to 2 at least, or to 0"
+                f"average_last is {self.average_last}, and keep_last keeps {self.keep_last} "
+                f"checkpoints: set keep_last to {max(self.average_last, 2)}, and average_last to 2 "
+                "at least, or to 0"
             )
         if self.average_last and not self.every_steps:
             raise ValueError(
-                "average_last averages checkpoints, and every_steps 0 writes one only: set "
+                "average_last averages several checkpoints, and every_steps 0 writes only one: set "
                 "every_steps, or average_last to 0"
             )
         return self

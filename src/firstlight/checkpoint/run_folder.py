@@ -22,6 +22,7 @@ from firstlight.errors import CheckpointError, ConfigError, StorageError
 from firstlight.files.atomic import make_folder, storage_errors, write_file
 
 _LOCK_NAME = ".lock"
+_IN_USE = "is in use by another process: wait until that ends, or choose another folder"
 
 #: Times that a lock is tried for which others take away.
 _TRIES = 1000
@@ -76,14 +77,14 @@ class HeldFolder:
                 found = (self._path / RUN_NAME).read_bytes()
         if not is_same or (found is None and self._claim is not None):
             raise CheckpointError(
-                f"run folder {self._path} was moved or removed while the run wrote into it: put it "
-                "back under this name, or name its new place as run.dir, and go on with --resume"
+                f"run folder {self._path} was moved or removed while the run wrote into it: move "
+                "it back, or set run.dir to its new path, and continue with --resume"
             )
         if found != self._claim:
             raise CheckpointError(
                 f"run folder {self._path} was taken over while the run wrote into it: its "
                 f"{RUN_NAME} is no longer that of this start; end other runs in the folder, then "
-                "go on with --resume"
+                "continue with --resume"
             )
 
 
@@ -167,9 +168,9 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise CheckpointError(f"run folder {folder} is in use by another process") from None
+            raise CheckpointError(f"run folder {folder} {_IN_USE}") from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / lock_name)):
                 return file
         file.close()
-    raise CheckpointError(f"run folder {folder} is in use by another process")
+    raise CheckpointError(f"run folder {folder} {_IN_USE}")

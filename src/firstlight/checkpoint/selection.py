@@ -63,8 +63,8 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     problems = [*foreign_checkpoints(run_folder), *problems]
     if folder is None and problems:
         raise CheckpointError(
-            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (begin "
-            "anew in another run.dir; --init-from takes weights of another run)"
+            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (start a new run in "
+            "another run.dir; --init-from starts from weights of another run)"
         )
     return folder, problems
 
@@ -147,12 +147,12 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
     if best and not is_run:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = "" if path.exists() else nearest(path.name, siblings)
-        raise ConfigError(f"--best is for a run folder, and {name} is none{hint}")
+        raise ConfigError(f"--best is for a run folder, and {name} is not one{hint}")
     if is_run:
         newest, problems = best_checkpoint(path) if best else newest_checkpoint(path)
         for problem in problems:
             say(
-                f"warning: {problem}: {'the next best' if best else 'an older'} checkpoint is taken"
+                f"warning: {problem}: {'the next best' if best else 'an older'} checkpoint is used"
             )
         if newest is None:
             raise CheckpointError(f"run folder {path} has no complete checkpoint yet")

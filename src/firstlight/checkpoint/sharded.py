@@ -178,12 +178,15 @@ def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
         for name, box, dtype in _shards_of(path):
             boxes.setdefault(name, []).append(box)
             if dtypes.setdefault(name, dtype) != dtype:
-                raise CheckpointError(f"{path} is damaged: '{name}' is {dtype} in it only")
+                raise CheckpointError(
+                    f"{path} is damaged: '{name}' is {dtype} in this file and "
+                    f"{dtypes[name]} in another"
+                )
     wholes = {}
     for name, parts in boxes.items():
         shape = _union(parts)
         if shape is None:
-            raise CheckpointError(f"{folder} is damaged: the shards of '{name}' are not a whole")
+            raise CheckpointError(f"{folder} is damaged: the shards of '{name}' are incomplete")
         wholes[name] = StoredShape(shape, dtypes[name])
     return wholes
 
@@ -333,12 +336,12 @@ def restore_shards(
     if moments := names - others:
         for name in sorted(moments ^ optimizer.state_names):
             raise CheckpointError(
-                "the saved optimizer state is not that of this model and optimizer: "
+                "the saved optimizer state does not fit this model and optimizer: "
                 f"'{name}' is in only one of them"
             )
         optimizer.fill_state(lambda tensors: read_shards(folder, MOMENTS, tensors))
     elif has_moments and optimizer.state_names:
-        raise CheckpointError(f"{folder} holds no optimizer state")
+        raise CheckpointError(f"{folder} has no optimizer state")
     return read_full_tensors(folder, MOMENTS, others)
 
 

@@ -251,4 +251,4 @@ def _require_on_disk(files: list[HashedFile]) -> None:
     for file in files:
         forget_cached(file.path)
         if sha256_of(file.path) != file.sha256:
-            raise CheckpointError(f"{file.path} is not what was written: the disk has changed it")
+            raise CheckpointError(f"{file.path} differs from what was written: check the disk")

@@ -153,8 +153,8 @@ def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
         raise ConfigError(_advice(odd[0]))
     if own.get("fp16.loss_scale", 0) != 0 and enabled == ["fp16"]:
         raise ConfigError(
-            f"fp16.loss_scale is {own['fp16.loss_scale']}, and firstlight scales the loss as it "
-            "goes: set it to 0, or leave it out"
+            f"fp16.loss_scale is {own['fp16.loss_scale']}, and firstlight's loss scale is dynamic: "
+            "set it to 0, or leave it out"
         )
     for name in enabled:
         yield "efficiency.precision", (f"{name}.enabled", name)
@@ -185,11 +185,11 @@ def _require_zero(leaves: dict[str, Any]) -> None:
     parameters = leaves.pop(name, "none")
     optimizer = leaves.get("zero_optimization.offload_optimizer.device", "none")
     if parameters not in ("none", "cpu"):
-        raise ConfigError(f"{name} is {parameters}, and parameters may lie on the cpu only: set it")
+        raise ConfigError(f"{name} is {parameters}: parameters are offloaded to cpu only: set cpu")
     stage = leaves.get("zero_optimization.stage")
     if parameters == "cpu" and (optimizer == "none" or stage != 3):
         raise ConfigError(
-            f"{name} is cpu, which goes with zero_optimization.stage 3 and "
+            f"{name} is cpu, which needs zero_optimization.stage 3 and "
             "offload_optimizer.device cpu or nvme: set both, or leave it out"
         )
     if stage == 0:
@@ -217,5 +217,5 @@ def _advice(name: str) -> str:
     known = [*_SAME, *_HANDED_ON, *_WITHOUT_EFFECT, "train_batch_size", "optimizer.type"]
     instead = _INSTEAD.get(section)
     if instead is None:
-        return f"{name} is not followed here{nearest(name, known)}: leave it out"
-    return f"{name} is not followed here: leave it out, and {instead}"
+        return f"{name} is not supported{nearest(name, known)}: leave it out"
+    return f"{name} is not supported: leave it out, and {instead}"

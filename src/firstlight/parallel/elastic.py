@@ -149,10 +149,10 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         except RendezvousError as error:
             if agent.has_failed_ranks():
                 return agent.code_after_failure()
-            where = f"the meeting point {options.endpoint or 'of the processes'}"
+            where = f"the rendezvous {options.endpoint or 'of the processes'}"
             raise RankError(
-                f"{where} could not be reached, or not all {options.nnodes} machines came: "
-                f"{error or type(error).__name__}"
+                f"{where} could not be reached, or not all {options.nnodes} machines connected "
+                f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             ) from error
         if result.is_failed() and options.nnodes > 1:
             # The store that the ranks of other machines read may be in this process.

@@ -55,18 +55,21 @@ def own_device(world: World, device: str) -> torch.device:
     if device != "cuda":
         if device.startswith("cuda:") and world.size > 1:
             raise ConfigError(
-                f"device '{device}' can't be that of all {world.size} processes: use cuda, and "
-                "each takes its own"
+                f"device '{device}' can't be that of all {world.size} processes: set cuda, so that "
+                "each process takes its own GPU"
             )
         return torch.device(device)
     count = torch.cuda.device_count()
     if count == 0:
-        raise ConfigError("device 'cuda' is not present on this machine")
+        raise ConfigError("device 'cuda' is not present on this machine: set cpu")
     # With one visible, the launcher has given each process its own (or all the same one, which
     # the rendezvous finds out).
     index = 0 if count == 1 else world.local_rank
     if index >= count:
-        raise ConfigError(f"local rank {index} has no GPU on this machine, which has {count}")
+        raise ConfigError(
+            f"local rank {index} has no GPU on this machine, which has {count}: start at most one "
+            "process for each GPU"
+        )
     return torch.device("cuda", index)
 
 
@@ -149,8 +152,8 @@ def _join(
         raise
     except RuntimeError as error:
         raise RankError(
-            f"{own.name} lost {world.host}:{world.port}, where the ranks meet: look at what "
-            "rank 0 said"
+            f"{own.name} lost the rendezvous at {world.host}:{world.port}: see the messages of "
+            "rank 0"
         ) from error
     except BaseException:
         tell_failure(store, f"{own.name} was stopped")

@@ -212,7 +212,7 @@ class Heartbeat:
 
     def _store_owner(self) -> str:
         if not self._hosted_by_rank_0:
-            return "the launcher (torch elastic's store, where the ranks meet)"
+            return "the launcher (torch elastic's store, the rendezvous of the ranks)"
         return f"{self._infos[0].name} (pid {self._infos[0].pid})"
 
     def _decide(self, failure: str) -> None:

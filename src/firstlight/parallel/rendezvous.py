@@ -128,8 +128,8 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
     """
     if store.add(f"came/{own.rank}", 1) > 1:
         problem = (
-            f"{own.name} (pid {own.pid}): another process is rank {own.rank}, too: each needs a "
-            "RANK of its own"
+            f"{own.name} (pid {own.pid}): another process is rank {own.rank}, too: give each "
+            "process another RANK"
         )
         tell_failure(store, problem)
         raise ConfigError(problem)
@@ -230,7 +230,7 @@ def _wait_for_port(world: World, timeout_seconds: float) -> None:
                 # A connection to an ephemeral port may be connected to itself.
                 if found.getsockname() != found.getpeername():
                     return
-                problem = "nobody is there"
+                problem = "no process listens there"
         except OSError as error:
             problem = error.strerror or str(error)
         if time.monotonic() >= deadline:
@@ -240,8 +240,9 @@ def _wait_for_port(world: World, timeout_seconds: float) -> None:
 
 def _unreachable(world: World, timeout_seconds: float, problem: str) -> str:
     return (
-        f"rank {world.rank} on {socket.gethostname()} could not reach {world.host}:{world.port}, "
-        f"where the ranks meet, within {timeout_seconds:.0f} s ({problem}): is rank 0 there?"
+        f"rank {world.rank} on {socket.gethostname()} could not reach the rendezvous at "
+        f"{world.host}:{world.port} within {timeout_seconds:.0f} s ({problem}): check that rank 0 "
+        "runs there"
     )
 
 
@@ -265,8 +266,8 @@ def _wait_for(store: Store, ranks: range, deadline: float, timeout_seconds: floa
         if time.monotonic() >= deadline:
             names = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
             raise RankError(
-                f"{names} did not come within {timeout_seconds:.0f} s: look at what they said, "
-                "and whether as many were started"
+                f"{names} did not connect within {timeout_seconds:.0f} s: see their messages, and "
+                "check that all were started"
             )
         time.sleep(_LOOK_SECONDS)
 

@@ -72,7 +72,7 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
     if name == "none" and size > 1:
         raise ConfigError(
             f"distributed.engine none is for {one}, and there are {size}: each would train "
-            f"a model of its own; set it to {others}"
+            f"a separate model; set it to {others}"
         )
     if group > 1 and name == "deepspeed":
         raise ConfigError(
@@ -137,8 +137,8 @@ def _engine_of_stages(config: DistributedConfig, processes: int) -> str:
     for name, is_set in others.items():
         if is_set:
             raise ConfigError(
-                f"distributed.pipeline {config.pipeline} has one process a stage, and none "
-                f"for distributed.{name}: leave one of them out"
+                f"distributed.pipeline {config.pipeline} has one process for each stage, and can't "
+                f"be combined with distributed.{name}: leave one of them out"
             )
     _require_own_keys(config, "none")
     if processes != config.pipeline:

@@ -237,7 +237,7 @@ def _rendezvous_address(
     if names and place.local_size == place.size:
         return host or "127.0.0.1", port or _port_of(names[0])
     raise ConfigError(
-        f"{launcher.size} is {place.size}, and nothing says where the processes meet: set "
+        f"{launcher.size} is {place.size}, and the address of the rendezvous is not known: set "
         "MASTER_ADDR to the name of rank 0's machine and MASTER_PORT to a free port there "
         "(mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
     )

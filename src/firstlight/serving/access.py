@@ -108,7 +108,9 @@ def require_head_size(scope: Scope, limits: Limits) -> None:
     size = len(scope["raw_path"]) + len(scope["query_string"])
     if size + sum(len(k) + len(v) for k, v in scope["headers"]) > limits.max_header_bytes:
         raise RequestError(
-            431, f"the head of the request is longer than {limits.max_header_bytes:,} bytes"
+            431,
+            f"the head of the request is longer than {limits.max_header_bytes:,} bytes: send "
+            "shorter headers",
         )
 
 
@@ -120,7 +122,9 @@ def require_body_size(scope: Scope, limits: Limits) -> None:
     """
     for value in header_values(scope, b"content-length"):
         if not re.fullmatch(rb"\d{1,20}", value):
-            raise RequestError(400, "the header Content-Length is no number")
+            raise RequestError(
+                400, "the header Content-Length is not a number: send the bytes of the body"
+            )
         _require_size(int(value), limits)
 
 
@@ -128,7 +132,7 @@ def _require_size(size: int, limits: Limits) -> None:
     if size > limits.max_body_bytes:
         raise RequestError(
             413,
-            f"the body is larger than {limits.max_body_bytes:,} bytes: send less",
+            f"the body is larger than {limits.max_body_bytes:,} bytes: send a smaller one",
             code="body_too_large",
         )
 
@@ -160,7 +164,9 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
                     return bytes(body)
     except TimeoutError:
         raise RequestError(
-            408, f"the body did not arrive within {limits.body_timeout:g} seconds", code="timeout"
+            408,
+            f"the body did not arrive within {limits.body_timeout:g} seconds: send it again",
+            code="timeout",
         ) from None
 
 
@@ -219,8 +225,8 @@ class Access:
         if match is None or (self.hosts is not None and match["name"] not in self.hosts):
             raise RequestError(
                 403,
-                "this server is not to be asked under the name in the header Host: use localhost, "
-                "or start it with --allowed-host",
+                "this server does not answer to the name in the header Host: use localhost, or "
+                "start the server with --allowed-host",
                 code="host_not_allowed",
             )
         return host
@@ -233,7 +239,7 @@ class Access:
         if not is_own and origin not in self.origins:
             raise RequestError(
                 403,
-                "pages of this Origin may not ask this server: start it with --allowed-origin",
+                "web pages of this Origin may not call this server: start it with --allowed-origin",
                 code="origin_not_allowed",
             )
 

@@ -150,7 +150,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
         if model != service.name:
             raise RequestError(
                 404,
-                f"this server has no such model, only '{service.name}'",
+                f"this server has no such model: use '{service.name}'",
                 param="model",
                 code="model_not_found",
             )

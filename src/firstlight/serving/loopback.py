@@ -50,8 +50,8 @@ def require_loopback(host: str) -> str:
     address = host.removeprefix("[").removesuffix("]")
     if not is_loopback(address):
         raise ConfigError(
-            f"the page knows no passwords, so that it is not shown at {host}: leave --host out, "
-            "and from another machine use a tunnel: ssh -L 8000:127.0.0.1:8000 THIS_MACHINE"
+            f"the page has no passwords, so it can't be served at {host}: leave --host out, and "
+            "from another machine use a tunnel: ssh -L 8000:127.0.0.1:8000 THIS_MACHINE"
         )
     return "127.0.0.1" if host == "localhost" else address
 
@@ -72,10 +72,10 @@ def refusal(headers: dict[str, str]) -> str | None:
     except ValueError:
         name = None
     if name is None or not is_loopback(name):
-        return "this page is for the machine that it runs on: the Host is not"
+        return "the header Host names another machine: open the page as http://localhost"
     origin = headers.get("origin")
     if origin is not None and origin.lower() != f"http://{host}".lower():
-        return "the request comes from another page"
+        return "the header Origin names another page: open this page itself"
     return None
 
 

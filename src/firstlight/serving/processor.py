@@ -203,8 +203,8 @@ class RequestProcessor:
         if max(prompt) >= self.vocab_size:
             raise RequestError(
                 400,
-                f"prompt holds the token id {max(prompt)}, and the model has {self.vocab_size} "
-                "tokens",
+                f"prompt has the token id {max(prompt)}, and the model has {self.vocab_size} "
+                f"tokens: send ids from 0 to {self.vocab_size - 1}",
                 param="prompt",
             )
         return prompt
@@ -260,8 +260,8 @@ class RequestProcessor:
         if prompts * choices > self.capacity:
             raise RequestError(
                 400,
-                f"{prompts * choices} answers are asked for, and this server takes "
-                f"{self.capacity} at a time",
+                f"the request asks for {prompts * choices} answers, and this server computes at "
+                f"most {self.capacity} at a time: ask for fewer",
                 param="n" if prompts == 1 else param,
             )
 
@@ -284,8 +284,8 @@ class RequestProcessor:
     def _too_long(self, param: str, tokens: int | str) -> RequestError:
         return RequestError(
             400,
-            f"{param} has {tokens} tokens, and there is room for {self.context}, prompt and answer "
-            "together: shorten it",
+            f"{param} has {tokens} tokens, and the context has {self.context}, for prompt and "
+            "answer together: shorten it",
             param=param,
             code="context_length_exceeded",
         )
@@ -293,7 +293,7 @@ class RequestProcessor:
     def _require_room(self, prompts: list[list[int]], is_generating: bool, param: str) -> None:
         for prompt_ids in prompts:
             if not prompt_ids:
-                raise RequestError(400, f"{param} has no tokens to go on from", param=param)
+                raise RequestError(400, f"{param} has no tokens: send a text", param=param)
             if len(prompt_ids) + is_generating > self.context:
                 raise self._too_long(param, len(prompt_ids))
 

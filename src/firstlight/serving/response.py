@@ -260,7 +260,10 @@ class TokenTexts:
             SchemaError: the tokenizer's texts are not its tokens' one after the other.
         """
         if not (self._byte_level or self._spaces):
-            raise SchemaError("this model's tokenizer can't keep to a schema")
+            raise SchemaError(
+                "answers by a JSON schema are not supported with this model's tokenizer: leave "
+                "response_format out"
+            )
         special = sorted(self._tokenizer.special_token_ids)
         count = 1 + max(vocab_size - 1, *special, *ends)
         return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))

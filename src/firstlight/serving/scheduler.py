@@ -170,7 +170,7 @@ class Scheduler:
                 raise StoppedError("the server is stopping")
             if len(self._waiting) + len(self._running) + len(sequences) > self.capacity:
                 raise QueueFullError(
-                    f"{self.waiting} texts wait for an answer already: try again later"
+                    f"{self.waiting} texts are waiting for an answer already: try again later"
                 )
             self._waiting.extend(sequences)
             self._changed.notify_all()

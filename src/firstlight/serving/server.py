@@ -175,7 +175,9 @@ def listening_socket(options: ServerOptions) -> socket.socket:
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"there is no address {options.host} to listen at: {error}") from error
+        raise ConfigError(
+            f"can't listen at {options.host}: {error}; give --host an address of this machine"
+        ) from error
     family, _, _, _, address = found[0]
     try:
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)

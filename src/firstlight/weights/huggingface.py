@@ -148,7 +148,8 @@ def unloaded_model(
     ):
         if size > most:
             raise ModelError(
-                f"{folder}: {CONFIG_NAME} says {says}, and its files have {count} tensors"
+                f"{folder}: {CONFIG_NAME} says {says}, and its files have only {count} tensors: "
+                "the two are not of one model"
             )
     try:
         with torch.device("meta"):

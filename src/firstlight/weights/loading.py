@@ -230,7 +230,8 @@ def require_fit(
             raise ModelError(f"{folder} {problem} tensors: {', '.join(names[:3])}{more}{advice}")
     if head is not None and not head.has_values_of(stored[embedding]):
         raise ModelError(
-            f"{folder}: config.json ties {head_name} to {embedding}, but the two differ"
+            f"{folder}: config.json ties {head_name} to {embedding}, but the two differ: set "
+            "tie_word_embeddings to false in it"
         )
     return stored
 

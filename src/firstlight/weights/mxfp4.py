@@ -131,7 +131,7 @@ def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
                 "[E, out, in / 32]"
             )
         if (blocks.kind, scales.kind) != ("U8", "U8"):
-            raise ModelError(f"{blocks.path}: {own}{_BLOCKS} and {own}{_SCALES} are not of bytes")
+            raise ModelError(f"{blocks.path}: {own}{_BLOCKS} and {own}{_SCALES} are not uint8")
         found[own] = PackedTensor(blocks, scales)
     return found
 

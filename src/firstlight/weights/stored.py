@@ -237,7 +237,7 @@ def indexed_tensors(
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not path.is_file():
-            raise ModelError(f"{path} is missing, though the index names it")
+            raise ModelError(f"{path} is missing, but {index_name} names it: download it again")
         for name, tensor in read(path).items():
             if weight_map.get(name) != file_name:
                 where = weight_map.get(name, "nowhere")
@@ -265,14 +265,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 )
             content = file.read(length) if length <= MAX_JSON_BYTES else b""
             if (count := content.count(b"{")) > _MOST_TENSORS:
-                raise ModelError(f"{path} has {count:,} tensors, and {_MOST_TENSORS:,} are read")
+                raise ModelError(
+                    f"{path} has {count:,} tensors, more than the {_MOST_TENSORS:,} that are read"
+                )
             # The library checks the header against the file's length, but does not give offsets.
             with safetensors.safe_open(path, framework="pt"):
                 header = json.loads(content, object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
     except safetensors.SafetensorError as error:
-        raise ModelError(f"{path} is damaged or cut short: {error}") from error
+        raise ModelError(f"{path} is damaged or cut short, copy it again: {error}") from error
     except OSError as error:
         raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
     except ModelError:
