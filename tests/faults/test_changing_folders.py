@@ -273,7 +273,8 @@ def test_what_lies_in_the_place_of_a_runs_files_is_renamed_and_the_run_goes_on_e
     said = capsys.readouterr().err
     for name in (*logs, *others):
         assert (run / f"{name}.damaged").exists()
-        assert f"warning: {run / name} is no file, and is now {run / name}.damaged" in said
+        there = run / name
+        assert f"warning: {there} was not a file, and was renamed to {there}.damaged" in said
     assert [line["step"] for line in read_json_lines(run / "metrics.jsonl")] == [9, 10, 11, 12]
     assert f"{run / 'metrics.jsonl'} has no lines of steps 1 to 8: " in said
 

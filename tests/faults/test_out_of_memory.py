@@ -240,7 +240,7 @@ def test_what_filled_memory_and_what_would_have_saved_it_is_said(
     train(tiny(recipe, tmp_path / "run", 4), forecaster=Adviser(), progress=True)
     said = (
         "out of memory with a micro-batch of 4 rows: with 4 rows, cheese fills it; without would "
-        "be 0.5 of the speed; going on with 2"
+        "be 0.5 of the speed; the run continues with 2"
     )
     assert said in capfd.readouterr().err
     memory.runs_out(dict.fromkeys(range(1, 10), ("forward", no_memory_on_a_cpu)))
@@ -273,7 +273,7 @@ def test_updates_in_the_backward_pass_are_not_repeated(
         optimizer={"max_grad_norm": 0.0},
     )
     memory.runs_out({3: ("backward", no_memory_on_a_gpu)})
-    said = "with a micro-batch of 8 rows, in the update .*seq_len; with 8 rows, cheese fills it"
+    said = "in the update, with a micro-batch of 8 rows .*seq_len; with 8 rows, cheese fills it"
     with pytest.raises(TrainingError, match=said):
         train(values, forecaster=Adviser())
     assert memory.rows == [8] * 3
@@ -288,7 +288,7 @@ def test_an_update_that_ran_out_of_memory_says_what_would_have_saved_it(
 ) -> None:
     """The first makes the moments."""
     monkeypatch.setattr("torch.optim.AdamW.step", lambda *_, **__: failure())
-    said = "step 1: out of memory .*, in the update .*seq_len; with 8 rows, cheese fills it"
+    said = "step 1: out of memory in the update, .*seq_len; with 8 rows, cheese fills it"
     with pytest.raises(TrainingError, match=said):
         train(tiny(recipe, tmp_path / "run", 8), forecaster=Adviser())
 

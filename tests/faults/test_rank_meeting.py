@@ -54,6 +54,6 @@ def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why
         assert rank["code"] == 1, missing
         assert "error: ranks 1, 3 did not connect within 15 s" in rank["said"]
     assert codes(alone) == [1], alone
-    assert "could not reach 127.0.0.1:" in alone[0]["said"]
+    assert "could not reach the rendezvous at 127.0.0.1:" in alone[0]["said"]
     assert 2 in codes(twice), twice
     assert any("another process is rank 1, too" in rank["said"] for rank in twice)

@@ -252,7 +252,7 @@ def test_a_spike_is_skipped_where_the_guard_looks_for_them(
 @pytest.mark.parametrize(
     "steps, guard, said",
     [
-        ((1, 9), {}, r"step 3: 3 steps in a row were skipped .*there is no checkpoint to go back"),
+        ((1, 9), {}, r"step 3: 3 steps in a row were skipped .*no checkpoint to roll back to"),
         ((9, 11), {"on_divergence": "stop"}, r"step 11: 3 steps in a row were skipped"),
         ((9, 11), {"max_rollbacks": 0}, r"step 11: .*\(after 0 rollbacks\)"),
         # To step 8, and since not a step could be made from there, to step 6, which was saved for

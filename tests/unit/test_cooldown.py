@@ -243,7 +243,7 @@ def test_what_can_not_be_cooled_down_is_refused_in_one_line(
     early = checkpoint_folder(place, 2)
     refused(early, ConfigError, "step 2 of .* is in the warm-up, which ends at step 3")
     ready = checkpoint_folder(place, 8)
-    refused(ready, ConfigError, "decides schedule.max_steps, 10", ("schedule.max_steps", "20"))
+    refused(ready, ConfigError, "sets schedule.max_steps to 10", ("schedule.max_steps", "20"))
     refused(ready, ConfigError, "unknown key schedule.shape", ("schedule.shape", "linear"))
     refused(ready, CheckpointError, "data's seq_len was 32", ("data.seq_len", "16"))
     assert not (tmp_path / "trunk-cooldown-8").exists()
@@ -254,10 +254,10 @@ def test_what_can_not_be_cooled_down_is_refused_in_one_line(
     (place / "checkpoints" / "bare").mkdir()
     shutil.copy(early / "config.json", place / "checkpoints" / "bare")
     shutil.copy(early / "model.safetensors", place / "checkpoints" / "bare")
-    refused(place / "checkpoints" / "bare", CheckpointError, "no checkpoint with an optimizer")
+    refused(place / "checkpoints" / "bare", CheckpointError, "no optimizer state, which a cooldown")
     cosine = {**trunk, "run": {**trunk["run"], "dir": str(tmp_path / "cosine")}}
     train({**cosine, "schedule": {"max_steps": 2}})
-    refused(tmp_path / "cosine", ConfigError, "schedule.kind cosine, which has no stable part")
+    refused(tmp_path / "cosine", ConfigError, "schedule.kind cosine, whose learning")
 
 
 def test_the_command_line_takes_a_run_or_its_checkpoint(
@@ -284,7 +284,7 @@ def test_the_command_line_takes_a_run_or_its_checkpoint(
         ((str(place), "--cooldown", "2", "--resume"), "name the one to branch off, such as"),
         ((str(place),), "is a run folder, and train takes a recipe"),
         ((str(tmp_path / "none"), "--cooldown", "2"), "none"),
-        ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: a cooldown takes"),
+        ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: name the run folder"),
     ):
         assert main(["train", *arguments]) != 0
         (line,) = capsys.readouterr().err.strip().splitlines()

@@ -518,7 +518,7 @@ def test_a_run_on_pairs_needs_a_model_to_start_from(
 ) -> None:
     prepared(tmp_path / "folder", tokenizer, draw_pairs(9))
     pairs["data"] = {"dir": str(tmp_path / "folder"), "seq_len": CONTEXT}
-    with pytest.raises(ConfigError, match="preference pairs change a model that answers"):
+    with pytest.raises(ConfigError, match="preference pairs need a model that answers already"):
         train(pairs)
 
 

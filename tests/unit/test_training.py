@@ -517,7 +517,7 @@ def test_without_a_validation_split_there_is_no_validation_loss(
     result = train(recipe, progress=True)
     assert result.evaluation is None
     assert all(set(record) == _KEYS for record in metrics(recipe))
-    assert "has no validation split: there will be no val/loss" in capsys.readouterr().err
+    assert "has no validation split: the run has no val/loss" in capsys.readouterr().err
 
 
 def test_nothing_is_said_unless_asked_for(
@@ -743,7 +743,7 @@ def test_a_log_that_is_damaged_while_the_run_goes_on_does_not_end_it(
         ({"loader": {"rows_seen": 10**30}}, "rows_seen is 1000"),
         ({"skipped_steps": 9}, "9 of 8 steps were skipped"),
         ({"events": [{"step": 3, "event": None}]}, "an event has no name or no step"),
-        ({"random": {}}, "random-number states are damaged: only a part of python's is there"),
+        ({"random": {}}, "random-number states are damaged: only a part of python's state"),
         (
             {"random": {"python": {"version": 3, "next_gauss": "1"}, "numpy": {}}},
             "random-number states are damaged: Python's next_gauss is '1'",
@@ -848,7 +848,7 @@ def test_a_run_can_go_on_in_the_schedule_of_another_on_other_data(
         schedule={"resume": True},
     )
     result = train(further, init_from=base, progress=True)
-    assert "going on in the schedule of" in capsys.readouterr().err
+    assert "continuing the schedule of" in capsys.readouterr().err
     found = metrics(further)
     for key in ("step", "learning_rate", "tokens_seen"):
         assert [one[key] for one in found] == [one[key] for one in before[8:]], key
@@ -999,7 +999,7 @@ def test_another_model_data_or_row_length_is_not_resumed(
         (changed(recipe, data={"seq_len": 16}), "the data's seq_len was 32 and is 16"),
         (changed(recipe, data={"dir": str(tmp_path / "other")}), "the data's manifest_sha256"),
         (changed(recipe, optimizer={"name": "muon"}), "optimizer"),
-        (changed(recipe, run={"seed": 1}), r"with another seed: run\.seed was 1337 and is 1 now"),
+        (changed(recipe, run={"seed": 1}), r"set run\.seed to 1337 again instead of 1, or start"),
     ):
         refused(values, CheckpointError, said, resume=True)
     # And what was there goes on.

@@ -48,7 +48,8 @@ def cooldown_recipe(
     """
     if Path(trunk).is_file():
         raise ConfigError(
-            f"{trunk} is a file: a cooldown takes the run folder of its trunk, or a checkpoint"
+            f"{trunk} is a file: name the run folder that the cooldown branches off, or one of its "
+            "checkpoints"
         )
 
     def read(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -56,8 +57,8 @@ def cooldown_recipe(
             (folder / OPTIMIZER_NAME).is_file() or is_sharded_checkpoint(folder)
         ):
             raise CheckpointError(
-                f"{trunk} is no checkpoint with an optimizer state, which a cooldown goes on with: "
-                "name a run folder or one of its checkpoints"
+                f"{trunk} has no optimizer state, which a cooldown needs: name a run folder or one "
+                "of its checkpoints"
             )
         return folder, load_trainer_state(folder)
 
@@ -79,7 +80,9 @@ def cooldown_recipe(
     decided = parse_recipe(values).schedule.model_dump(exclude=set(_FREE_KEYS))
     for key, value in recipe.schedule.model_dump(exclude=set(_FREE_KEYS)).items():
         if value != decided[key]:
-            raise ConfigError(f"a cooldown decides schedule.{key}, {decided[key]}: leave it out")
+            raise ConfigError(
+                f"a cooldown sets schedule.{key} to {decided[key]} itself: leave the key out"
+            )
     return recipe, folder
 
 
@@ -93,8 +96,8 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
     saved = state.get("schedule") or {"kind": "cosine"}
     if saved.get("kind") not in ("wsd", "constant"):
         raise ConfigError(
-            f"{folder} is of a run with schedule.kind {saved.get('kind')}, which has no stable "
-            "part: a cooldown branches off a run of kind wsd or constant"
+            f"{folder} is of a run with schedule.kind {saved.get('kind')}, whose learning rate is "
+            "never constant: name a run of kind wsd or constant"
         )
     try:
         schedule = Schedule(**saved)

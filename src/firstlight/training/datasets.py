@@ -45,7 +45,7 @@ def open_splits(
         folders.append(_prepared(data, tell, tokenizer, progress=progress))
     for name, location in _locations(data):
         if is_url(location):
-            tell(f"data from {location}: fetching what is not in the cache")
+            tell(f"data from {location}: downloading the files that are not in the cache")
         names.append(name)
         folders.append(
             local_folder(location, ("train", "val"), verify=data.verify, progress=progress)
@@ -89,7 +89,7 @@ def _tell_of_missing(
     without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
     if len(without) == len(train):
         have = "has" if len(without) == 1 else "have"
-        tell(f"{', '.join(without)} {have} no validation split: there will be no val/loss")
+        tell(f"{', '.join(without)} {have} no validation split: the run has no val/loss")
     elif without:
         tell(f"without a validation split, and not part of val/loss: {', '.join(without)}")
 

@@ -315,8 +315,8 @@ def _reported(run: Run) -> dict[str, Any]:
         found = read_run(run.folder)
     except CheckpointError as error:
         run.tell(
-            f"warning: {error}: it was damaged while the run went on, and there is no report; the "
-            "checkpoint is saved, and --resume drops the damaged lines and draws the report"
+            f"warning: {error}: it was damaged during the run, and the report is not drawn; the "
+            "checkpoint is saved: --resume drops the damaged lines and draws the report"
         )
         return ended
     numbers = final_numbers(found)

@@ -46,7 +46,7 @@ def clear_file_names(folder: Path) -> Iterator[str]:
     for path in (folder / name for name in _DERIVED):
         # Renamed and not deleted: it is somebody's.
         if path.exists() and not path.is_file():
-            yield f"warning: {path} is no file, and is now {set_aside(path)}"
+            yield f"warning: {path} was not a file, and was renamed to {set_aside(path)}"
 
 
 class JsonLines:
@@ -118,7 +118,7 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
         sound = [one for one in sound if all(isinstance(one.get(key), str) for key in texts)]
     kept = [sound[place] for place in _rising([one["step"] for one in sound], several=samples)]
     if len(kept) < len(there):
-        problem = problem or f"{path} is damaged: a line has no texts or not the step of its place"
+        problem = problem or f"{path} is damaged: a line has no texts, or a step out of order"
     if problem is not None:
         problem += f"; the old file is now {set_aside(path)}"
     write_file(path, "".join(map(json_line, kept)))

@@ -67,7 +67,7 @@ def largest_micro_batch(
     if rest:
         raise ConfigError(
             f"batch.global_batch_tokens is {whole} rows, which {processes} processes can't share "
-            "evenly: change it"
+            f"evenly: set it to a multiple of {processes} x {recipe.data.seq_len} tokens"
         )
     # The trial runs in one process with that process's share of the batch.
     tokens = total * recipe.data.seq_len

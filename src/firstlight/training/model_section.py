@@ -34,13 +34,13 @@ def with_positions(
         return config
     if not config.has_rotary:
         raise ConfigError(
-            f"{init_from} is a {config.model_type} model, whose positions are learned: they can't "
-            "be changed; leave out the model section"
+            f"{init_from} is a {config.model_type} model, whose positions are learned and can't be "
+            "changed: leave out the model section"
         )
     if recipe.lora is not None:
         raise ConfigError(
-            f"the checkpoints of lora name {init_from} as it is, with its own positions: leave out "
-            "lora, or the model section"
+            f"checkpoints of lora refer to {init_from} with its own positions: leave out the lora "
+            "section, or the model section"
         )
     try:
         changed = type(config)(**{**config.model_dump(), **changes})

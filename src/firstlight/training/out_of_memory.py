@@ -44,7 +44,7 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
-            f"step {step}: out of memory with a micro-batch of {size} rows, in the update "
+            f"step {step}: out of memory in the update, with a micro-batch of {size} rows "
             f"({_short(str(error))}): lower batch.micro_batch_size or data.seq_len"
             f"{_after('; ', run.advise())}"
         ) from error
@@ -64,7 +64,7 @@ def _halve_micro_batch(run: Run, problem: str) -> None:
         )
     run.tell(
         f"out of memory with a micro-batch of {size} rows{_after(': ', advice)}; "
-        f"going on with {fewer}"
+        f"the run continues with {fewer}"
     )
     run.state.micro_batch_rows = fewer
     run.add_event("out of memory", step, micro_batch_rows=fewer, before=size)

@@ -187,8 +187,8 @@ def for_pairs(recipe: Recipe, dataset: Corpus, start: str | Path | None) -> Reci
         return recipe
     if start is None:
         raise ConfigError(
-            "preference pairs change a model that answers: name it with --init-from, after "
-            "fine-tuning it on conversations (data.kind chat)"
+            "preference pairs need a model that answers already: fine-tune one on conversations "
+            "(data.kind chat), and name it with --init-from"
         )
     section = recipe.preference or PreferenceConfig()
     return recipe.with_keys("data", kind="preference").model_copy(update={"preference": section})
@@ -247,8 +247,8 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
         raise CheckpointError(f"{newest} started from {name}, {advice}: {error}") from error
     if not same:
         raise CheckpointError(
-            f"{newest} started from {name}, {advice}: it is not the model that it was; put the "
-            "old one back"
+            f"{newest} started from {name}, {advice}: the model there has changed; restore the "
+            "old one"
         )
     return loaded
 
@@ -285,7 +285,7 @@ def take_references(
         with held(path.with_suffix(".lock"), "computing the same references", False):
             found = _read(path, dataset)
             if found is None:
-                tell(f"{dataset.split}: what the starting model makes of the pairs, once")
+                tell(f"{dataset.split}: computing the starting model's log-probabilities, once")
                 found = reference_log_probs(dataset, recipe, model(), hardware)
                 write_json(path, {"sha256": _digest(found), "log_probs": _as_list(found)})
     dataset.references = found
@@ -361,7 +361,7 @@ def reference_log_probs(
     learned = np.isin(np.arange(len(result)) // 2, dataset.packing(seq_len).examples)
     if not np.isfinite(result[learned]).all():
         raise ModelError(
-            "the model that the run starts from makes no finite numbers of the pairs: its weights "
-            "are not all finite"
+            "the starting model's log-probabilities of the pairs are not finite: its weights may "
+            "be damaged; start from another model"
         )
     return result

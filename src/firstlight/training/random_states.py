@@ -112,7 +112,7 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
     """Put back what `python_random_states` gave; what is missing stays as it is."""
     for name in ("python", "numpy"):
         if (name in rest) != (f"{RNG_PREFIX}{name}" in words):
-            raise ValueError(f"only a part of {name}'s is there")
+            raise ValueError(f"only a part of {name}'s state is there")
     if "python" in rest:
         python = tuple(words[f"{RNG_PREFIX}python"].tolist())
         found = rest["python"]
@@ -128,7 +128,7 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         found = rest["numpy"]
         # From zeros numpy draws for ever, and it reads beyond the words for any other position.
         if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
-            raise ValueError(f"numpy's are no {_NUMPY_WORDS} words of 32 bits")
+            raise ValueError(f"numpy's state is not {_NUMPY_WORDS} words of 32 bits")
         if type(found["position"]) is not int or not 0 <= found["position"] <= len(keys):
             raise ValueError(f"numpy's position is {found['position']!r:.100}")
         legacy = (found["position"], found["has_gauss"], found["next_gauss"])

@@ -57,14 +57,14 @@ def take_up(run: Run, folder: Path) -> None:
         if before != is_now:
             raise CheckpointError(
                 f"{folder} can't be resumed: the data's {key} was {before} and is {is_now} "
-                "now (--init-from starts a new run from its weights)"
+                "now: restore the data (--init-from starts a new run from the weights)"
             )
     before, now = saved.get("recipe", {}), run.recipe.model_dump()
     _require_same_optimizer(folder, before, run)
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
     run.init_from = saved.get("init_from")
-    # A person who sets another size wants it tried, whatever memory has left of the last one.
+    # A person who sets another size wants it tried, even if the last one was lowered for memory.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
     if run.recipe.batch.rows % run.micro_batch_size:
@@ -93,17 +93,16 @@ def take_up(run: Run, folder: Path) -> None:
     if run.program.hardware.device.type == "cpu" and threads not in (None, now_threads):
         run.tell(
             f"warning: the checkpoint was made with {threads} threads, and there are {now_threads} "
-            "now: sums are rounded otherwise, so the run will not be bit for bit the one that was "
-            f"not stopped (OMP_NUM_THREADS={threads} sets the number)"
+            "now: sums are rounded differently, so the run will not be bit for bit that of an "
+            f"uninterrupted run (OMP_NUM_THREADS={threads} sets the number)"
         )
     if not run.goes_on:
         run.tell(f"the run is complete: step {run.state.step} of {run.max_steps}")
 
 
 def continue_schedule(run: Run, init_from: str | Path | None) -> None:
-    """Put into a new run what another had come to at its checkpoint, for `schedule.resume`:
-    weights, moments, random numbers, and its place in the schedule; the data begin at their first
-    row.
+    """Initialise a new run from another run's checkpoint, for `schedule.resume`: weights, moments,
+    random states, and its step in the schedule; the data begin at their first row.
 
     Args:
         init_from: see `train`.
@@ -113,15 +112,19 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
         CheckpointError: it is no checkpoint, or of another model or optimizer.
     """
     if init_from is None:
-        raise ConfigError("schedule.resume goes on in another run's: name that (--init-from)")
+        raise ConfigError(
+            "schedule.resume continues another run's schedule: name that run with --init-from"
+        )
     if run.recipe.lora is not None:
-        raise ConfigError("schedule.resume goes on with all of a model: leave it out, or lora")
+        raise ConfigError(
+            "schedule.resume trains all weights of a model: leave it out, or leave out lora"
+        )
 
     def restored(folder: Path) -> tuple[Path, TrainState]:
         if not (folder / OPTIMIZER_NAME).is_file() and not is_sharded_checkpoint(folder):
             raise CheckpointError(
-                f"{init_from} has no optimizer state, which schedule.resume goes on with: name a "
-                "run or one of its checkpoints, or leave schedule.resume out"
+                f"{init_from} has no optimizer state, which schedule.resume needs: name a run or "
+                "one of its checkpoints, or leave schedule.resume out"
             )
         checkpoint = load_checkpoint(folder, verify=False)  # finding it did
         keys = _STATE_KEYS
@@ -130,8 +133,8 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
         saved = checkpoint.trainer_state.get("recipe", {})
         for key, before, now in _changed_of_optimizer(saved, run, keys):
             raise CheckpointError(
-                f"{folder} has the state of optimizer.{key} {before}, and schedule.resume goes on "
-                f"with it: set that instead of {now}, or leave schedule.resume out"
+                f"{folder} has the state of optimizer.{key} {before}, which schedule.resume "
+                f"continues: set that instead of {now}, or leave schedule.resume out"
             )
         # All of the state is restored; what was the other run's own is left out below.
         return folder, restore(checkpoint, run.program)
@@ -140,21 +143,22 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     # max_steps counts from the beginning of the schedule, which was another run's.
     if found.step >= run.max_steps:
         raise ConfigError(
-            f"schedule.resume goes on at step {found.step} of {init_from}, and schedule.max_steps "
-            f"is {run.max_steps}, counted from that run's beginning: set it higher"
+            f"schedule.resume continues at step {found.step} of {init_from}, and "
+            f"schedule.max_steps is {run.max_steps}, counted from that run's beginning: set it "
+            "higher"
         )
     # Not the other run's place in its data, its events or its best loss: these were its own.
     run.state = TrainState(
         step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
     )
-    run.tell(f"going on in the schedule of {folder} (step {found.step} of {run.max_steps})")
+    run.tell(f"continuing the schedule of {folder} (step {found.step} of {run.max_steps})")
 
 
 def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) -> None:
     for key, before, now in _changed_of_optimizer(saved, run, _STATE_KEYS):
         raise CheckpointError(
             f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
-            f"{before}, not {now}: set it back, or start a new run in another "
+            f"{before}, not {now}: set the key back, or start a new run in another "
             f"run.dir with --init-from {folder}"
         )
 
@@ -171,9 +175,9 @@ def _require_same_seed(folder: Path, saved: Mapping[str, Any], run: Run) -> None
     before, now = saved.get("run", {}).get("seed"), run.recipe.run.seed
     if before not in (None, now):
         raise CheckpointError(
-            f"{folder} can't be resumed with another seed: run.seed was {before} and is {now} now, "
-            "and the data would come in another order: set it back, or start a new run in "
-            f"another run.dir with --init-from {folder}"
+            f"{folder} can't be resumed with another seed, which changes the order of the data: "
+            f"set run.seed to {before} again instead of {now}, or start a new run in another "
+            f"run.dir with --init-from {folder}"
         )
 
 
@@ -197,14 +201,14 @@ def shared_newest(
     # Else each machine would write a part of the checkpoints to a disk of its own.
     if found is not None and not Path(found).is_dir():
         raise CheckpointError(
-            f"rank {engine.world.rank} does not see {found}: run.dir has to be in a file system "
-            "that all machines of the run share"
+            f"rank {engine.world.rank} does not see {found}: set run.dir to a folder in a file "
+            "system that all machines of the run share"
         )
     return None if found is None else Path(found)
 
 
 def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
-    """The resolved recipe of a run that is gone on with: what "auto" came to there stands.
+    """The resolved recipe of the resumed run, whose decisions for "auto" are kept.
 
     A run that was killed before its first checkpoint has left it as a file.
     """
@@ -244,11 +248,11 @@ def _newest_checkpoint(
     for folder in step_folders(run_folder):
         if not (folder / MANIFEST_NAME).is_file():
             tell(
-                f"warning: {folder} has no {MANIFEST_NAME}: it is no checkpoint, and not looked at"
+                f"warning: {folder} has no {MANIFEST_NAME}: it is not a checkpoint and is ignored"
             )
     for problem in problems:
         # A damaged checkpoint costs the steps since the one before, and not the run.
-        tell(f"warning: {problem}: an older checkpoint is taken")
+        tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from
     if newest is None:

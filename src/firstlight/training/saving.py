@@ -168,7 +168,7 @@ class RunCheckpoints:
 
         found = on_main(run.engine, find)
         if found is None:
-            raise DivergedError(f"{problem} (there is no checkpoint to go back to yet)")
+            raise DivergedError(f"{problem} (no checkpoint to roll back to exists yet)")
         return Path(found)
 
 

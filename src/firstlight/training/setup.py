@@ -87,9 +87,9 @@ def set_up(
             f"new rows '{new_rows}': give mean, or copy:TOKEN with a token of the old tokenizer"
         )
     if new_rows != "mean" and init_from is None and not resume:
-        raise ConfigError("new rows are for --init-from: name the model to start from")
+        raise ConfigError("new rows need --init-from: name the model to start from")
     if branch_from is not None and init_from is not None:
-        raise ConfigError("branch_from has weights of its own: leave out init_from")
+        raise ConfigError("branch_from and init_from both give weights: leave out init_from")
     # YAML knows no home folder: without this, ~/runs would be a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
     recipe = recipe.with_keys("run", dir=str(folder))

@@ -87,7 +87,7 @@ def first_model(
     multiple = recipe.efficiency.vocab_multiple
     if engine.config.pipeline > 1 and (init_from is not None or recipe.lora is not None):
         raise ConfigError(
-            "distributed.pipeline starts from new weights or goes on with a run (--resume): "
+            "distributed.pipeline starts from new weights or resumes a run (--resume): "
             f"leave out {'--init-from' if recipe.lora is None else 'lora'}, or use "
             "distributed.engine fsdp"
         )
@@ -95,12 +95,12 @@ def first_model(
         return resumed_base(recipe, newest)
     if recipe.lora is not None and init_from is None:
         raise ConfigError(
-            "lora trains a small change of given weights: name them with --init-from, or leave "
-            "the lora section out to train all weights from scratch"
+            "lora trains adapters of an existing model: name it with --init-from, or leave the "
+            "lora section out to train all weights from scratch"
         )
     if init_from is not None and recipe.init != InitConfig():
         raise ConfigError(
-            "the init section is for new weights, and --init-from names trained ones: leave one of "
+            "the init section is for new weights, and --init-from gives trained ones: leave one of "
             "them out"
         )
     if newest is not None:
@@ -151,7 +151,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, ModelIdentity]:
             f"in another run.dir with --init-from {newest}"
         )
     if not isinstance(saved, dict) or not all(isinstance(saved.get(k), str) for k in _BASE_KEYS):
-        raise CheckpointError(f"{newest}: trainer_state.json does not say what its base is")
+        raise CheckpointError(f"{newest}: trainer_state.json is damaged: it names no base model")
     base = ModelIdentity(saved["name"], saved["sha256"])
     try:
         folder = resolve_model_folder(base.name)
@@ -168,8 +168,8 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, ModelIdentity]:
         ) from error
     if found != base.sha256:
         raise CheckpointError(
-            f"{newest} can't be resumed: its base {base.name} is not the model that it was (the "
-            "weights' sha256 differs); put the old one back"
+            f"{newest} can't be resumed: its base {base.name} has changed (the weights' sha256 "
+            "differs): restore the old one"
         )
     return model, base
 
@@ -233,7 +233,7 @@ def _require_memory(config: ModelConfig, share: float) -> None:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
     # torch's errors for sizes beyond 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ConfigError(f"model: such sizes are impossible: {error}") from error
+        raise ConfigError(f"model: such sizes are impossible, lower them: {error}") from error
     # The processes of this machine hold so much of the model's stages together.
     needed = int(needed * share)
     if needed > memory:
@@ -267,14 +267,14 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     ):
         raise CheckpointError(
             f"{newest} was made with efficiency.vocab_multiple {multiple}, and its optimizer state "
-            f"does not fit {recipe.efficiency.vocab_multiple}: set it back"
+            f"does not fit {recipe.efficiency.vocab_multiple}: set the key to {multiple} again"
         )
     names = contradictions(recipe, config)
     # A run that began with --init-from has that model's config, whatever the recipe says.
     if names and started_from is None:
         raise CheckpointError(
-            f"{newest} can't be resumed with another model: {', '.join(names)} changed "
-            "(choose another run.dir for a new run)"
+            f"{newest} can't be resumed with another model: {', '.join(names)} changed: set the "
+            "old values, or choose another run.dir for a new run"
         )
     if names:
         tell(f"warning: the model is that of {started_from}; not used: {', '.join(names)}")
@@ -303,13 +303,13 @@ def _starting_model(
         now = tokenizer.vocab_size
         if recipe.preference is not None:
             raise ConfigError(
-                f"{init_from} has never seen the {now - old.vocab_size} tokens that the data's "
-                "tokenizer has beyond its own: teach it to answer with them first (data.kind chat)"
+                f"{init_from} was not trained on {now - old.vocab_size} tokens of the data's "
+                "tokenizer: fine-tune it on conversations with them first (data.kind chat)"
             )
         if recipe.lora is not None:
             raise ConfigError(
-                f"lora freezes the embedding, so the {now - old.vocab_size} tokens that the "
-                f"data's tokenizer has beyond that of {init_from} could not be learned: train all "
+                f"the data's tokenizer has {now - old.vocab_size} tokens more than that of "
+                f"{init_from}, and lora freezes the embedding, so they can't be learned: train all "
                 "weights (without the lora section) first"
             )
         # A tokenizer may have tokens that its model never had rows for.
@@ -317,7 +317,7 @@ def _starting_model(
         copied_from = _copied_token(new_rows, old)
         if copied_from is not None and copied_from >= before:
             raise ConfigError(
-                f"new rows '{new_rows}': {init_from} has no row for that token to copy"
+                f"new rows '{new_rows}': {init_from} has no row for that token: name another"
             )
         grow_vocabulary(loaded.model, before, now, copied_from=copied_from, vocab_multiple=multiple)
         rows = "the mean of the old rows" if copied_from is None else f"the rows of {new_rows[5:]}"
@@ -359,5 +359,6 @@ def _require_fitting_start(
     if tokenizer.vocab_size > loaded.model.config.vocab_size:
         raise DataError(
             f"the data's tokenizer has {tokenizer.vocab_size} tokens, more than the "
-            f"{loaded.model.config.vocab_size} of {init_from}"
+            f"{loaded.model.config.vocab_size} of {init_from}: prepare the data with the model's "
+            "tokenizer"
         )

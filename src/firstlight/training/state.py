@@ -148,13 +148,13 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     else:
         if program.recipe.distributed.pipeline > 1:
             raise CheckpointError(
-                f"{folder} is in shards, which distributed.pipeline can't read: go on without "
+                f"{folder} is in shards, which distributed.pipeline can't read: resume without "
                 "distributed.pipeline"
             )
         if program.recipe.lora is not None:
             raise CheckpointError(
-                f"{folder} holds all weights in shards, and the recipe has a lora section: take "
-                "that out, or start a new run from what `firstlight convert` makes of it"
+                f"{folder} holds all weights in shards, and the recipe has a lora section: remove "
+                "that, or start a new run from the folder that `firstlight convert` makes of it"
             )
         randoms = restore_shards(
             folder,

@@ -71,7 +71,7 @@ def train_step(
     tokens = int(engine.sum(sum(batch.num_valid for batch in batches)))
     terms = int(engine.sum(sum(batch.num_terms for batch in batches)))
     if tokens == 0:
-        raise TrainingError("a global batch has no token to learn from")
+        raise TrainingError("a global batch has no labels: check the data's loss mask")
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
     try:

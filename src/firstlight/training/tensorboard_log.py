@@ -143,8 +143,8 @@ class TensorBoardLog:
     def _refuse(self, error: StorageError) -> None:
         self._refused = True
         say(
-            f"warning: {self._folder} is not written any more: {error} (the run goes on; "
-            "its metrics are in metrics.jsonl, and --resume writes all of them there again)"
+            f"warning: {self._folder} is not written any more: {error} (the run continues; its "
+            "metrics are in metrics.jsonl, and --resume writes all of them again)"
         )
 
 
