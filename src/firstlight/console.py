@@ -88,8 +88,8 @@ _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: object) -> str:
-    """A text from a run, with what would act on a page (control characters, marks that turn the
-    direction of writing, halves of characters) as its number: U+202E becomes '⟨U+202E⟩'. Line
+    """A text from a run that is safe on a page: control characters, marks that turn the direction
+    of writing and halves of characters become their number, such as '⟨U+202E⟩' for U+202E. Line
     ends become "\\n"; tabs stay."""
     lines = str(text).replace("\r\n", "\n")
     if lines.isprintable():
@@ -117,7 +117,7 @@ def plain(value: object) -> str:
 
 
 def loss_text(loss: float, decimals: int = 4) -> str:
-    """A loss for people: with so many decimals, but for one of a run that has diverged."""
+    """A loss for people, with `decimals` decimals, except for the loss of a diverged run."""
     return f"{loss:.{decimals}f}" if abs(loss) < 10_000 else f"{loss:.4g}"
 
 

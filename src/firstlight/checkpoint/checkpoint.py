@@ -160,7 +160,7 @@ def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors that hold a NaN or an infinity.
 
     Raises:
-        CheckpointError: one does; what is of `step` can't be saved.
+        CheckpointError: a tensor is not finite; the state of `step` can't be saved.
     """
     for name, tensor in tensors.items():
         if not _is_finite(tensor):
@@ -188,8 +188,8 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
     """Compare every file with the manifest.
 
     Args:
-        from_disk: read what the disk holds, where the operating system can be asked to forget
-            what it has in memory of it.
+        from_disk: read from the disk itself, if the operating system can drop its cached copy of
+            the files.
 
     Raises:
         CheckpointError: a file is missing, damaged, no plain file, of another size or of another
@@ -232,7 +232,7 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
         run_id: the id of the folder's run, which the copy's manifest names.
 
     Raises:
-        CheckpointError: a file is not what it was.
+        CheckpointError: a file has changed.
         StorageError: the disk refuses; the folder does not appear.
     """
     manifest = read_manifest(folder)

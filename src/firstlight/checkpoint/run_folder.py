@@ -1,9 +1,9 @@
 """The run folder that one process holds: its lock, the id of its run, and the check before a write.
 
-A lock follows the folder's inode, and files are written by path. A person who moves a run folder,
-removes it or deletes its lock while the run goes on would have the run write beside, and delete the
-checkpoints of, another run that has taken the path. `HeldFolder.require` notices that: it compares
-the folder at the path with the held one, and run.json with what this start has written into it.
+A lock follows the folder's inode, and files are written by path. If a person moves a run folder,
+removes it or deletes its lock during the run, the run would write into, and delete checkpoints of,
+another run that has taken the path. `HeldFolder.require` notices that: it compares the folder at
+the path with the held one, and run.json with what this start has written into it.
 """
 
 from __future__ import annotations

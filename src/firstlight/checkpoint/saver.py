@@ -66,7 +66,7 @@ class Saver:
         """
 
     def wait(self) -> None:
-        """Wait until what is being written is a checkpoint.
+        """Wait until the checkpoint that is being written is complete.
 
         Raises:
             CheckpointError, StorageError: it could not be written.

@@ -43,8 +43,8 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, or None, and what is wrong with newer ones and with
-    those of other runs.
+    """The newest checkpoint that verifies, or None, and the problems of newer ones and of those of
+    other runs.
 
     One of a dead branch (see manifest.py) is taken only where no other verifies.
 
@@ -72,7 +72,8 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
     """The first checkpoint that verifies, None if there is none, and the errors of those before.
 
-    They are looked for anew where the run deletes one meanwhile, which has saved a newer one then.
+    The search is repeated if the run deletes a checkpoint meanwhile, because it has saved a newer
+    one then.
     """
     while True:
         problems: list[str] = []
@@ -114,7 +115,7 @@ def read_model_folder(
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint with the lowest validation loss that verifies, and what is wrong with better
+    """The checkpoint with the lowest validation loss that verifies, and the problems of better
     ones.
 
     Raises:
@@ -131,8 +132,8 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
     """The model folder that CHECKPOINT means: a run folder's newest complete checkpoint, a
-    checkpoint folder, any Hugging Face model folder, or a hub id, of which `pickled` weights are
-    downloaded where there are no others.
+    checkpoint folder, any Hugging Face model folder, or a hub id. With `pickled`, pickled weights
+    are downloaded if the hub has no others.
 
     Args:
         best: take a run folder's checkpoint with the lowest validation loss, not the newest.

@@ -193,7 +193,7 @@ def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
 
 def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     """Fill tensors from the shards in a folder: full tensors or DTensors with any sharding, on
-    any device. Each process reads what it needs, and nothing is sent between them.
+    any device. Each process reads its own part, and the processes send nothing to each other.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.

@@ -1,4 +1,4 @@
-"""Saving checkpoints of which each process writes its shards."""
+"""Saving sharded checkpoints: each process writes its own shards."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class ShardedSaver(BackgroundSaver):
             self._wait_for_deleting()
 
     def wait(self) -> None:
-        """Wait until what is being written is a checkpoint.
+        """Wait until the checkpoint that is being written is complete.
 
         Raises:
             CheckpointError, StorageError: a part could not be written, or old ones not be deleted.
@@ -205,7 +205,7 @@ class ShardedSaver(BackgroundSaver):
         state: Mapping[str, Any],
         outcomes: list[dict[str, Any]],
     ) -> None:
-        """Make a checkpoint of what all have written; nothing, where one of them could not."""
+        """Make a checkpoint of all processes' files; nothing if one of them could not write."""
         with self._in_own_folder(), self._folder.pop_all():
             for rank, outcome in enumerate(outcomes):
                 if "error" in outcome:
@@ -246,7 +246,7 @@ def _require_on_disk(files: list[HashedFile]) -> None:
     """Read files again, as the disk has them.
 
     Raises:
-        CheckpointError: one is not what was written.
+        CheckpointError: a file differs from what was written.
     """
     for file in files:
         forget_cached(file.path)

@@ -79,7 +79,7 @@ def push_command(
     best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Upload a model to the Hugging Face hub, with a card of what is known about it.
+    """Upload a model to the Hugging Face hub, with a card of the facts about it.
 
     RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. Weights,
     tokenizer, recipe, loss curve and card are uploaded, as `convert` writes them: no optimizer

@@ -1,8 +1,8 @@
 """The check after a conversion: source and result must be the same model.
 
-Three comparisons, each of which finds errors that the others miss: the tensors one by one (a token
-or an expert that the prompt does not use), the logits on a fixed prompt (settings of the model; the
-layout of another program's tensors), the chat template's text.
+Three comparisons find different errors: the tensors one by one (a token or an expert that the
+prompt does not use), the logits on a fixed prompt (settings of the model; the layout of another
+program's tensors), the chat template's text.
 """
 
 from __future__ import annotations

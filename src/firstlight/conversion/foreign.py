@@ -108,7 +108,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 def _config(
     path: Path, opened: Opened, shape: Shape, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json, and notes of what was filled in."""
+    """The config.json, and notes on the settings that were assumed."""
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
     if layout.kind == "llama":

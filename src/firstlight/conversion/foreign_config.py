@@ -115,7 +115,7 @@ def gpt2_config(
     settings: Settings,
     activation: str,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json of a GPT-2, and notes of what was filled in.
+    """The config.json of a GPT-2, and notes on the settings that were assumed.
 
     Args:
         path: the file, for messages.
@@ -203,7 +203,7 @@ def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
 def llama_config(
     path: Path, shape: Shape, given: dict[str, Any], settings: Settings, program: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json of a Llama-like model, and notes of what was filled in.
+    """The config.json of a Llama-like model, and notes on the settings that were assumed.
 
     Args:
         path, shape, given, settings: see `gpt2_config`.

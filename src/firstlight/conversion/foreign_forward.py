@@ -306,7 +306,7 @@ def _split(x: Tensor, size: int) -> Tensor:
 
 def _attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None = None) -> Tensor:
     """Causal attention, in which H / K neighbouring heads share keys and values; [B, T, C]. With a
-    `window`, a token sees so many tokens, itself included."""
+    `window`, a token sees this number of tokens, itself included."""
     shared = q_BHTD.shape[1] // k_BKTD.shape[1]
     k_BHTD, v_BHTD = (t.repeat_interleave(shared, dim=1) for t in (k_BKTD, v_BKTD))
     scores = q_BHTD @ k_BHTD.transpose(2, 3) / math.sqrt(q_BHTD.shape[-1])

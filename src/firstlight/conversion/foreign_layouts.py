@@ -174,7 +174,7 @@ def _openai_names() -> dict[str, tuple[str, ...]]:
 
 
 def _llama_names(column: int, norm: str = "weight") -> dict[str, tuple[str, ...]]:
-    """Names of a program's Llama; `norm` is what it calls the weights of norms."""
+    """Names of a program's Llama; `norm` is its name for the weights of norms."""
     return {
         f"{row[0]}.weight": (f"{row[column]}.{norm if row[1] == 'C' else 'weight'}",)
         for row in _LLAMA

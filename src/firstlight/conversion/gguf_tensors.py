@@ -182,7 +182,7 @@ def _layer_rules(shape: ModelShape, layer: int, theirs: str, ours: str) -> Itera
 
 
 def _norm_rules(shape: ModelShape, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
-    """A norm of so many numbers; 0 is hidden_size."""
+    """A norm over `size` numbers; 0 is hidden_size."""
     kind: Change = "one_plus" if shape.family.norm_kind == "one_plus" else "none"
     sizes = (size or shape.hidden_size,)
     yield TensorRule(f"{theirs}.weight", (f"{ours}.weight",), sizes, kind)

@@ -1,7 +1,7 @@
 """Modelfiles for Ollama: the chat template in Go's syntax, stop texts and the context.
 
 Ollama renders conversations with a template of Go's `text/template`, not with the tokenizer's.
-Which of the known templates a tokenizer has is told by what it renders, not by its text.
+A tokenizer's template is recognised by the text that it renders, not by its source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""GGUF files in llama.cpp's formats of few bits, by its own quantiser, and what they cost.
+"""GGUF files in llama.cpp's formats of few bits, by its own quantiser, and the perplexity that they
+lose.
 
 llama.cpp quantises a file in which nothing is rounded yet. An importance matrix, the mean square of
 each input of each matrix on a calibration text, tells it which columns matter; formats of less than

@@ -12,8 +12,8 @@ Three forms are known, each record by its own keys:
 A conversation is a system message or none, and then a question and an answer in turn, the last
 of which is an answer. A blank system message is none.
 
-Records of preference data hold two answers to one prompt, of which one was preferred. Three forms
-are known, each by its own entries, and all but the last name their prompt:
+Records of preference data hold two answers to one prompt: the preferred one and the other. Three
+forms are known, each by its own entries, and all but the last name their prompt:
 
     texts       {"prompt": text, "chosen": text, "rejected": text}, and "system" if there is one
     messages    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}
@@ -94,7 +94,7 @@ class Conversation:
     """One example.
 
     Attributes:
-        messages: objects with `role`, `content` and what else the template may use.
+        messages: objects with `role`, `content` and other keys that the template may use.
         masked: indices of the answers outside the loss.
     """
 
@@ -232,7 +232,7 @@ def _kind(value: object) -> str:
 
 
 def _require_turns(messages: list[dict[str, Any]]) -> None:
-    """Refuse what is not a question and an answer in turn."""
+    """Refuse messages that are not questions and answers in turn."""
     if not messages:
         raise BadRecordError("empty", "there is no message")
     if sum(len(message["content"]) for message in messages) > MAX_CONVERSATION_CHARS:
@@ -289,7 +289,7 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations with one beginning, of which only what follows it is learned."""
+    """Two conversations with one beginning; only the messages after it are learned."""
 
     chosen: Conversation
     rejected: Conversation

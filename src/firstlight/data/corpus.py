@@ -367,8 +367,8 @@ class TokenDataset(Corpus):
         return None
 
     def predicts_first(self, first_id: int | None) -> bool:
-        """The very first token is predicted, from `first_id`: not a leading bos, which stands for
-        no text and has nothing to be predicted from, nor an example's first token."""
+        """The very first token is predicted from `first_id`, except a leading bos, which has no
+        text and nothing to be predicted from, and an example's first token."""
         return first_id is not None and int(self[0:1][0]) != first_id
 
     def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:

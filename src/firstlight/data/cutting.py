@@ -1,5 +1,5 @@
-"""Documents cut into parts: a tail to validate on, pieces to encode, the text between Project
-Gutenberg's header and licence, and the first so many tokens.
+"""Documents divided into parts: a tail for validation, pieces to encode, the text between Project
+Gutenberg's header and licence, and a limited number of first tokens.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ class DataConfig(Section):
     verify: bool = True
     """comparison of the shards with their sha256 before the first step."""
     document_masking: bool = False
-    """attention within documents: tokens see only their own document; positions start anew in each.
+    """attention within documents: tokens see only their own document; positions start at 0 in each.
     Always so with conversations."""
     row_alignment: RowAlignment = "stream"
     """rows of text to train on: "stream" cuts all text, one document after the other, into rows

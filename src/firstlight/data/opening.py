@@ -144,10 +144,10 @@ def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
 
 
 def first_bytes(file: IO[bytes], most_bytes: int | None, largest: int) -> bytes:
-    """The whole lines in the first `most_bytes` bytes of a file, or of one longer line so many
-    bytes, without a character that may be incomplete. All of a file in UTF-16 or UTF-32, whose
-    lines can't be told by a byte; and all of any file without a limit: of one longer than
-    `largest` bytes its beginning, which is longer, too."""
+    """The complete lines in the first `most_bytes` bytes of a file, or the first `most_bytes` bytes
+    of a longer line, without an incomplete character. All of a file in UTF-16 or UTF-32, whose
+    lines can't be told by a byte; and all of any file without a limit: of one longer than `largest`
+    bytes its beginning, which is longer, too."""
     if most_bytes is None:
         return read_at_most(file, largest)
     content = file.read(most_bytes)

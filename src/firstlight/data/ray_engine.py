@@ -1,9 +1,9 @@
 """Encode on a Ray cluster: text goes out in blocks, and its ids come back in the same order.
 
 Documents are read, and shards written, by the process that calls `prepare`; the cluster does
-the encoding, which is nearly all of the work. So files need to be visible on one machine only,
-and whatever happens to the others can't change what is written: Ray runs a block again where
-its process or its node is killed, also when its ids were ready and are lost with the node.
+the encoding, which is nearly all of the work. So files need to be visible on one machine only, and
+failures of other machines can't change the written files: Ray runs a block again where its process
+or its node is killed, also when its ids were ready and are lost with the node.
 
 Ray Data works on datasets that are known from the beginning. A corpus of any size goes
 through as one after another of bounded size, of which some are worked on at a time so that no

@@ -6,9 +6,9 @@ are those of the protocol's own program (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `g
 HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
 
 The cache is $FIRSTLIGHT_CACHE, else $XDG_CACHE_HOME/firstlight, else ~/.cache/firstlight; in its
-data/ each corpus has a folder whose name is the hash of its URL and its manifest, so that a
-corpus that was prepared anew is another folder. A file appears in it whole, with the size and
-SHA-256 of the manifest, or not at all; what is there and right is not fetched again.
+data/ each corpus has a folder whose name is the hash of its URL and its manifest, so that a corpus
+that was prepared again has another folder. A file appears in it whole, with the size and SHA-256 of
+the manifest, or not at all; a file that is there and correct is not downloaded again.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def local_folder(
     Args:
         location: a folder, which is returned as it is, or a URL.
         splits: the needed splits, as far as the corpus has them; None is all.
-        verify: compare what is in the cache already with the manifest's SHA-256, not its sizes
-            alone, and fetch again what is damaged.
+        verify: compare the files in the cache with the manifest's SHA-256, not only with its sizes,
+            and download damaged ones again.
         progress: show a progress bar on stderr.
 
     Raises:

@@ -170,7 +170,7 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
-    """The kind of a file that is not read, and what to do about it."""
+    """The kind of a file that is not read, and advice on it."""
     if suffixes != SUFFIXES:
         return f"{path} is of an unknown kind: known are {', '.join(_main_suffixes(suffixes))}"
     kind = kind_of(path, _ending(path.name.lower()))
@@ -322,9 +322,9 @@ def _standard_library() -> list[DataSource]:
 
 
 def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[DataSource]:
-    """The sources, of which so many bytes of text are read: some of the small text files, as whole
-    as they are, an equal share of each other file, and of datasets, whose size nobody knows, so
-    many bytes."""
+    """The sources, with a limit on the bytes of text that are read from all: some of the small text
+    files, whole, an equal share of each other file, and the same limit for datasets, whose size is
+    unknown."""
     known = [text_size(source) for source in sources]
     total = sum(known)
     if total <= most_bytes and all(source.dataset is None for source in sources):

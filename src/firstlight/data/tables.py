@@ -24,7 +24,7 @@ _DELIMITERS = (",", ";", "\t")
 
 
 def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
-    """The fault of fields or columns (`what`), none of which is `text_key`."""
+    """The error that none of the fields or columns (`what`) is `text_key`."""
     if (problem := conversation_text(names)) is not None:
         return BadRecordError("conversation", problem)
     listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -112,7 +112,7 @@ def _table_rows(
 
 
 class _Lines:
-    """The lines of a table, of which a row may have so many characters.
+    """The lines of a table, with a limit on the characters of a row.
 
     Attributes:
         row_characters: characters of the lines since the row began.

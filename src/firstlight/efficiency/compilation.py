@@ -57,8 +57,8 @@ def compiled(
     Args:
         forward: function that computes the pass: the model, or an engine around it.
 
-    With `compile_regional` the layers share one compiled function (they are alike), and what is
-    before and after them runs as it is.
+    With `compile_regional` the layers share one compiled function (they are alike), and the
+    operations before and after them are not compiled.
     """
     # A run's micro-batches have one shape: code for it alone is faster than code for any.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
@@ -121,8 +121,8 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
 
 
 def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextManager[object]:
-    """A context for compiled functions of many models: torch counts what it compiles by the code
-    of `forward`, over all models of a process, and from the ninth on would compile no more."""
+    """A context for compiled functions of many models: torch counts compilations by the code of
+    `forward`, over all models of a process, and would not compile the ninth."""
     if config.compile is not True:
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(

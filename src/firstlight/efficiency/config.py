@@ -48,8 +48,8 @@ class EfficiencyConfig(Section):
     activation_memory_budget: float = Field(0.5, ge=0, le=1)
     """share of the activations' memory that "budget" may use: 1 keeps all, 0 is like "full"."""
     activation_offload: bool = False
-    """keep what the backward pass needs in the CPU's memory instead of the GPU's. On a CPU it gains
-    nothing."""
+    """keep activations for the backward pass in the CPU's memory instead of the GPU's. On a CPU it
+    gains nothing."""
     loss_chunk_tokens: int | None = Field(None, ge=0)
     """number of tokens for which the head and the cross-entropy are computed at a time, so that all
     logits are never in memory at once; 0 computes all at once. null is 512 for fp32 on a CPU and a

@@ -79,8 +79,8 @@ def _recomputed(
 
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """A context: what the forward pass inside keeps for the backward pass lies in the CPU's
-    memory, page-locked beside a GPU, until that needs it. Parameters stay where they are.
+    """A context whose forward pass keeps its activations in the CPU's memory, page-locked if there
+    is a GPU, until the backward pass needs them. Parameters stay where they are.
 
     The copies are in the order of the GPU's work, so nothing is read before it is written.
     """
@@ -113,8 +113,8 @@ _LIMIT, _LIMIT_SHARDED = 1 << 30, 4 << 20
 
 
 def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
-    """On a CPU with glibc: let the process keep the memory that it frees, instead of giving it
-    back and taking it anew, page by page, in every step.
+    """On a CPU with glibc: let the process keep the memory that it frees, instead of returning it
+    and taking it again, page by page, in every step.
 
     A step makes and frees the same large tensors as the one before. glibc maps each from the
     system and unmaps it again, which was a third of the time of a step. For the rest of the

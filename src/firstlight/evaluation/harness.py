@@ -1,8 +1,8 @@
 """The tasks of lm-evaluation-harness (Gao et al. 2024), scored with firstlight's own models.
 
-The harness reads the tasks, lays out the texts and computes the metrics; what a text's
-log-likelihood is and how it goes on comes from here. Texts are encoded as the harness' own
-transformers backend (`HFLM`) does it.
+The harness reads the tasks, lays out the texts and computes the metrics; this module gives
+log-likelihoods of texts and their continuations. Texts are encoded as the harness' own transformers
+backend (`HFLM`) does it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def ready_harness(
 
     Args:
         names: names of tasks, groups or tags.
-        items: only the first so many of each; None is all.
+        items: number of items of each task, the first ones; None is all.
         task_folder: folder of further tasks, in the harness' YAML. Where it has all of
             them, those that come with the harness, which take seconds to list, are not looked at.
             A folder of tasks may hold Python code, which the harness runs.
@@ -88,7 +88,7 @@ def ready_harness(
     Raises:
         MissingDependencyError: the harness is not installed.
         ConfigError: a name is unknown.
-        InputError: a task's data can't be had, or it asks for what can't be done here.
+        InputError: a task's data can't be read, or the task needs a feature that is not supported.
     """
     try:
         from lm_eval.tasks import TaskManager

@@ -59,7 +59,7 @@ def token_losses(
 
 @dataclass(frozen=True)
 class TokenPair:
-    """The ids of a text and of what comes after it.
+    """The ids of a text and of its continuation.
 
     Attributes:
         context: ids of the text, at least one.
@@ -115,8 +115,8 @@ def likelihoods(
     """The log-likelihood of each continuation: the sum of the log-softmax at its tokens.
 
     What doesn't fit into the model's context is cut from the left. A context that several
-    continuations share is computed once, up to its last token, and contexts of one length together:
-    all of which rounds otherwise than one pass over each pair, by the last digits of fp32.
+    continuations share is computed once, up to its last token, and contexts of one length together;
+    this rounds differently from one pass over each pair, in the last digits of fp32.
 
     Args:
         model: a model in evaluation mode.

@@ -63,7 +63,7 @@ def ready_tasks(
         tasks: each `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`; without a file the
             data come from the hub.
         loaded: a model with the context and the tokenizer of those that will be scored.
-        items: only the first so many of each task; None is all.
+        items: number of items of each task, the first ones; None is all.
         task_folder: folder of further tasks for lm-evaluation-harness.
 
     Raises:
@@ -138,8 +138,8 @@ def evaluate_tasks(
         task_folder: folder with further tasks; see `ready_tasks`.
         batch_size: texts at a time; changes the speed only.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays where it is.
-        on_texts: called after each batch with the texts scored and to be scored, for each task
-            anew.
+        on_texts: called after each batch with the numbers of texts scored and to be scored, of each
+            task separately.
 
     Returns:
         The results in the order of the tasks.
@@ -176,7 +176,7 @@ def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
 
     Args:
         path: the file; empty lines are passed over.
-        limit: only the first so many; the other lines are not looked at.
+        limit: number of lines that are read, the first ones.
 
     Raises:
         InputError: the file can't be read, or a line (named) is something else.

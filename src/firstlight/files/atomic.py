@@ -55,8 +55,8 @@ def replacing(path: Path) -> Iterator[OutputFile]:
     old file or the new one.
 
     Raises:
-        StorageError: the disk is full, read-only or not permitted, or what is there is no file;
-            it stands.
+        StorageError: the disk is full, read-only or not permitted, or the path is not a file; it
+            stays as it is.
     """
     with storage_errors(path):
         # A device such as /dev/null would be replaced for all programs.
@@ -212,8 +212,8 @@ def set_aside(path: Path) -> Path:
     """Keep a damaged file as NAME.damaged, or NAME.damaged-2 and so on if that exists, before it is
     replaced.
 
-    It has both names until then, so that a process that is killed in between leaves what can be
-    read of it in its place. What is no file, and could not be replaced, is renamed; so is a file
+    It has both names until then, so that a process that is killed in between leaves its readable
+    part under the old name. What is no file, and could not be replaced, is renamed; so is a file
     where the file system has no hard links.
 
     Returns:
@@ -238,7 +238,7 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half-written directly inside `folder`."""
+    """Delete files that a killed process left half-written directly inside `folder`."""
     for path in sorted(folder.glob(f"{_TEMPORARY_PREFIX}*")):
         _remove(path)
 

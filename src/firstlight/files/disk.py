@@ -18,8 +18,8 @@ _GATHERED_BYTES = 1 << 20
 class Disk:
     """Firstlight's operations on the disk: one method for each system call.
 
-    Tests put another object in the place of `disk`, which counts the calls, refuses one, takes
-    only a part of what is written, or ends the process. All may raise OSError.
+    Tests put another object in the place of `disk`, which counts the calls, refuses one, writes
+    only a part, or ends the process. All may raise OSError.
     """
 
     def create(self, path: Path) -> FileIO:
@@ -126,8 +126,8 @@ class OutputFile:
 
 
 class HashedFile(OutputFile):
-    """An `OutputFile` that knows the SHA-256 of what it was given: not of what the disk made
-    of it."""
+    """An `OutputFile` with the SHA-256 of the bytes that were passed to it, not of those on the
+    disk."""
 
     def __init__(self, path: Path) -> None:
         self._hash = hashlib.sha256()
@@ -171,7 +171,7 @@ class AppendedFile:
             raise
 
     def sync(self) -> None:
-        """Force what was appended to the disk."""
+        """Write the appended bytes through to the disk."""
         disk.sync(self._file)
 
     def close(self) -> None:

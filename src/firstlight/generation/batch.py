@@ -25,8 +25,8 @@ _MOST_LOGITS = 2**22
 
 
 class BatchDecoder:
-    """The state of several sequences: what the model computed of them, and nothing of how tokens
-    are chosen.
+    """The state of several sequences: the model's cache and their lengths. It does not choose
+    tokens.
 
     The sequences are numbered 0 ... `len(decoder)` - 1. When one is removed, the last takes its
     number.
@@ -234,10 +234,10 @@ _MOST_RECORDED = 64
 class CompiledStep:
     """A model's forward pass over one new token of each sequence, compiled.
 
-    On a CPU, torch.compile's inductor takes the weights as constants (its "freezing") and lays them
-    out anew for its matrix products: a second copy of them. It compiles once for one sequence and
-    once for several, whatever their number and lengths, when the first such step is taken; and
-    once more for more of them than `few_rows` takes.
+    On a CPU, torch.compile's inductor takes the weights as constants (its "freezing") and copies
+    them into another layout for its matrix products. It compiles once for one sequence and once for
+    several, whatever their number and lengths, when the first such step is taken; and once more for
+    more of them than `few_rows` takes.
 
     On a CUDA GPU, a step whose number of sequences and reach came before is replayed as a CUDA
     graph: starting its kernels one by one would take longer than they do. Mixtures of experts are
@@ -323,9 +323,9 @@ class _Recorded:
 class RecordedSteps:
     """A decoding step as CUDA graphs, one for each number of sequences and reach.
 
-    The first step of such a shape is computed plainly, since what it compiles, loads and allocates
-    for good can't be recorded; the second is recorded; it and all later ones are replayed. The
-    least recently used recording makes room for a new one.
+    The first step of such a shape is computed without recording, because compiling, loading and
+    lasting allocations can't be recorded; the second is recorded; it and all later ones are
+    replayed. The least recently used recording makes room for a new one.
 
     Args:
         compute: the step: (input_ids_B1, lengths_B, reach) -> logits [B, V]. What else it reads and

@@ -1,4 +1,5 @@
-"""Conversations with a model: what was said, what of it the model sees, and the next answer."""
+"""Conversations with a model: the messages, the part of them that is the model's input, and the
+next answer."""
 
 from __future__ import annotations
 
@@ -53,8 +54,9 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 class ConversationDecoder:
-    """The model's memory of the last conversation: of the next text, only what is not in it is
-    computed. It takes more memory as the texts become longer, and computes them anew then.
+    """The key-value cache of the last conversation: of the next text, only the tokens after the
+    common beginning are computed. It takes more memory as the texts become longer, and then
+    computes them again.
 
     May serve several conversations in turn, one text at a time.
 
@@ -69,7 +71,8 @@ class ConversationDecoder:
         self._decoder: BatchDecoder | None = None
 
     def with_room(self, tokens: int) -> BatchDecoder:
-        """A decoder without sequences for a text of so many tokens, at most the context's."""
+        """A decoder without sequences with room for a text of this number of tokens, at most the
+        context's."""
         if self._decoder is None or self._decoder.max_tokens < tokens:
             self._decoder = None  # its memory is free before more is taken
             size = max(_SMALLEST_DECODER, 1 << (tokens - 1).bit_length())
@@ -128,8 +131,8 @@ class ChatSession:
     """A conversation with a model, through the chat template of its tokenizer. Without one, a
     text that the user and the model write in turn.
 
-    The messages are laid out anew for each answer, what they hold is never a control token, and
-    only what the model has not seen yet is computed. What doesn't fit into the context, less
+    The messages are rendered again for each answer, their text never becomes a control token, and
+    only tokens that are not in the cache are computed. What doesn't fit into the context, less
     `answer_room`, is left out, the oldest turns (a question with its answer) first; the system
     message stays. `messages` keeps all. Not for several threads, except `stop`.
 

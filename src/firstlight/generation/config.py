@@ -102,7 +102,7 @@ class SamplingConfig:
             raise ConfigError("slide forgets text, and prompt_logprobs needs all of it: keep one")
 
     def _require_beams(self) -> None:
-        """Refuse what a beam search, which draws nothing, has no place for."""
+        """Refuse settings that a beam search, which does not sample, can't apply."""
         changed = {
             "temperature": self.temperature not in (0, SamplingConfig.temperature),
             "top_k": self.top_k > 0,

@@ -178,7 +178,7 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Add a piece; return what is now certain to be before any of the texts."""
+        """Add a piece; return the text that is now certain to come before any of the stop texts."""
         if not self._texts:
             return piece
         text = self._held + piece

@@ -77,8 +77,8 @@ def load(
 
 
 def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
-    """Continue a text to its end, or until nobody asks for more: what each new token makes
-    certain, often nothing.
+    """Continue a text to its end, or until the caller stops: yields the text that each new token
+    makes certain, which is often empty.
 
     Args:
         text: nothing of it is in the decoder yet.

@@ -1,10 +1,10 @@
 """Linear layers over few rows on a CPU: a token of each text, and nothing else to compute.
 
 Reading the weights is what takes the time. torch's own kernels for one row were measured at a
-third of the rate that memory gives: they read several rows of the matrix at once, and do not ask
-for what comes next beyond a page. `few_rows.cpp` does; it is compiled when it is first needed, in a
-second or two, and kept in the user's cache folder. Weights may be rounded to 8 bits: half of what
-has to be read.
+third of the rate that memory gives: they read several rows of the matrix at once, and do not
+prefetch beyond a page. `few_rows.cpp` does; it is compiled when it is first needed, in a second or
+two, and kept in the user's cache folder. Weights may be rounded to 8 bits, which halves the bytes
+that are read.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _compiled() -> Path:
 
 
 def _cache_folder() -> Path:
-    """A folder of the user's own, that nobody else may write into: what is in it is run.
+    """A folder of the user's own that nobody else may write into, because its code is run.
 
     Raises:
         OSError: there is none.

@@ -1,7 +1,7 @@
 """A process that says which tokens a JSON Schema allows next; run as a script by `structured`.
 
-A process of its own, since neither the time nor the memory that llguidance takes for a schema from
-a stranger has a bound, and what is too much can only be ended from outside. It imports nothing of
+A separate process, because the time and the memory that llguidance takes for a stranger's schema
+have no bound, and work that takes too much can only be ended from outside. It imports nothing of
 firstlight, so that it starts in a fraction of a second.
 
 A request is a line of JSON, and so is its answer, which `mask` bytes follow where it has any. The
@@ -52,7 +52,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Any ids that are a text: llguidance looks at what it could be made of."""
+        """Any ids that are a text: llguidance checks how it could be made of tokens."""
         content = text.encode() if isinstance(text, str) else text
         found, place = [], 0
         while place < len(content):
@@ -122,7 +122,7 @@ class Matchers:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has."""
+    """Limit this process to this number of bytes more than it has."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

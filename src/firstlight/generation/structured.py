@@ -1,4 +1,4 @@
-"""Texts that follow a JSON Schema: of each next token, only what the schema allows is chosen.
+"""Texts that follow a JSON Schema: each next token is chosen among those that the schema allows.
 
 The schema is llguidance's work, in processes of their own (`grammar_process`): one tries each new
 schema before its text is begun, another follows the texts, so that a schema that takes too long
@@ -169,7 +169,7 @@ class _SchemaConstraint:
 
 
 class _Process:
-    """`grammar_process`, which is begun anew when it had to be ended.
+    """`grammar_process`, which is started again after it had to be ended.
 
     Attributes:
         lock: held while a request is answered.

@@ -50,8 +50,8 @@ class AllocatedPeak:
     """The most bytes that were allocated at a time beside a level, by a thread that looks now and
     then. A context; the thread ends with it.
 
-    The level is what is allocated without being counted. It rises on the way, as libraries make
-    buffers and kernels, and is found anew where the counted bytes are known.
+    The level is what is allocated without being counted. It rises during a run, as libraries make
+    buffers and kernels, and is measured again where the counted bytes are known.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class AllocatedPeak:
         return self._thread is not None and not self._end.is_set()
 
     def start(self, counted_bytes: int) -> None:
-        """Begin to look; `counted_bytes` of what is allocated now are counted."""
+        """Start measuring; `counted_bytes` of the bytes allocated now are counted."""
         level = allocated_bytes()
         if level is None or self._thread is not None:
             return
@@ -85,7 +85,7 @@ class AllocatedPeak:
         self._thread.start()
 
     def find_level(self, counted_bytes: int) -> None:
-        """Take the level anew: what is allocated now but for the `counted_bytes`."""
+        """Measure the level again: the bytes allocated now without the `counted_bytes`."""
         level = (allocated_bytes() or 0) - counted_bytes
         # The peak since the last time may be older or younger than the rise.
         self._most = max(self._most, self._peak - max(level, self._level))

@@ -6,7 +6,7 @@
                                     [out, r], and for DoRA .lora_magnitude_vector [out]
 
 LAYER is the linear layer's name in the base model. The adapted layers and their ranks are read
-from the tensors; the settings only give what the tensors don't show.
+from the tensors; the settings only give facts that the tensors don't show.
 """
 
 from __future__ import annotations

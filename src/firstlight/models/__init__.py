@@ -117,8 +117,8 @@ def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
 
 @torch.no_grad()
 def allocate(model: Model, device: torch.device) -> None:
-    """Give a model on the meta device memory, without values but for the rows that pad its
-    vocabulary: they are zero, for what they hold would reach the gradients."""
+    """Allocate memory for a model on the meta device. Values are not set, except for the rows that
+    pad its vocabulary: they are zero, because their values would reach the gradients."""
     model.to_empty(device=device)
     model.finish_loading()
     for weight in (model.embedding.weight, model.lm_head.weight):

@@ -36,7 +36,7 @@ class ParameterCount:
 
     @property
     def by_part(self) -> dict[str, int]:
-        """The numbers by what the parameters do."""
+        """Numbers of parameters by their use."""
         return {name: getattr(self, name) for name in _PARTS}
 
     @property
@@ -60,7 +60,7 @@ def meta_model(config: ModelConfig) -> Model:
 
 
 def count_parameters(model: Model) -> ParameterCount:
-    """Count a model's parameters by what they do."""
+    """Count a model's parameters by their use."""
     counts = dict.fromkeys(_PARTS, 0)
     for name, parameter in model.named_parameters():
         counts[_part_of(model, name)] += parameter.numel()
@@ -103,10 +103,10 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
 
     6 for each weight of a matrix product that the token meets (2 forward, 4 backward; the head
     included, also when tied; the embedding look-up costs none; of the experts, those visited),
-    and for attention 12 * heads * head_dim a layer for each token that it sees: on average half
-    the row, as causality leaves it, or what a sliding window leaves of that (Chowdhery et al.
-    2022, appendix B, counts the whole row). A layer with a state costs 18 for each of its numbers,
-    which every token decays, reads for what it would add, writes and reads.
+    and for attention 12 * heads * head_dim a layer for each token that it sees: on average half the
+    row, because attention is causal, or less with a sliding window (Chowdhery et al. 2022, appendix
+    B, counts the whole row). A layer with a state costs 18 for each of the state's numbers: every
+    token decays it, reads it for the update, writes it and reads it.
 
     Args:
         frozen: the weights get no gradient of their own (LoRA): 4 for each instead of 6. What

@@ -231,7 +231,7 @@ class _Part:
         self, start: int, end: int, seen: int, slopes: list[Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """Attention weights of a block's queries over the keys that they see, [N, G * t, S], and
-        what the sinks take of each query's, [N, G * t, 1]; None without sinks.
+        the sinks' weight for each query, [N, G * t, 1]; None without sinks.
 
         Where scores are capped, the slope of each, 1 - tanh(s / c)^2, is appended to `slopes`, if
         that is a list.

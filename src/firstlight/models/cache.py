@@ -57,8 +57,8 @@ class KVCache:
         max_tokens: prompt and new tokens together.
         dtype, device: dtype and device of the keys and values.
         value_dim: size of a value's head; None is a key's.
-        states: shapes, without the batch, of what a layer keeps in place of keys and values, by the
-            layer's number; such a layer has none of those.
+        states: shapes, without the batch, of the states that layers keep in place of keys and
+            values, by the layer's number; such a layer has no keys and values.
 
     Attributes:
         keys, values: [B, K, max_tokens, D] of each layer. Tensors of their own, since a compiled
@@ -173,13 +173,13 @@ class KVCache:
                 one[target] = one[source]
 
     def reorder(self, rows_B: Tensor) -> None:
-        """Give each row what the row of that number has, int64 [B]."""
+        """Copy to each row the content of the row of this number, int64 [B]."""
         for tensor in self.tensors:
             # The right side is a copy, so rows may change places with each other.
             tensor.copy_(tensor[rows_B])
 
     def begin_with(self, other: KVCache, rows_B: Tensor) -> None:
-        """Give each row of an empty cache what a row of another has, by its number, int64 [B]."""
+        """Copy to each row of an empty cache the row of another cache of this number, int64 [B]."""
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):

@@ -202,7 +202,7 @@ class Deepseek(Llama):
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
 
     def add_decoder(self, rows: int) -> None:
-        """Make embedding (of so many rows), layers and final norm."""
+        """Make embedding (with this number of rows), layers and final norm."""
         self.model = LlamaDecoder(self.config, rows, DeepseekBlock)
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:

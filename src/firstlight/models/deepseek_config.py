@@ -119,7 +119,7 @@ class DeepseekConfig(DecoderConfig):
     rope_interleave: bool = True
     """neighbouring dimensions turn together, and not halves (deepseek_v3)."""
     first_k_dense_replace: int = Field(1, ge=0)
-    """the first so many layers have an MLP in place of experts."""
+    """number of first layers that have an MLP in place of experts."""
     num_experts: int = Field(8, gt=0, le=10_000)
     """experts a layer, without the shared ones."""
     num_experts_per_tok: int = Field(2, gt=0)

@@ -184,9 +184,9 @@ class FamilySpec:
             projection; "mlp" where only the latter.
         scales_embeddings: True where embeddings are multiplied by sqrt(hidden_size).
         rope: rotary positions.
-        full_attention_every: every so many layers, counted from 1, see all tokens, and the others
+        full_attention_every: period of the layers (counted from 1) that see all tokens; the others
             have the window; 0 is none.
-        no_rope_every: every so many layers, counted from 1, have no rotary positions, and the
+        no_rope_every: period of the layers (counted from 1) that have no rotary positions, but the
             window if there is one; 0 is none.
         period_key: config.json's old key of `full_attention_every`; "" is none.
         divides_width: True where transformers wants hidden_size to be a multiple of the heads even
@@ -239,7 +239,7 @@ class FamilySpec:
 
 
 class FamilyConfig(Section):
-    """Base of the config classes: what can be asked of every model.
+    """Base of the config classes: the facts that every model's config has.
 
     Attributes:
         families: facts by `model_type`.
@@ -294,8 +294,8 @@ class FamilyConfig(Section):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Shapes, without the batch, of what layers cache in place of keys and values, by the
-        layer's number."""
+        """Shapes, without the batch, of the states that layers cache in place of keys and values,
+        by the layer's number."""
         return {}
 
     @property

@@ -150,8 +150,8 @@ class GPT2Config(FamilyConfig):
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model.
 
-        `qkv_bias`, which transformers doesn't know, stands there only where there are none:
-        transformers takes zeros for what the file lacks.
+        `qkv_bias`, which transformers doesn't know, is written only if there are no biases:
+        transformers takes zeros for missing tensors.
         """
         return {
             "architectures": ["GPT2LMHeadModel"],

@@ -189,6 +189,6 @@ class GPTNeoX(Llama):
     }
 
     def add_decoder(self, rows: int) -> None:
-        """Make embedding (of so many rows), layers and final norm, under the names of the family's
-        files."""
+        """Make embedding (with this number of rows), layers and final norm, under the names of the
+        family's files."""
         self.gpt_neox = GPTNeoXDecoder(self.config, rows)

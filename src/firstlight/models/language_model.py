@@ -1,4 +1,4 @@
-"""The base class of the models, for what GPT-2 and Llama do alike.
+"""The base class of the models, with the code that GPT-2 and Llama share.
 
 Shape letters as in `models/ops.py`.
 """
@@ -205,7 +205,7 @@ class LanguageModel(nn.Module):
             input_ids: token ids, int64 [B, T].
             labels: the token after each input token, int64 [B, T]; -100 leaves it out of the loss.
             document_ids: int [B, T], equal for neighbouring tokens of one document: tokens see
-                their own document only, and positions start anew in each. Not with a cache.
+                their own document only, and positions start at 0 in each. Not with a cache.
             cache: keys and values of the tokens before these; the new ones are added.
             logits_to_keep: number of last positions with logits; 0 for all.
         """

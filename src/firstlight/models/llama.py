@@ -101,8 +101,8 @@ class Llama(LanguageModel):
         self.finish_loading()
 
     def add_decoder(self, rows: int) -> None:
-        """Make embedding (of so many rows), layers and final norm, under the names of the family's
-        files."""
+        """Make embedding (with this number of rows), layers and final norm, under the names of the
+        family's files."""
         self.model = LlamaDecoder(self.config, rows)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ class Llama(LanguageModel):
         return multiplied(self.final_norm(x_BTC), 1 / self.config.logits_scaling)
 
     def finish_loading(self) -> None:
-        """Make what a weights file does not hold: the tie of the head, the rotary tables and the
-        factor of the embeddings."""
+        """Make the parts that a weights file does not have: the tie of the head, the rotary tables
+        and the factor of the embeddings."""
         super().finish_loading()
         self._make_tables()
 
@@ -147,7 +147,7 @@ class Llama(LanguageModel):
         return frequencies.to(self.embedding.weight.device)
 
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
-        """Rotary frequencies of texts of so many tokens, fp32 [R/2]; [B, 1, R/2] for [B]."""
+        """Rotary frequencies of texts of this number of tokens, fp32 [R/2]; [B, 1, R/2] for [B]."""
         config, scaling, short = self.config, self.config.rope_scaling, self.rope_frequencies
         limit = config.max_position_embeddings
         if isinstance(scaling, LongRope):

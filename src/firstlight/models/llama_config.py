@@ -275,8 +275,8 @@ class DecoderConfig(FamilyConfig):
 
 
 def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
-    """Fill in keys that follow from others where they are open, and open lists that say what the
-    family does anyway: one model has one config. A value of a wrong type is left to its field."""
+    """Fill in open keys that follow from others, and clear lists that repeat the family's default,
+    so that one model has one config. A value of a wrong type is left to its field."""
     own, size = spec.own_keys, values.get("head_dim")
     if isinstance(size, int) and size > 0:
         for name, usual in (("attention_multiplier", size**-0.5), ("query_pre_attn_scalar", size)):
@@ -291,8 +291,8 @@ def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
 
 
 def _open_default_lists(values: dict[str, Any], spec: FamilySpec) -> None:
-    """Take out `layer_types` and `no_rope_layers` that say what the family does anyway, and a
-    window that no layer has."""
+    """Remove `layer_types` and `no_rope_layers` that repeat the family's default, and a window that
+    no layer has."""
     layers = range(values["num_hidden_layers"])
     every = spec.no_rope_every or spec.full_attention_every
     is_special = [(i + 1) % every == 0 for i in layers]

@@ -108,7 +108,7 @@ def _windows_from_json(
 def _rope_from_json(
     spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and what else there is about rotary positions."""
+    """`rope_theta`, `rope_scaling` and all other keys of rotary positions."""
     # transformers 5 keeps the rotary settings in one object, 4 in two keys; where both stand,
     # it reads the two.
     settings = config.get("rope_scaling") or config.get("rope_parameters") or spec.rope.default

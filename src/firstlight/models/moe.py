@@ -95,7 +95,8 @@ class RoutedMLP(nn.Module):
 
 
 class SparseMLP(RoutedMLP):
-    """The experts of Mixtral and Qwen3-MoE: a softmax over all, of which the greatest count."""
+    """The router of Mixtral and Qwen3-MoE: a softmax over all experts, whose greatest probabilities
+    are used."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -262,7 +263,7 @@ class RouterStatistics:
         self.visits_LE = visits_LE if self.visits_LE is None else self.visits_LE + visits_LE
 
     def take(self, tokens: int) -> dict[str, float]:
-        """The metrics of the passes so far, over `tokens` valid labels; then start anew.
+        """The metrics of the passes so far, over `tokens` valid labels; then clear the statistics.
 
         `moe/router_loss` is the mean load-balancing loss. An expert's load is its visits over
         the mean of its layer's experts: `moe/max_load` and `moe/min_load` are the extremes over

@@ -37,8 +37,8 @@ def soft_capped(x: Tensor, bound: float | None) -> Tensor:
 
 
 class AttentionFunction(Protocol):
-    """Causal attention [B, H, T, D] of T new tokens, of which token t sees the first S - T + t + 1
-    of all S.
+    """Causal attention [B, H, T, D] of T new tokens; token t sees the first S - T + t + 1 of all S
+    tokens.
 
     Args:
         q_BHTD: queries of the new tokens.

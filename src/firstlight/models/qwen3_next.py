@@ -1,10 +1,10 @@
 """Qwen3-Next (Qwen team 2025): linear attention by a gated delta rule in three layers of four.
 
-A layer with linear attention keeps one matrix of each head as its state. A token's key looks up
-what the state has for it, and the difference from the token's value is written in its place (Yang
-et al. 2024, "Gated Delta Networks"). Every fourth layer attends to all tokens, with a gate on its
-output; all have experts, and one more that each token visits. Parameter names are those of Hugging
-Face's `Qwen3NextForCausalLM`.
+A layer with linear attention keeps one matrix of each head as its state. A token's key looks up the
+state's value for it, and the difference from the token's value is added to the state (Yang et al.
+2024, "Gated Delta Networks"). Every fourth layer attends to all tokens, with a gate on its output;
+all have experts, and one more that each token visits. Parameter names are those of Hugging Face's
+`Qwen3NextForCausalLM`.
 
 Shape letters as in `models/ops.py` and `models/moe.py`; in layers with linear attention, G key
 heads, H value heads, D a key's size, E a value's, X the channels of the convolution, W its width,
@@ -290,7 +290,7 @@ class Qwen3Next(Llama):
     residual_projections = ("o_proj.", "out_proj.", "down_proj")
 
     def add_decoder(self, rows: int) -> None:
-        """Make embedding (of so many rows), layers and final norm."""
+        """Make embedding (with this number of rows), layers and final norm."""
         self.model = LlamaDecoder(self.config, rows, Qwen3NextBlock)
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:

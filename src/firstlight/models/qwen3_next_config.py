@@ -21,7 +21,7 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 
 def _usual_types(layers: int, period: int) -> list[str]:
-    """The kinds of so many layers, of which every `period`-th attends to all tokens."""
+    """The kinds of all layers; every `period`-th layer attends to all tokens."""
     return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
 
 

@@ -206,7 +206,7 @@ def _yarn_frequencies(
     rotary_dim: int, rope_theta: float, scaling: YarnRope, periods: Tensor
 ) -> Tensor:
     def dimension_of(turns: float) -> float:
-        """The dimension whose pair turns so many times in the original context."""
+        """The dimension whose pair makes this number of turns in the original context."""
         context = scaling.original_max_position_embeddings
         # Solves turns = context / (2 pi theta^(2 i / R)) for the pair i.
         logarithm = math.log(context / (turns * 2 * math.pi))
