@@ -95,8 +95,8 @@ class RoutedMLP(nn.Module):
 
 
 class SparseMLP(RoutedMLP):
-    """The router of Mixtral and Qwen3-MoE: a softmax over all experts, whose greatest probabilities
-    are used."""
+    """The experts of Mixtral and Qwen3-MoE, chosen by the greatest probabilities of a softmax over
+    all experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ def _directions(
     Args:
         gradients: gradients of any shapes.
         states: their parameters'.
-        fresh: share of the second moment that is this step's, one for each.
+        fresh: this step's share of the second moment, for each parameter.
     """
     inverse_roots = []
     for gradient, state, share in zip(gradients, states, fresh, strict=True):

@@ -48,6 +48,6 @@ class BatchSchedule:
         return self.start * (ramped + risen) + self.size * (step - ramped)
 
     def steps_for(self, sequences: Fraction) -> int:
-        """The smallest number of steps that have so many sequences."""
+        """The smallest number of steps that have at least this number of sequences."""
         whole = math.ceil(sequences)
         return bisect.bisect_left(range(-(-whole // self.start)), whole, key=self.before)

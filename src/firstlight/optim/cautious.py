@@ -17,7 +17,7 @@ def decay_cautiously(parameter: Tensor, direction: Tensor, amount: float) -> Non
 
     Args:
         parameter: values before the step, changed in place.
-        direction: tensor of the same shape with the signs of what the step subtracts.
+        direction: tensor of the same shape with the signs of the update that the step subtracts.
         amount: learning rate times weight decay.
     """
     if amount:

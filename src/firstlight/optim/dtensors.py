@@ -1,4 +1,4 @@
-"""Sharded parameters: torch's DTensors, of which each process holds a shard."""
+"""Sharded parameters: torch's DTensors; each process holds a shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """True if the tensor is a DTensor, of which this process holds its shard only."""
+    """True if the tensor is a DTensor, whose shard alone is on this process."""
     # Importing the module takes most of a second; no DTensor can exist before it is imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -43,7 +43,7 @@ def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """The full tensor of which every process has the shard that it has of a parameter.
+    """The full tensor of shards that are laid out like those of a parameter.
 
     A collective where the parameter is sharded: every rank has to call it. `shard` may have another
     dtype than the parameter; where nothing is sharded, it is the full tensor itself.

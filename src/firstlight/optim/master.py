@@ -77,7 +77,7 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Inside, the parameters are their masters: what is read or written is fp32.
+        """Context in which the parameters are their master weights: reads and writes are fp32.
 
         After it, the parameters have the memory that they had before, with the masters rounded.
         """

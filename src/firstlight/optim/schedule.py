@@ -65,7 +65,7 @@ class ScheduleConfig(Section):
     max_minutes: float | None = Field(None, gt=0)
     """minutes that the training loop takes, evaluations and saves included: the number of steps
     follows from measured steps (wsd: when the decay has to begin; cosine and linear: after the
-    warm-up) and is then part of the run. With max_steps or epochs, the run has at most so many."""
+    warm-up) and is then part of the run. With max_steps or epochs, these are an upper limit."""
     warmup_steps: int | None = Field(None, ge=0)
     """steps over which the learning rate rises; null is a twentieth of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)

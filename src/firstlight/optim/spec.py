@@ -86,7 +86,8 @@ class OptimizerSpec:
             the first step.
         elementwise: True where each number is updated from its own gradient and state alone; a
             process can then update its shard of a parameter without the others.
-        gathers: True where it updates DTensors, gathering what it needs of other processes.
+        gathers: True if it updates DTensors and gathers the data of other processes that this
+            needs.
         implementations: possible values of `optimizer.implementation`.
         options: keys of the section that not every optimizer has, and this one has.
         takes: test by name of the parameters that it updates; AdamW updates the rest.

@@ -237,8 +237,8 @@ class OptimizerConfig(Section):
     parameter, three with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
     """weight decay of token and position embeddings, and of a head that is tied to them; null takes
-    `weight_decay`. 0 lets the rows of rare tokens keep what they have learned: decay shrinks a row
-    at every step, and a gradient comes only with its token."""
+    `weight_decay`. 0 preserves the rows of rare tokens: decay shrinks a row at every step, but its
+    gradient comes only with its token."""
     head_weight_decay: float | None = Field(None, ge=0)
     """weight decay of a head that is not tied to the embedding; null takes `weight_decay`."""
     vector_weight_decay: float = Field(0.0, ge=0)

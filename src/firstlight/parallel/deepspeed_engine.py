@@ -244,7 +244,8 @@ class ZeroOptimizer(Optimizer):
         self._has_state = True
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """See `Optimizer.fill_state`; what is written is whole, on the CPU of every process."""
+        """See `Optimizer.fill_state`; the written tensors are whole, on the CPU of every
+        process."""
         tensors = {
             f"{name}.{key}": torch.zeros(shape, dtype=dtype)
             for name, layout in self._expected.items()

@@ -2,8 +2,8 @@
 gradients too (2), parameters too (3) are sharded, one shard a process, and may lie in the CPU's
 memory or in files.
 
-The loop, the loss, the schedule and what a checkpoint holds are ours; DeepSpeed adds the gradients
-up, clips and updates.
+The loop, the loss, the schedule and the content of checkpoints are firstlight's; DeepSpeed
+accumulates gradients, clips and updates.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class DistributedConfig(Section):
     (hybrid sharding, best the processes of one machine), each group has a copy, and layers are
     gathered within a group only."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """place of what is sharded: "cpu" is memory of the CPU, where fsdp keeps and updates its shards
+    """place of sharded tensors: "cpu" is memory of the CPU, where fsdp keeps and updates its shards
     and deepspeed its optimizer state, and at stage 3 the parameters; "nvme" keeps optimizer state
     in files."""
     zero_stage: Literal[1, 2, 3] | None = None
@@ -135,7 +135,8 @@ class Engine:
         return self.world.size == 1
 
     def session(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a run; it undoes what the engine changes for the whole process."""
+        """The context of a run; at its end the engine's changes of process-wide settings are
+        undone."""
         return contextlib.nullcontext()
 
     # The model

@@ -1,8 +1,8 @@
 """Pipeline parallelism: each process has some of a Llama's layers, and a step's micro-batches pass
 from one to the next (torch.distributed.pipelining; 1F1B of Narayanan et al. 2019).
 
-A stage is a plain Llama in which stand-ins, which pass on what they are given, take the places of
-what other processes have. Its parameters are called as in the whole model.
+A stage is a plain Llama in which stand-ins, which return their input, replace the parts of other
+processes. Its parameters are called as in the whole model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Elsewhere(nn.Module):
 
 
 def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
-    """The reasons why a model can't be split into so many stages, each a sentence."""
+    """The reasons why a model can't be split into `stages` stages, each a sentence."""
     if not config.has_pipeline:
         able = families_with(lambda family: family.config.has_pipeline)
         yield (

@@ -1,4 +1,5 @@
-"""The engine that a recipe and a number of processes select, and what the two must not ask for."""
+"""The engine that a recipe and a number of processes select, and refusals of combinations that
+can't work."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def make_engine(config: DistributedConfig, world: World, device: torch.device) -
         device: this process' device.
 
     Raises:
-        ConfigError: the engine can't be that of so many processes.
+        ConfigError: the engine can't run with this number of processes.
     """
     name = engine_name(config, world.size)
     if config.pipeline > 1:
@@ -46,7 +47,7 @@ def named_engine(config: DistributedConfig) -> type[Engine]:
 
 
 def engine_name(config: DistributedConfig, processes: int) -> str:
-    """The engine of so many processes, those that compute the same rows included."""
+    """The engine for `processes` processes, including those that compute the same rows."""
     if config.pipeline > 1:
         return _engine_of_stages(config, processes)
     name, group = config.engine, config.tensor_parallel

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
-    """The reasons why tensor parallelism can't shard a model over so many processes, each a
+    """The reasons why tensor parallelism can't shard a model over this number of processes, each a
     sentence."""
     if not config.tensor_parallel_sizes:
         able = families_with(

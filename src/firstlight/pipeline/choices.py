@@ -51,7 +51,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A model, how long it trains, and what is expected of it."""
+    """A model, the length of its training, and its expected loss."""
 
     shape: ModelSize
     rate: float

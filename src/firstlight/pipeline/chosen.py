@@ -30,8 +30,8 @@ class Choices:
         tokens, steps, seconds: length of the run, expected.
         tokens_per_second: expected rate of training.
         epochs: passes over the text.
-        bits_per_byte: least and most that are expected on held-out text; None for a model that is
-            started from, of which nothing is known.
+        bits_per_byte: least and most that are expected on held-out text; None if the run starts
+            from a model, for which there is no expectation.
         advice: a sentence on the gain of more text; "" where the text is enough.
     """
 
@@ -75,7 +75,7 @@ class RunFacts:
     """Length and speed of a run.
 
     Attributes:
-        tokens, steps: tokens that it trains on, in so many steps.
+        tokens, steps: numbers of tokens and of steps of its training.
         seq_len: tokens of a sequence.
         rate: tokens a second.
     """

@@ -97,7 +97,7 @@ class Conversations:
         return of(self.train), of(self.val)
 
     def prompts(self, most_tokens: int) -> list[str]:
-        """Some questions of held-out conversations, each shorter than so many tokens."""
+        """Some questions of held-out conversations, each shorter than a limit in tokens."""
         tokenizer = Tokenizer.from_pretrained(self.train.folder)
         found: list[str] = []
         for question in self._questions():

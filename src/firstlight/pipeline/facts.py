@@ -1,4 +1,5 @@
-"""Facts that settings are chosen from, and what they let expect: speed, and the loss of a model."""
+"""Facts that settings are chosen from, and expectations from them: speed, and the loss of a
+model."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class MachineFacts:
     compiles: bool = True
 
     def tokens_per_second(self, flops: float) -> float:
-        """Rate of a model with so many FLOPs for a token: a token's time is a line through the
-        known ones, and never less than that of the smallest."""
+        """Rate of a model by its FLOPs for a token: a token's time is a line through the known
+        times, and never less than that of the smallest."""
         seconds = [(size, 1 / rate) for size, rate in self.rates]
         if len(seconds) == 1:
             return seconds[0][0] / seconds[0][1] / flops
@@ -126,7 +127,8 @@ class ModelSize:
 
 
 def worth_of_bytes(read: float, unique: float) -> float:
-    """Bytes of new text that so many bytes are worth, read from less text.
+    """Bytes of new text that are worth as much as these bytes, which are read from less text
+    repeatedly.
 
     Source: Muennighoff et al. 2023, equation 5.
     """

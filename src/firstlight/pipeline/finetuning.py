@@ -210,7 +210,7 @@ class FineTuning:
     # The run
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the texts, choose again from what they are, and train."""
+        """Prepare the texts, choose again from the measured facts about them, and train."""
         from firstlight.pipeline.machine import KnownForecast, fitted_recipe
         from firstlight.training.loop import train
 

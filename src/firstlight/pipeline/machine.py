@@ -171,7 +171,7 @@ class FittedRecipe:
 
     Attributes:
         recipe: the recipe to train.
-        resolved: the same as the run resolves it, which is what the run folder has.
+        resolved: the same recipe as the run resolves it, as in the run folder.
         choices: the choices with the micro-batch and the minutes that it has.
         forecast: expected memory and speed; None if they can't be predicted.
     """

@@ -47,7 +47,7 @@ class NewModel:
         return plan_texts(request, self._scan, gpu)
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the texts, choose again from what they are, and train."""
+        """Prepare the texts, choose again from the measured facts about them, and train."""
         from firstlight.pipeline.machine import KnownForecast
         from firstlight.training.loop import train
 

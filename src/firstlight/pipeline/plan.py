@@ -1,4 +1,4 @@
-"""A plan of a run on texts: what was found in them, the machine, and every setting."""
+"""A plan of a run on texts: facts about the texts and the machine, and every setting."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]
     Args:
         choices: every setting.
         speed: the machine.
-        data: name of what is read in passes, such as "the text".
+        data: name of the data that passes are made over, such as "the text".
     """
     yield (
         f"{speed.name} ({speed.origin}): {choices.tokens_per_second:,.0f} tokens/s for "
@@ -346,7 +346,7 @@ def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
 
 
 def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
-    """The first line for people: what is read."""
+    """The first line for people, which names the input."""
     named = shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
     return f"reading {named}: {_sources_text(sources)}"
 

@@ -55,7 +55,7 @@ class Preparation:
 
     @property
     def key(self) -> str:
-        """A name of what is prepared."""
+        """A name of the prepared data."""
         facts = self.scan.facts
         # Nobody knows the size of a dataset.
         known = all(source.dataset is None for source in self.scan.sources)
@@ -93,7 +93,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
 
 
 def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
-    """Prepare texts in the run folder, over what is there."""
+    """Prepare texts in the run folder, replacing existing shards."""
     from firstlight.data.prepare import prepare
 
     data = call.folder / DATA_FOLDER
@@ -144,7 +144,7 @@ def train_tokenizer_on(
 
 
 def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> list[str]:
-    """The beginnings of prompts that have so many tokens at most, without empty ones."""
+    """The beginnings of prompts with a limit on their tokens, without empty ones."""
     found = []
     for prompt in prompts:
         while len(tokenizer.encode_prompt(prompt)) > most:

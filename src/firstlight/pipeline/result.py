@@ -1,4 +1,4 @@
-"""The result of a run on texts: the loss beside gzip and xz, samples, and what to do next."""
+"""The result of a run on texts: the loss beside gzip and xz, samples, and next commands."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Work(Protocol):
         ...
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare, choose again from what was prepared, and train."""
+        """Prepare the data, choose again from facts about it, and train."""
         ...
 
 

@@ -59,7 +59,7 @@ class RunCall:
         self.choices: Choices | None = None
 
     def remember(self, **values: Any) -> None:
-        """Write what a later call has to know into the run folder.
+        """Write the state that a later call needs into the run folder.
 
         Raises:
             StorageError: the disk refuses.
@@ -69,7 +69,8 @@ class RunCall:
         write_json(self.folder / STATE_NAME, self.state)
 
     def length(self, request: Request) -> Length:
-        """The length of the training loop, less what the command has taken and will take.
+        """The length of the training loop: the budget without the time of the command's other
+        parts.
 
         Raises:
             ConfigError: no time is left.

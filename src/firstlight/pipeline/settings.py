@@ -1,4 +1,5 @@
-"""The numbers behind the choices for new models: layouts, rates, shapes, and what is expected.
+"""The numbers behind the choices for new models: layouts, learning rates, shapes, and expected
+losses.
 
 They were measured on models of 0.8 to 5 million parameters that trained on the source of Python's
 standard library (`firstlight bench learning`); larger ones follow the published laws named here.

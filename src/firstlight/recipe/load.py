@@ -320,7 +320,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _require_small(values: object) -> None:
-    """Refuse what a few anchors can blow up, or hold themselves.
+    """Refuse YAML whose anchors multiply to a huge content, or contain themselves.
 
     Raises:
         ValueError: there are too many values, or one is a number of more than 64 bits.

@@ -143,7 +143,7 @@ class BatchConfig(Section):
         return rows
 
     def accumulation(self, seq_len: int, processes: int = 1) -> int:
-        """Forward passes an optimizer step, of each of so many processes.
+        """Forward passes of each of `processes` processes in an optimizer step.
 
         Raises:
             ConfigError: global_batch_tokens does not come out even.
@@ -161,7 +161,7 @@ class BatchConfig(Section):
         return steps
 
     def _passes(self, key: str, tokens: int, seq_len: int, processes: int) -> int:
-        """Forward passes of each process for a step of so many tokens."""
+        """Forward passes of each process for a step of this number of tokens."""
         micro_tokens = self.rows * seq_len * processes
         steps, rest = divmod(tokens, micro_tokens)
         if rest:
@@ -175,7 +175,7 @@ class BatchConfig(Section):
         return steps
 
     def schedule(self, seq_len: int, processes: int = 1) -> BatchSchedule:
-        """The rows of each optimizer step of all of so many processes together.
+        """The rows of each optimizer step of all `processes` processes together.
 
         Raises:
             ConfigError: see `accumulation`.
@@ -237,8 +237,8 @@ class GuardConfig(Section):
     max_rollbacks: int = Field(2, ge=0)
     """number of rollbacks after which the next one ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
-    """skip a step whose loss or gradient norm is so many standard deviations above the mean of the
-    steps before; null is never."""
+    """skip a step whose loss or gradient norm is more than this number of standard deviations above
+    the mean of the steps before; null is never."""
     spike_window: int = Field(128, ge=FEWEST_STEPS)
     """number of earlier steps that are compared with; the first 16 are never skipped for it."""
 

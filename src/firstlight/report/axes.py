@@ -50,7 +50,7 @@ def linear_range(
 
     Args:
         zero: the range begins (or ends) at 0.
-        margin: the room, as a share of what is shown.
+        margin: the room at both ends, as a share of the range.
     """
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)

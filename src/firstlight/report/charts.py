@@ -157,7 +157,7 @@ def _short(value: float, digits: int) -> float | int:
 
 
 def svg(chart: Chart, *, log: bool = False) -> Markup:
-    """Draw a chart; what is not above 0 is left out of a logarithmic one."""
+    """Draw a chart; values that are not above 0 are left out of a logarithmic one."""
     lines = [_positive(line) for line in chart.lines] if log else list(chart.lines)
     lines = [line for line in lines if len(line.series)]
     if not lines:

@@ -97,8 +97,8 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """{"section.key": the value in each} of the keys whose values differ; what a recipe does not
-    have is written as "—"."""
+    """{"section.key": the value in each} of the keys whose values differ; a key that a recipe does
+    not have is written as "—"."""
     flat = [_flat(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for values in flat for key in values)
     found = {key: [values.get(key, _ABSENT) for values in flat] for key in keys}
@@ -129,7 +129,7 @@ def comparison_page(found: RunComparison) -> str:
 
 
 def dashboard_page(found: RunComparison, query: str) -> str:
-    """The page of runs that go on, which asks for itself anew.
+    """The page of active runs, which reloads itself.
 
     Args:
         query: text by which the runs were chosen.
@@ -314,7 +314,7 @@ _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eva
 
 
 def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
-    """(name, each run's figure, which of these are the best) of what any run has."""
+    """(name, each run's figure, True for the best of these) for each figure that any run has."""
     own = [k for k in dict.fromkeys(key for n in found.numbers for key in n) if is_accuracy(k)]
     table = []
     for key, name, form, more in (*_ROWS, *((key, key, "{:.4f}".format, True) for key in own)):

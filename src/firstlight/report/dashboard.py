@@ -1,5 +1,5 @@
-"""A page of runs that go on, served to this machine alone: the page of `firstlight report A B`,
-drawn anew when the runs' files change."""
+"""A page of active runs, served to this machine alone: the page of `firstlight report A B`, drawn
+again when the runs' files change."""
 
 from __future__ import annotations
 

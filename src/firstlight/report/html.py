@@ -156,7 +156,7 @@ def _when(text: str) -> str:
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A figure in large type, with what it is and what to compare it with."""
+    """A figure in large type, with its name and a figure to compare it with."""
 
     name: str
     value: str

@@ -110,7 +110,7 @@ def plots(chart: Chart, buckets: int, *, both: bool) -> Markup:
 
     Args:
         buckets: see `thin`.
-        both: draw a linear and a logarithmic axis, of which the page's switch shows one.
+        both: draw a linear and a logarithmic axis; the page's switch shows one of them.
     """
     chart = thinned(chart, buckets)
     sizes = [chart]

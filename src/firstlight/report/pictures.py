@@ -118,10 +118,10 @@ def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, in
 
 
 def draw_title(figure: Any, title: str, notes: Sequence[str]) -> None:
-    """Write a title over a figure, and below it what there is to be warned of.
+    """Write a title over a figure, and below it the warnings.
 
     Args:
-        notes: lines, each of which needs `NOTE_INCHES` of the figure's height.
+        notes: lines; each needs `NOTE_INCHES` of the figure's height.
     """
     figure.suptitle("\n".join([title, *notes]), color=_WARNING if notes else "black", fontsize=11)
 

@@ -136,8 +136,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """(the objects of all lines that can be read, what is wrong with the first line that can't, or
-    with the file, None if nothing is); a last line that a kill cut short is nothing wrong."""
+    """(the objects of all readable lines, the problem of the first unreadable line or of the file,
+    None without a problem); a last line that a kill cut short is no problem."""
     if not path.exists():
         return [], None
     try:
@@ -180,7 +180,7 @@ def last_start(run_folder: Path) -> dict[str, Any]:
 
 
 def require_run(folder: Path) -> None:
-    """Refuse what is no run folder.
+    """Refuse a path that is not a run folder.
 
     Raises:
         InputError: it is missing, a file, or a folder of another kind.

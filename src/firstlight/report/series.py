@@ -1,4 +1,5 @@
-"""The numbers of metrics.jsonl as arrays, a column a key, thinned to what a picture can show."""
+"""The numbers of metrics.jsonl as arrays, one column for each key, thinned to the points that a
+picture can show."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def read_metrics(path: Path) -> Metrics:
 def _records(
     path: Path, before: int, lines: Sequence[bytes], *, is_end: bool
 ) -> list[dict[str, Any]]:
-    """The objects of some lines, `before` of which stand before them.
+    """The objects of some lines, after `before` earlier lines.
 
     Args:
         is_end: the last of them is the file's; it may be cut short.
@@ -175,7 +176,7 @@ def _gather(
     first: int,
     pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]],
 ) -> None:
-    """Append the numbers of some lines, the first of which is number `first`, to the columns."""
+    """Append the numbers of some lines, which are counted from `first`, to the columns."""
     keys = set().union(*records) - {"step"}
     for key in sorted(keys):
         values = [record.get(key) for record in records]
@@ -211,8 +212,8 @@ def smoothed(series: Series) -> Series:
 def thin(series: Series, buckets: int = 800) -> Series:
     """At most 2 x `buckets` + 2 points of a curve, which look the same where a bucket is a pixel.
 
-    Each bucket holds equally many points, of which the lowest and the highest stay, as do the
-    first and the last of all. A curve of no more points than that is returned as it is.
+    Each bucket holds equally many points; its lowest and its highest point stay, as do the first
+    and the last of all points. A curve of no more points than that is returned as it is.
     """
     count = len(series)
     if count <= 2 * buckets + 2:

@@ -112,7 +112,7 @@ class LimitedProtocol(H11Protocol):
             self._set_deadline(self.limits.write_timeout)
 
     def _watch(self) -> None:
-        """Set the deadline of what the connection waits for."""
+        """Set the deadline of the event that the connection waits for."""
         seconds = None  # the application has its own time limits for a body and a response
         if self.conn.their_state is h11.IDLE:
             phase, seconds = "head", self.limits.header_timeout

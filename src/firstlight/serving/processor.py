@@ -45,7 +45,7 @@ class PreparedRequest:
     """A request that is checked and encoded.
 
     Attributes:
-        texts: continuations, one for each choice of the first prompt, of the second, ...
+        texts: continuations: the choices of the first prompt, then those of the second, and so on.
         prompt_tokens: number of tokens of all prompts.
         response: format of the response.
         stream: send chunks while the texts grow.

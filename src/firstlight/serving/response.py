@@ -41,7 +41,7 @@ class GeneratedChoice:
     finish_reason: str | None = None
 
     def add(self, update: Update) -> None:
-        """Append what one step generated."""
+        """Append the text that one step generated."""
         self.pieces.append(update.piece)
         self.tokens += update.tokens
         self.logprobs.extend(update.logprobs)
@@ -121,7 +121,7 @@ class CompletionFormat(ResponseFormat):
     """The format of `text_completion`, which its chunks are called, too.
 
     Args:
-        echoes: the prompts that the choices begin with, one for each choice, or none.
+        echoes: the prompt that each choice begins with; empty without echo.
     """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"

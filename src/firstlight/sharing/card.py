@@ -111,8 +111,8 @@ def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
 
 
 def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None]]:
-    """(dataset or task, metric, value, standard error) of all that was measured: the newest of
-    `firstlight eval`, and otherwise what the run's own evaluation at or before this step found."""
+    """(dataset or task, metric, value, standard error) of all results: the newest of `firstlight
+    eval`, or else those of the run's own evaluation at or before this step."""
     losses: dict[tuple[str, str], tuple[float, float | None]] = {}
     corpus = _title(facts.data[0]) if len(facts.data) == 1 else "all data"
     for key in _LOSSES:

@@ -208,7 +208,7 @@ def _neutral_override(key: str, text: str) -> str:
 
 
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
-    """The corpora of a run's recipe, with what their folders say where they are unchanged."""
+    """The corpora of a run's recipe, with the facts in their folders if these are unchanged."""
     data = run.recipe.get("data")
     if not isinstance(data, dict):
         return []

@@ -19,7 +19,8 @@ _REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_mode
 
 
 def require_repository(repository: str) -> None:
-    """Refuse what is no USER/NAME, or a person who is not logged in, before any work is done.
+    """Refuse a name that is not USER/NAME, or a person who is not logged in, before any work is
+    done.
 
     Raises:
         ConfigError: the name has another form.
@@ -107,7 +108,7 @@ def upload_folder(
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """One line with the fault of an upload, and what to do."""
+    """One line with the fault of an upload, and its remedy."""
     from huggingface_hub import errors
 
     owner = repository.partition("/")[0]

@@ -1,4 +1,4 @@
-"""The filters and tests of chat templates: Jinja's, each with a bound on what goes into it."""
+"""The filters and tests of chat templates: Jinja's, each with a limit on its input."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def metered_tests(tests: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
 
 
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja that accounts for what goes in and what comes out."""
+    """A filter of Jinja that counts its input and its output."""
 
     @jinja2.pass_context
     @functools.wraps(function)

@@ -106,8 +106,8 @@ class ChatEncoder:
 
         Raises:
             InputError: the messages are something else, or the template refuses them.
-            TokenizerError: the template fails, or what the assistant says can't be found in
-                what it makes.
+            TokenizerError: the template fails, or the assistant's text can't be found in the
+                rendered text.
         """
         plain = plain_messages(messages)
         marked, pattern = protected(plain, list(self._special), self._template)
@@ -315,8 +315,8 @@ def _try_out(tokenizer: Tokenizer) -> str:
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The special tokens that end an assistant's turn under the tokenizer's chat template: the
-    first one that the template writes after what the assistant says. Empty where there is no
-    template, or where turns end in plain text.
+    first one that the template writes after the assistant's text. Empty where there is no template,
+    or where turns end in plain text.
 
     Such a token need not be among the model's end tokens: `<|im_end|>` of a template that was
     added later is none, and an answer would go on into turns of its own.

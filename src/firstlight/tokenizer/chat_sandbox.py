@@ -1,11 +1,11 @@
 """The sandbox in which chat templates are rendered: with limits, and out of Python's reach.
 
-A template often comes with a downloaded model, so it is treated as somebody else's program: it
-sees plain JSON data and nothing else, can change nothing, and can't reach Python through what it
-sees (Jinja's sandbox). Its time, the text it makes and the values it keeps are limited, against
-loops in loops, multiplied and doubled strings, lists of themselves, endless macros; and so is what
-goes into each operator, filter, test and method that takes time by the length of its input
-(`chat_meter`, `chat_filters`).
+A template often comes with a downloaded model, so it is treated as somebody else's program: it sees
+only plain JSON data, can change nothing, and can't reach Python through these data (Jinja's
+sandbox). Its time, the text it makes and the values it keeps are limited, against loops in loops,
+multiplied and doubled strings, lists of themselves, endless macros; and so is what goes into each
+operator, filter, test and method that takes time by the length of its input (`chat_meter`,
+`chat_filters`).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def render(
         generation_marks: texts before and after the content of `{% generation %}` blocks.
 
     Raises:
-        TokenizerError: the template doesn't compile, fails, reaches for what it may not
-            have, or goes on too long.
+        TokenizerError: the template doesn't compile, fails, uses something that is forbidden, or
+            runs too long.
         InputError: the template itself refuses the conversation (`raise_exception`).
     """
     compiled = _compiled(template)

@@ -144,7 +144,7 @@ def render_chat(
 
     Raises:
         InputError: the messages are something else, or the template refuses them.
-        TokenizerError: the template doesn't compile, fails or does what it may not.
+        TokenizerError: the template doesn't compile, fails or does something that is forbidden.
     """
     plain = plain_messages(messages)
     return render(template, plain, variables, add_generation_prompt=add_generation_prompt)
@@ -239,9 +239,9 @@ def protected(
     """Messages in which the names of special tokens are marked as text.
 
     Returns:
-        (messages, pattern): `pattern`, searched in what a template makes of these messages,
-        finds special tokens that the template wrote (group "special"), marked text (group
-        "text"), and marks that a template has torn off their text (neither group).
+        (messages, pattern): `pattern`, searched in a template's output for these messages, finds
+        special tokens that the template wrote (group "special"), marked text (group "text"), and
+        marks that a template has torn off their text (neither group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)

@@ -1,8 +1,8 @@
 """The parts of a tokenizer: its configuration and chat template, its backend's steps and special
 tokens, and the errors of the library that runs it.
 
-The `tokenizers` library is written in Rust. Where its code meets what it does not expect it panics,
-which is no Exception in Python, and writes a page to stderr.
+The `tokenizers` library is written in Rust. On unexpected input its code panics, which is not an
+Exception in Python, and writes a page to stderr.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def library_errors(problem: str, *, muted: bool) -> Iterator[None]:
 
     Args:
         problem: the beginning of the line.
-        muted: leave out what the library writes to stderr, too.
+        muted: suppress the library's output to stderr, too.
     """
     try:
         with _muted_library() if muted else contextlib.nullcontext():

@@ -90,7 +90,7 @@ class Tokenizer:
         template is read from the files beside it.
 
         Raises:
-            TokenizerError: nothing readable is there, or what is there is damaged.
+            TokenizerError: there is no readable tokenizer, or it is damaged.
         """
         path = Path(path)
         if not path.exists():
@@ -228,8 +228,8 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """The ids a model continues from: bos where the model expects it, then the text.
 
-        An empty text without bos gives the document separator, which is what a model
-        trained on separated documents has seen before the beginning of each.
+        An empty text without bos gives the document separator, which a model trained on separated
+        documents has seen before the beginning of each document.
         """
         ids = self.encode(text)
         if self.add_bos or not ids:
@@ -291,9 +291,9 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         check: Callable[[Sequence[str]], None] = lambda pieces: None,
     ) -> list[int]:
-        """The ids of `apply_chat_template`'s text; only what the template itself writes becomes
-        special tokens, and whatever the messages hold is plain text. `check` is called with the
-        text's pieces, which share no tokens, before they are encoded; what it raises is passed on.
+        """The ids of `apply_chat_template`'s text; only text of the template itself becomes special
+        tokens; the messages' text is plain text. `check` is called with the text's pieces, which
+        share no tokens, before they are encoded; what it raises is passed on.
 
         Raises:
             InputError, TokenizerError: as `apply_chat_template`.
@@ -385,7 +385,8 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return what was held back. Bytes that never became a character show as U+FFFD."""
+        """Return the text that was held back. Bytes that never became a character show as
+        U+FFFD."""
         piece = self._tokenizer.decode(self._ids)[self._emitted :]
         self._shrink()
         return piece

@@ -2,8 +2,8 @@
 Kaddour 2022, arXiv 2209.14981).
 
 It is made of the checkpoints that are there when a run is done, so that it takes no memory in the
-steps before. A resumed run has the same: what a stop or a request saved between two regular
-checkpoints is not in it.
+steps before. A resumed run has the same average: checkpoints that a stop or a request saved between
+two regular ones are not in it.
 """
 
 from __future__ import annotations

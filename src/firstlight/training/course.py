@@ -127,8 +127,8 @@ class Course:
     """The figures of a run so far, and the lines that show them.
 
     Args:
-        max_steps: returns the number of steps of the whole run, which a run of so many minutes may
-            change on its way.
+        max_steps: returns the number of steps of the whole run, which may change during a run in
+            minutes.
         start_step: the step that this call begins after.
         max_minutes: the minutes that the run is to take; None where its steps are given.
         clock: returns the seconds that a run has taken, from any moment on; None is the machine's.
@@ -191,8 +191,8 @@ class Course:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end at the pace of the last steps, None before there is one; of a run in
-        minutes what is left of these."""
+        """Seconds to the end at the pace of the last steps, None if the pace is unknown; for a run
+        in minutes, the rest of the minutes."""
         if self._budget_left is not None:
             return 0.0 if self.is_done else self._budget_left
         if self._done <= _SLOW_STEPS + 1 and not self.is_done:
@@ -254,7 +254,7 @@ class Course:
             yield Text(line, no_wrap=True, overflow="crop")
 
     def lines(self, columns: int, rows: int) -> Iterator[str]:
-        """The view in a terminal of so many columns and rows."""
+        """The view in a terminal of this number of columns and rows."""
         yield _bar(
             f"step {self._record['step']:,}/{self._max_steps():,}", self.share, self.time, columns
         )
@@ -267,7 +267,8 @@ class Course:
         yield from sample
 
     def sample_lines(self, columns: int) -> list[str]:
-        """The lines of the last sample text but blank ones, each cut to so many columns."""
+        """The lines of the last sample text without blank ones, each cut to this number of
+        columns."""
         # A model that has just begun writes many blank lines.
         lines = [line for line in self._sample.expandtabs(4).splitlines() if line.strip()]
         return [line if len(line) < columns else f"{line[: columns - 2]}…" for line in lines]

@@ -52,8 +52,8 @@ class Forecast:
         parts: bytes of the peak by kind of tensor.
         tokens_per_second: least, expected and most, of all processes; None where that isn't known.
         phases: the peak of each phase, bytes.
-        process_bytes: the most resident memory of the process, with libraries and what
-            the allocator keeps, on a CPU; None on a GPU.
+        process_bytes: the most resident memory of the process on a CPU, including libraries and the
+            allocator's reserve; None on a GPU.
     """
 
     peak_bytes: int
@@ -130,9 +130,9 @@ class ForecastComparison:
         self._allocated.__exit__(*of_error)
 
     def predict_process(self, held_bytes: int, *, compiles: bool) -> None:
-        """Add the memory of the whole process to the forecast, on a CPU: what is resident at this
-        moment, the tensors that are still to come, and what comes with them. Both kinds of memory
-        are measured from here on.
+        """Add the memory of the whole process to the forecast, on a CPU: the resident memory at
+        this moment, and that of further tensors and libraries. Both kinds of memory are measured
+        from here on.
 
         Args:
             held_bytes: bytes of the forecast's tensors that are in memory already.
@@ -185,7 +185,7 @@ class ForecastComparison:
         }
 
     def _predicted(self, forecast: Forecast) -> dict[str, Any]:
-        """The forecast as JSON values, with what its rate is in learned tokens and sequences."""
+        """The forecast as JSON values, with its rate in learned tokens and sequences as well."""
         rates = forecast.tokens_per_second
         return asdict(forecast) | {
             "learned_tokens_per_second": _times(rates, self.label_share),

@@ -102,12 +102,12 @@ class LoopTimes:
         self._step_began, self._apart, self._sequences = now, 0.0, 0
 
     def count(self, sequences: int) -> None:
-        """The step at hand has updated the model with so many sequences."""
+        """Note that the current step has updated the model with this number of sequences."""
         self._sequences = sequences
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """A context of what is no part of a step."""
+        """A context of work that is not part of a step."""
         began = self._clock()
         yield
         self.seconds[name] = self._clock() - began
@@ -143,8 +143,8 @@ def steps_in_time(
     batch: BatchSchedule,
     periodic: Sequence[Periodic],
 ) -> int:
-    """The most steps that end within a time, with what comes between them and after them; at
-    least 1.
+    """The greatest number of steps that end within a time, including the work between them and
+    after them; at least 1.
 
     Args:
         seconds: the time.

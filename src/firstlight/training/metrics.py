@@ -93,16 +93,16 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
     """Drop the lines after `step`, since the run is about to do those steps again, and damaged
-    ones: the reports read what stays. A damaged file, or what is none, is kept under another name.
-    A link is replaced by a file.
+    ones: the reports read what stays. A damaged file, or a path that is not a file, is kept under
+    another name. A link is replaced by a file.
 
     Args:
         samples: it is samples.jsonl, whose lines hold texts, several of one step; else a step has
             one line.
 
     Returns:
-        (steps of the lines that stay, what was wrong with the file and the name that it now has,
-        None if nothing was).
+        (steps of the lines that stay; the problem of the file and its new name, None without a
+        problem).
 
     Raises:
         StorageError: the disk refuses.
@@ -165,8 +165,8 @@ def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
 class RunLogs:
     """The logs of a run, open to be appended to. A context; closed at its end.
 
-    Metrics and samples of a step are there together or not at all, as far as later resuming
-    is concerned: what is there of steps after the checkpoint's is dropped.
+    Metrics and samples of a step are there together or not at all, for later resuming: lines of
+    steps after the checkpoint's step are dropped.
 
     Args:
         folder: the run folder.
@@ -174,7 +174,8 @@ class RunLogs:
         events: the lines of events.jsonl; a file that is there is replaced. Without any, there
             is no such file.
         is_branch: the run branches off another one after `last_step`, and has no lines yet.
-        tensorboard: write all of it into the folder's tensorboard/, too; else what is there stays.
+        tensorboard: write all metrics into the folder's tensorboard/, too; otherwise that folder is
+            left as it is.
         tell: called with a message for each file in which lines are damaged or missing: logs are
             derived, and never keep a run from going on.
 

@@ -1,7 +1,7 @@
 """The largest micro-batch that fits into memory: found by trying, in a process of its own.
 
 A process that runs out of memory may not be able to go on, or may be killed by the system; so
-what is tried never happens in the one that is to train.
+trials never run in the process that is to train.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Trial:
 
 
 def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | None:
-    """Try a micro-batch of so many rows for two steps; None if it does not fit. A process that is
+    """Try a micro-batch of `rows` rows for two steps; None if it does not fit. A process that is
     killed needed too much.
 
     Args:
@@ -149,7 +149,7 @@ def ask_module(
     """Run `python -m MODULE` with a request as JSON on its stdin.
 
     Raises:
-        subprocess.TimeoutExpired: it took more than so many seconds, and was ended.
+        subprocess.TimeoutExpired: it took more than `seconds`, and was ended.
     """
     return subprocess.run(
         [sys.executable, "-P", "-m", module],

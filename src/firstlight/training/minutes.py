@@ -42,7 +42,8 @@ def budget_of(
     *,
     resumed: bool,
 ) -> TimeBudget | None:
-    """The time of a run in minutes, and what was decided in it before; None for other runs.
+    """The time of a run in minutes, and its earlier decision on the number of steps; None for other
+    runs.
 
     Args:
         recipe: recipe of the run.

@@ -170,7 +170,7 @@ _MAX_BYTES = 1 << 32
 
 
 def for_pairs(recipe: Recipe, dataset: Corpus, start: str | Path | None) -> Recipe:
-    """The recipe with what follows from data of preference pairs, or from other data.
+    """The recipe with the keys that follow from the data's kind, preference pairs or other data.
 
     Args:
         start: the model or checkpoint that the run starts from.
@@ -203,14 +203,14 @@ def give_references(
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
-    """Give splits of preference pairs what the run's starting model makes of them.
+    """Give splits of preference pairs the log-probabilities of the run's starting model.
 
     Args:
         recipe: see `take_references`.
         splits: the run's data; splits of other data are left alone.
         model: the model that is about to be trained.
         newest: the checkpoint that the run goes on from; it names the starting model, which is
-            loaded only if the cache has lost what it made.
+            loaded only if the cache has lost its log-probabilities.
         started_from: the model that a run begins with; None where it goes on.
 
     Raises:

@@ -121,7 +121,7 @@ class StopRequestedError(Exception):
 class Stopping:
     """The reasons to end a run early. A context: the signals' handlers are put back at its end.
 
-    Until `watch` is called, signals do what they did before, and time does not count.
+    Until `watch` is called, signals have their former effect, and time does not count.
 
     Args:
         max_minutes: minutes since this object was made; None is no limit.
@@ -151,9 +151,9 @@ class Stopping:
         self._put_back()
 
     def watch(self) -> None:
-        """From here on SIGTERM, SIGINT, SIGUSR1 and SIGHUP only ask to stop; the second one does
-        what it did before. One that is ignored (nohup) stays so. Signals are Python's main
-        thread's: in another, only time counts.
+        """From here on SIGTERM, SIGINT, SIGUSR1 and SIGHUP only ask to stop; a second one has its
+        former effect. One that is ignored (nohup) stays so. Signals are Python's main thread's: in
+        another, only time counts.
 
         To be called when a step is done: what ends before that has lost nothing, and with a
         limit of time every run gets on by one step at least.

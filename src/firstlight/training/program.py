@@ -50,7 +50,8 @@ class TrainingProgram:
         preference: the loss over preference pairs, of runs on these.
 
     Raises:
-        ConfigError: methods that can't work together or not here; each with what does.
+        ConfigError: methods that can't work together, or not on this machine; each with an
+            alternative.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class TrainingProgress:
             self._view.close()
 
     def predict_memory(self, predicted_bytes: int | None) -> None:
-        """Show the memory that was predicted beside what is measured."""
+        """Show the predicted memory beside the measured memory."""
         self._course.predicted_bytes = predicted_bytes
 
     def step(self, record: Mapping[str, Any]) -> None:

@@ -109,7 +109,7 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Put back what `python_random_states` gave; what is missing stays as it is."""
+    """Restore the states from `python_random_states`; a missing state stays as it is."""
     for name in ("python", "numpy"):
         if (name in rest) != (f"{RNG_PREFIX}{name}" in words):
             raise ValueError(f"only a part of {name}'s state is there")

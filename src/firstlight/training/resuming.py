@@ -1,4 +1,5 @@
-"""Going on from a checkpoint: what must be as it was, and what may have been changed."""
+"""Resuming from a checkpoint: settings that must be the same, and settings that may have
+changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run: its parts, where it stands, and what it writes down of each step."""
+"""A run: its parts, its state, and the records of its steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from firstlight.training.trackers import Trackers
 
 @dataclass
 class Run:
-    """The state of one run, set up and checked: what the loop, evaluations and saves work on.
+    """The state of one run, set up and checked, on which the loop, evaluations and saves work.
 
     Attributes:
         recipe: the recipe that the run carries out.
@@ -157,7 +157,7 @@ class Run:
         return step == self.max_steps and not self.schedule.is_open
 
     def is_due(self, every_steps: int) -> bool:
-        """True if something done every so many steps, and at the end, is due now."""
+        """True if an action with a period in steps, which is also done at the end, is due now."""
         # At the end in any case: the last weights are evaluated and saved whatever their number.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
@@ -262,7 +262,7 @@ class Run:
         return (part.to(self.program.hardware.device) for part in parts)
 
     def end_step(self, result: StepResult, lr_scale: float) -> None:
-        """Count what the step has trained on; its metrics are then `state.pending`.
+        """Count the step's tokens and rows; its metrics are then `state.pending`.
 
         Raises:
             DivergedError: too many steps in a row were skipped.

@@ -22,8 +22,8 @@ from firstlight.training.state import capture
 
 
 class RunCheckpoints:
-    """The checkpoints that a run saves and goes back to. A context; at its end, what is being
-    written is on the disk.
+    """The checkpoints that a run saves and goes back to. A context; at its end, all checkpoints in
+    progress are on the disk.
 
     Args:
         run: the run, open.
@@ -65,9 +65,9 @@ class RunCheckpoints:
     def are_due(self) -> bool:
         """True if a checkpoint is due, or asked for with a file `save-now` in the run folder.
 
-        One is due every so many steps, but not before the first, and where the validation loss is
-        the lowest so far and the best checkpoint is to be kept. None is due while steps are being
-        skipped: it would take the place of one from before the trouble.
+        One is due every `checkpoint.every_steps` steps, but not before the first, and when the
+        validation loss is the lowest so far, if the best checkpoint is kept. None is due while
+        steps are being skipped: it would take the place of one from before the trouble.
         """
         run, asked = self.run, self._is_asked
         config, state = run.recipe.checkpoint, run.state
@@ -105,8 +105,8 @@ class RunCheckpoints:
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
     def finish(self) -> None:
-        """Save what is not saved yet, wait until it is on the disk, and give the saver's memory
-        back: nothing is saved afterwards.
+        """Save unsaved steps, wait until they are on the disk, and free the saver's memory: nothing
+        is saved afterwards.
 
         Raises:
             CheckpointError, StorageError: it could not be written.

@@ -41,7 +41,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def open_run(run: Run, *, shown: bool) -> Iterator[None]:
-    """Make the run folder ready: drop what a killed run left; open data, logs and progress.
+    """Make the run folder ready: delete the leftovers of a killed run; open data, logs and
+    progress.
 
     Args:
         shown: show the progress to a person, from the main process.
@@ -168,8 +169,8 @@ def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -
 
 
 def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
-    """The forecaster's answer; None in place of an error, since no run is to end for what was
-    only asked beside it."""
+    """The forecaster's answer; None in place of an error, because a failed forecast must not end a
+    run."""
     try:
         return question()
     except Exception as error:  # noqa: BLE001
@@ -179,7 +180,7 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
 
 
 def _record_start(run: Run) -> None:
-    """Add a line to the run's starts.jsonl; one without a checkpoint begins the file anew."""
+    """Add a line to the run's starts.jsonl; a run without a checkpoint begins a new file."""
     path = Path(run.folder) / STARTS_NAME
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
     if problem is not None:

@@ -1,6 +1,6 @@
 """The model that a run trains first: a new one, a checkpoint's, or that of --init-from.
 
-In a run with `lora`, what is trained stands beside a frozen base, which checkpoints only name.
+In a run with `lora`, adapters are trained beside a frozen base model, which checkpoints only name.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def first_model(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> tuple[Model, ModelIdentity | None]:
-    """The model to be trained, and what it started from, with `lora` or of a new run on preference
-    pairs.
+    """The model to be trained, and the model that it started from, with `lora` or in a new run on
+    preference pairs.
 
     Args:
         tokenizer: the tokenizer of the data.
@@ -222,7 +222,8 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelCo
 
 
 def _require_memory(config: ModelConfig, share: float) -> None:
-    """Refuse a model of which the machine can't even hold its share, before it is made.
+    """Refuse a model whose share of this machine is larger than its memory, before the model is
+    made.
 
     Raises:
         ConfigError: its weights are larger than the memory, or than torch can count.

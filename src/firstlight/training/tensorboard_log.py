@@ -1,11 +1,11 @@
 """RUN/tensorboard/: the recipe, and what metrics.jsonl and samples.jsonl say, as TensorBoard reads
 them.
 
-The event file is derived: a start, a resumption and a rollback write it anew from the lines that
-stay, and each step then appends one event. So no step is in it twice, whatever was killed when,
-and it can be switched on in the middle of a run. It is written through the seam of disk.py, by
-one record at a time; only the records' contents come from tensorboard's own classes. A disk that
-refuses ends this log with a message, never the run.
+The event file is derived: a start, a resumption and a rollback rewrite it from the lines that stay,
+and each step then appends one event. So no step is in it twice, whatever was killed when, and it
+can be switched on in the middle of a run. It is written through the seam of disk.py, by one record
+at a time; only the records' contents come from tensorboard's own classes. A disk that refuses ends
+this log with a message, never the run.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TensorBoardLog:
     def begin(
         self, records: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the file anew: these lines of metrics.jsonl and samples.jsonl, and no other."""
+        """Rewrite the file with these lines of metrics.jsonl and samples.jsonl, and no others."""
         self.close()
         if self._refused:
             return
@@ -153,8 +153,8 @@ def _name(began: int, number: int) -> str:
 
 
 def _forget(path: Path, *, is_last: bool) -> None:
-    """Delete an event file. The last one is emptied only: a TensorBoard that is open comes to the
-    next file at the end of the one it reads, and not at all if that is gone."""
+    """Delete an event file. The last file is only emptied, because an open TensorBoard goes to the
+    next file at the end of the one that it reads, and not at all if that file is deleted."""
     # Not through a link, nor waiting for whoever reads a pipe.
     if not is_last or path.is_symlink() or not path.is_file():
         remove_file(path)

@@ -109,7 +109,7 @@ class _TrackerProcess:
             self._process.stdin.close()
 
     def wait(self, seconds: float) -> bool:
-        """True if the process ends in so many seconds."""
+        """True if the process ends within this number of seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.poll() is not None

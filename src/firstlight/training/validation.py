@@ -30,8 +30,8 @@ from firstlight.weights.huggingface import LoadedModel
 
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:
-    """Evaluate what is due after this step: validation loss, sample texts, scores in tasks. Before
-    the first step of a run that has any, only the losses are.
+    """Run the evaluations that are due after this step: validation loss, sample texts, scores in
+    tasks. Before the first step of a run that has any, only the losses are.
 
     Args:
         run: the run, whose `state.pending` metrics and samples are added to.
@@ -177,8 +177,8 @@ def mixed_evaluation(
     """Combine the evaluations of the corpora of a mix.
 
     The loss is the mean of the corpora's losses by their weights, whatever the sizes of their
-    splits: what a token of the mix costs, as training draws it. Bits per byte are those of
-    such a token over the bytes of text that it stands for.
+    splits: the loss of a token of the mix, as training draws it. Bits per byte are the loss of such
+    a token divided by the bytes of its text.
 
     Args:
         parts: the weight of each corpus.
@@ -253,7 +253,7 @@ def sample_texts(
     *,
     answered: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """Each prompt of the recipe's `evaluation` section, and what the model makes of it.
+    """Each prompt of the recipe's `evaluation` section, and the model's continuation.
 
     Args:
         program: the run's program, its model in evaluation mode.

@@ -56,7 +56,7 @@ def find_model_folder(
     `hf auth login`) and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). What the cache
     holds is not downloaded again, and is used without a word when the hub can't be reached.
     With `pickled`, a `pytorch_model.bin` is downloaded where there are no safetensors. Without
-    `weights`, only what is no weights is: config.json and the tokenizer.
+    `weights`, only the other files are: config.json and the tokenizer.
 
     A name that was `typed` by a person and looks like a mistyped path (see `_is_mistyped_path`) is
     not asked for at the hub; with a revision (`OWNER/NAME@main`) it is.
@@ -153,7 +153,7 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """One line with the fault of a download of the hub id `text`, and what to do."""
+    """One line with the fault of a download of the hub id `text`, and its remedy."""
     from huggingface_hub import constants, errors
 
     repository, _, revision = text.partition("@")

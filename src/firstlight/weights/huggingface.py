@@ -88,7 +88,7 @@ def load_model(
         dtype: the parameters' dtype; None is the file's.
         mode: the loading mode, see `firstlight.weights.loading`.
         vocab_multiple: the vocabulary is padded to a multiple of this.
-        config: the model's shape and positions; None is what the folder says.
+        config: the model's shape and positions; None is those of the folder.
 
     Raises:
         ModelError: a file is missing or damaged, the family is unknown, or a tensor is
@@ -134,7 +134,8 @@ def unloaded_model(
             them.
 
     Raises:
-        ModelError: the files don't have so many layers or experts, or they are damaged.
+        ModelError: the files don't have the config's number of layers or experts, or they are
+            damaged.
     """
     count = count_tensors(stored_tensors(folder)) if tensors is None else tensors
     layers, experts = config.num_hidden_layers, config.expert_count or 0

@@ -103,7 +103,7 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Tensors of which stacked experts [E, 2F, C] and [E, C, F] are replaced by views of each
+    """Tensors in which stacked experts [E, 2F, C] and [E, C, F] are replaced by views of each
     expert's matrices, under the names of their family's files."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -41,12 +41,12 @@ class PackedTensor:
 
     @property
     def kind(self) -> str:
-        """The number format of what is read."""
+        """The number format after unpacking."""
         return "BF16"
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of what is read."""
+        """The dtype after unpacking."""
         return torch.bfloat16
 
     @property
@@ -111,7 +111,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
-    """The tensors of a folder, of which pairs of blocks and scales are one each.
+    """The tensors of a folder, in which each pair of blocks and scales is one tensor.
 
     Raises:
         ModelError: a pair's sizes or formats don't fit (named).

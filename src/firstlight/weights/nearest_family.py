@@ -149,8 +149,8 @@ def _act_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _keys_of(config: Mapping[str, Any]) -> set[str]:
-    """The keys that say something about an architecture, under our names; false, 0 and empty
-    values are what a model without the key has."""
+    """The keys that describe an architecture, under firstlight's names; a value that is false, 0 or
+    empty is the same as a missing key."""
     return {
         _our_name(key, config)
         for key, value in config.items()
