@@ -6,8 +6,8 @@ others have vocabulary, shape, sequence length, batch and rates drawn at random,
 every text and budget. All runs of a text are evaluated on all of the same held-out text, which no
 setting changes.
 
-Each finished run is one line of results.jsonl. A second call in the same folder measures what is
-missing.
+Each finished run is one line of results.jsonl. A second call in the same folder measures the
+missing runs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class BudgetCase:
 
 
 def bench_budget(bench: BudgetBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measure what has no result yet.
+    """Measure the runs that have no result yet.
 
     Args:
         bench: texts, budgets and number of draws.

@@ -3,10 +3,10 @@
 How it is measured: the operands are random, made once for each number format, and the result is
 written over the last one, so that no memory is asked for meanwhile. A product that takes less
 than a measurement is multiplied once before it and repeated in it with the same operands: what
-fits into the caches is in them. Each round measures every product once, and three times the
-small ones that are there to be compared; what a row says is the median. What is compared is
-measured shortly after each other, and the ratio is the median of such pairs' ratios: what else
-the machine does falls on both.
+fits into the caches is in them. Each round measures every product once, and three times the small
+ones that are compared; a row shows the median. Compared products are measured shortly after each
+other, and the ratio is the median of such pairs' ratios, so that other work of the machine affects
+both.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def hardware_dtypes(hardware: Hardware) -> list[str]:
 
 
 class GemmRun:
-    """A benchmark that runs; what it has measured can be asked for at any time.
+    """A running benchmark, whose measurements so far can be read at any time.
 
     Attributes:
         dtypes: number formats that are measured.
@@ -77,7 +77,7 @@ class GemmRun:
         complete: True once all is measured.
 
     Raises:
-        ConfigError: a name is unknown, or the device can't do what is asked.
+        ConfigError: a name is unknown, or the device does not support a measurement.
     """
 
     def __init__(self, bench: GemmBench, plan: GemmPlan | None = None) -> None:
@@ -200,7 +200,7 @@ def summarize(
     shape: GPT2Shape,
     plan: GemmPlan,
 ) -> dict[str, Any]:
-    """Rates and ratios of what was measured; products without a measurement are left out.
+    """Rates and ratios of the measured products; products without a measurement are left out.
 
     Args:
         products: all products.

@@ -133,7 +133,7 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
 
     Args:
         edge: rows and columns of each product.
-        threads: number of threads, of which each multiplies one product at a time.
+        threads: number of threads; each multiplies one product at a time.
 
     Returns:
         "threads", "edge", and "rows" with "products", their number, and "time_ratio": a median of

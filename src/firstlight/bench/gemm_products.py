@@ -369,8 +369,8 @@ def product_rates(
 def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> float:
     """FLOP/s that matrix products reach at best on this machine: the base of shares.
 
-    The best single measurement of three large products in two layouts, in interleaved rounds:
-    what else runs on the machine only takes away. Takes a few seconds on two CPU cores. fp32
+    The best single measurement of three large products in two layouts, in interleaved rounds: other
+    programs on the machine can only lower a rate. Takes a few seconds on two CPU cores. fp32
     products on GPUs run as torch.get_float32_matmul_precision() says at the time.
     """
     shapes = _LARGE_GPU if device.type == "cuda" else _LARGE_CPU

@@ -1,6 +1,6 @@
 """`firstlight bench gpu`: every figure of firstlight on one GPU, in calls of some minutes.
 
-`PARTS` is what is measured, and written as pages.
+`PARTS` are the parts that are measured and written as pages.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _fresh_process(row: Row, request: dict[str, Any], seconds: float) -> dict[st
 
 
 def _machine(bench: GPUBench, results: Results) -> BenchMachine:
-    """This machine, which must be the one of the results so far.
+    """This machine, which must be the machine of the results so far.
 
     Raises:
         ConfigError: it is another one, or has no GPU.
@@ -217,8 +217,8 @@ def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[P
 
 _COMMANDS = """\
     make test-gpu                                # correctness
-    firstlight bench gpu --out DIR --minutes 9   # figures: what matters most comes first
-    firstlight bench gpu --out DIR --minutes 9   # goes on where the last call stopped
+    firstlight bench gpu --out DIR --minutes 9   # figures, the most important first
+    firstlight bench gpu --out DIR --minutes 9   # continues where the last call stopped
     firstlight bench gpu --report DIR            # writes this page and those of the parts
     firstlight bench gpu --out DIR --dry         # every part on tiny models on the CPU
 """
@@ -239,10 +239,10 @@ All figures of firstlight on GPUs stand on this page and those of its parts; oth
 measured on CPUs.
 
 {_COMMANDS}
-A call measures for at most `--minutes` and leaves what would not end in time for the next one.
-DIR holds `results.json`, and `run-*` of the real run: a few MB, and all that a next call and
-`--report` need. To go on on another machine with the same kind of GPU, copy DIR there. A row that
-fails (out of memory, a missing package, its time limit) is recorded with the reason and ends no
+A call measures for at most `--minutes`, and leaves rows that would not end in time for the next
+call. DIR holds `results.json`, and `run-*` of the real run: a few MB, and all that a next call and
+`--report` need. To continue on another machine with the same kind of GPU, copy DIR there. A row
+that fails (out of memory, a missing package, its time limit) is recorded with the reason and ends no
 other; `--retry` measures such rows again.
 """
     return head + "".join(f"\n{section}" for section in sections)

@@ -158,7 +158,7 @@ _PUBLISHED_8B: Published = (("LoRA", 16.2, 3083), ("QLoRA", 7.4, 2413))
 
 
 def ladders(machine: BenchMachine) -> tuple[tuple[Ladder, Published], ...]:
-    """The ladders for a machine, each with what was published."""
+    """The ladders for a machine, each with published figures."""
     if machine.dry:
         tiny = Rung("bf16, chunks, checkpointing", {**_BF16, "efficiency.loss_chunk_tokens": 64})
         lora = Rung("LoRA", {"lora": {"rank": 2}})

@@ -34,8 +34,8 @@ then they take turns. What a machine can't run gets `skip=reason` (`BenchMachine
 machine. A dry row takes at most 10 s on two cores, and goes through the same code.
 
 Measurements: the last key "line" of a result is said while the benchmark runs. Results are kept
-in one JSON file of a few MB for all rows: no long lists. request["work"] is a folder for what
-further rows of the same call can use (a corpus, a model): a row makes what is missing itself.
+in one JSON file of a few MB for all rows: no long lists. request["work"] is a folder for files that
+further rows of the same call can use (a corpus, a model): a row makes missing files itself.
 
 `_page` is only called when at least one row of the part has a result, and must live with any
 subset of its rows. The frame adds the title, the machine, the command, and the rows that have no
@@ -156,7 +156,7 @@ class BenchMachine:
         cuda: version of CUDA that torch was built with; "" without.
         torch: its version.
         python: its version.
-        packages: versions of installed packages by name; what is absent is not installed.
+        packages: versions of installed packages by name.
         cpu: the CPU's name.
         cpus: cores that this process may use.
         cpu_memory_bytes: memory of the machine.

@@ -10,8 +10,8 @@ A curve is measured on the same sample of the held-out text at each point, the l
 on all of it or on a larger sample, in fp32. A token sees the tokens before it in its row, so rows
 of another length see another context: that is part of a recipe.
 
-Each finished run is one line of results.jsonl. A second call in the same folder measures what is
-missing, and again what was measured with another recipe, budget or corpus.
+Each finished run is one line of results.jsonl. A second call in the same folder measures the
+missing runs, and repeats runs that were measured with another recipe, budget or corpus.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
 def bench_learning(
     bench: LearningBench, on_run: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Measure what has no result yet.
+    """Measure the runs that have no result yet.
 
     Args:
         on_run: called with the result so far after each run.

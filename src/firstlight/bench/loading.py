@@ -279,7 +279,8 @@ def parse_count(text: str) -> int:
 
 
 def model_config(parameters: int) -> LlamaConfig:
-    """A Qwen2 model of about so many parameters: 896 wide for half a billion, as Qwen2.5-0.5B.
+    """A Qwen2 model of about this number of parameters: 896 wide for half a billion, as
+    Qwen2.5-0.5B.
 
     The width comes in steps of two heads of 64; the vocabulary makes up the difference.
     """
@@ -375,7 +376,8 @@ def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _require_space(folder: Path, needed: int) -> None:
-    """Raises StorageError: the folder's disk has not so many bytes, and a twentieth, free."""
+    """Raises StorageError: the folder's disk does not have this number of bytes, and a twentieth
+    more, free."""
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free

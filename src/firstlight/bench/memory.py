@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 def driver_used_bytes() -> int | None:
     """Bytes of the GPU's memory in use by all processes, contexts included; None if unknown.
 
-    NVML says it without a CUDA context of this process, so that what there was before one can be
-    read too. Without nvidia-ml-py it comes from CUDA, once this process has a context.
+    NVML reads it without a CUDA context of this process, so that the memory before a context can be
+    read, too. Without nvidia-ml-py it comes from CUDA, once this process has a context.
     """
     import torch
 
@@ -85,13 +85,13 @@ def driver_used_bytes() -> int | None:
 
 @dataclass
 class MeasuredMemory:
-    """Memory of a block beyond what was there before it.
+    """Memory that a block of code takes beyond the memory before it.
 
     Attributes:
         peak_bytes: peak of torch's allocator; on a CPU of all allocations that its profiler sees,
             which are those of every tensor and of every kernel that asks torch for memory.
-        resident_bytes: growth of the process's resident memory: with what libraries take past
-            torch's allocator, and less what was never written to.
+        resident_bytes: growth of the process's resident memory: including libraries' memory outside
+            torch's allocator, without memory that was never written to.
     """
 
     peak_bytes: int = 0

@@ -225,7 +225,8 @@ class GPUBench:
 
     Attributes:
         folder: folder of the results; those of earlier calls are gone on with.
-        minutes: greatest duration of the call; what would not end in time is left for the next.
+        minutes: greatest duration of the call; rows that would not end in time are left for the
+            next.
         parts: only these parts: ceilings, training, ladder, planner, generation, guide, run.
         dry: every part on tiny models on the CPU, and its pages.
         retry: measure rows again that have failed.

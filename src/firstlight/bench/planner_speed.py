@@ -4,10 +4,10 @@ Each configuration has a process of its own, which predicts and trains in turns
 (`python -m firstlight.bench.planner_speed REQUEST`), so that how fast the machine is in one minute
 and in the next falls on both. The medians of the predictions and of the steps are compared.
 
-Three errors are given for each. One is against the steps' time on the clock, which is what a person
-waits for. The other is against what the thread that starts the operators worked: on a machine that
-other programs use too, the first says more about those than about the prediction. The third is the
-first prediction's alone, against the clock: what a plan is right by that is made once.
+Three errors are given for each. One is against the steps' time on the clock, for which a person
+waits. The other is against the processor time of the thread that starts the operators: on a machine
+that other programs use too, the first says more about those than about the prediction. The third is
+that of the first prediction alone, against the clock: the error of a plan that is made once.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class _Peaks:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Note the peaks of what runs inside, with all that was allocated before; the last time
+        """Record the peaks of the code inside, including all memory allocated before; the last time
         counts."""
         _give_back()
         torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,8 @@
 """Programs that benchmarks compare with: bare loops for GPT-2 and Llama, transformers' Trainer.
 
-Each loop is what a careful person writes in one file, without this library: the model of linear
-layers and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64,
-and torch's fused AdamW.
+Each loop is the program that a careful person writes in one file, without this library: the model
+of linear layers and torch's fused attention, compiled as a whole, its vocabulary padded to a
+multiple of 64, and torch's fused AdamW.
 
 - "reference", in the manner of nanoGPT's train.py: fp32 parameters, matrix products in bf16 by
   autocast, weight decay on matrices only, gradients clipped to a norm of 1.

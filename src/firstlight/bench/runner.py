@@ -2,8 +2,8 @@
 
 A benchmark declares rows and a measurement: a module that takes a row's request and returns a JSON
 object. Whatever becomes of a row's process (out of memory, a crash, its time limit) is the row's
-result, and ends no other. Rows take turns (A B A B), so that what else the machine does falls on
-all of them; what has failed once is not tried again.
+result, and ends no other. Rows take turns (A B A B), so that other work of the machine affects all
+of them; a row that has failed once is not tried again.
 
 `bench gpu` runs its rows in calls of some minutes (`run_rows`):
 
@@ -48,7 +48,7 @@ class RowOutcome:
 
     Attributes:
         digest: `Row.digest` of the row when it was measured.
-        runs: the measurement's results, one for each turn.
+        runs: results of the measurement, by turn.
         seconds: duration of each turn, the start of its process included.
         problem: the reason why a turn has no result; "" while there is none.
         cut_after: seconds after which the end of a call cut a turn off; 0 if none did.
@@ -338,7 +338,7 @@ class Call:
 
 
 def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -> list[Turn]:
-    """Measure what has no result yet, as far as the call's time allows.
+    """Measure the rows that have no result yet, as far as the call's time allows.
 
     Returns:
         The turns that were left for the next call.

@@ -64,7 +64,7 @@ _TOGETHER = ("tensor", "pipeline")
 def scaling_rows(bench: ScalingBench) -> list[tuple[str, int]]:
     """Engine and number of processes of each row; the first is one process without an engine.
 
-    Without names these are the engines that such a model and what is installed can use.
+    Without names these are the engines that work with such a model and the installed packages.
 
     Raises:
         ConfigError: a value is out of range, or a name unknown.

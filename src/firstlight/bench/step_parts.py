@@ -1,7 +1,7 @@
 """Shares of a training step's time: forward, backward and update, and classes of operators.
 
-Both are measured in steps of their own, after those whose rate is reported: what is waited for
-between the phases, and the profiler, would slow those down.
+Both are measured in separate steps, after those whose rate is reported, because the waits between
+the phases, and the profiler, would slow those down.
 
 - Forward is from the step's begin to the call of `backward`, or from the end of one backward pass
   to the next for further micro-batches; backward is that call; update is the rest: clipping and

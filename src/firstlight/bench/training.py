@@ -358,7 +358,7 @@ class StepsPlan:
 
 
 def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
-    """Decide what is open.
+    """Resolve the open keys.
 
     Raises:
         ConfigError: a value is out of range, or the model or the device unknown.

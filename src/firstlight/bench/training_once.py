@@ -1,4 +1,4 @@
-"""Train a few steps with one program, in a process of its own, and say what they took.
+"""Train a few steps with one program, in a separate process, and report their time and memory.
 
     python -m firstlight.bench.training_once REQUEST
 
@@ -166,7 +166,7 @@ def _measured(
 def _import_libraries(program: str, recipe: Recipe) -> None:
     """Import what comes late otherwise, so that it doesn't count as the program's memory.
 
-    A missing library is refused later, by what needs it.
+    A missing library is refused later, by the code that needs it.
     """
     names = ["torch._dynamo"]  # which torch's optimizers import at their first step
     if program != "firstlight" or recipe.efficiency.compile:

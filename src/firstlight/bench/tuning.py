@@ -294,7 +294,7 @@ def _run_trials(
     asker: Asker,
     on_trial: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Run trials until there are so many, or the time is up, and add their lines."""
+    """Run trials until their number is reached, or the time is up, and add their lines."""
     say(
         f"tune: {study.trial_steps:,} of the recipe's {study.full_steps:,} steps a trial, about "
         f"{_expected(study, lines):.0f} s each; {len(lines)} of {trials} trials are done"

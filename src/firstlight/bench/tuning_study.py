@@ -1,7 +1,7 @@
 """A study of `firstlight tune`: its question, the values that Optuna proposes, the trials that it
 ends early, and the keys that mattered.
 
-Optuna keeps nothing: a study is made anew from the lines of trials.jsonl, in memory, each time.
+Optuna keeps nothing: each time a study is made again from the lines of trials.jsonl, in memory.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def ask_module(
     """Run `python -m MODULE` with a request as JSON on its stdin.
 
     Raises:
-        subprocess.TimeoutExpired: it took more than `seconds`, and was ended.
+        subprocess.TimeoutExpired: it took more than `timeout` seconds, and was ended.
     """
     return subprocess.run(
         [sys.executable, "-P", "-m", module],

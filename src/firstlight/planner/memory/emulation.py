@@ -1,5 +1,5 @@
-"""The kernels that a CUDA GPU takes where a CPU takes others, for code that is traced on CPU
-tensors: so that autograd keeps for the backward pass what it would keep there."""
+"""The kernels of a CUDA GPU in place of a CPU's, for code that is traced on CPU tensors, so that
+autograd keeps the same tensors for the backward pass as on the GPU."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ class Graphs:
 
 @contextlib.contextmanager
 def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
-    """Inside, of what is compiled the graphs stay.
+    """Context in which the graphs of compiled code are kept.
 
     What is saved for the backward pass is decided by then, so each layer of a model adds the same
     to both.

@@ -1,8 +1,9 @@
-"""The operators that a trace counts, and what a target's kernels take for them.
+"""The operators that a trace counts, and the memory of a target's kernels for them.
 
-A trace on fake CPU tensors sees shapes, not what a kernel allocates inside (`workspace_bytes`):
-each such difference is a function of its own with a test of its own. Which kernels a GPU takes
-where a CPU takes others, so that autograd keeps other things for the backward pass: `emulation.py`.
+A trace on fake CPU tensors sees shapes, not the memory that a kernel allocates inside
+(`workspace_bytes`): each such difference is a separate function with its own test. Which kernels a
+GPU takes where a CPU takes others, so that autograd keeps other things for the backward pass:
+`emulation.py`.
 """
 
 from __future__ import annotations
@@ -247,9 +248,9 @@ def attention_bytes(operator: Operator, target: Target) -> int:
 
 
 def attention_backward_bytes(operator: Operator, target: Target) -> int:
-    """Its backward pass: a block of scores and one of their gradients for each thread; the
-    gradient that comes in, where it has to be laid out anew; in half precision those blocks
-    rounded, too, and what oneDNN lays out (about)."""
+    """Its backward pass: a block of scores and one of their gradients for each thread; the incoming
+    gradient, if it has to be copied into another layout; in half precision the rounded blocks, too,
+    and oneDNN's copies (about)."""
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
     keys_of_block = min(keys[2], _KEY_BLOCK)
@@ -285,9 +286,9 @@ def _query_block(length: int) -> int:
 
 
 def product_bytes(operator: Operator, target: Target) -> int:
-    """oneDNN's products in half precision lay blocks of their factors out anew: some 200 KiB for
-    each thread (bf16), about a megabyte where the first factor is transposed, and in fp16 one and
-    a half. An upper bound."""
+    """oneDNN's products in half precision copy blocks of their factors into another layout: some
+    200 KiB for each thread (bf16), about a megabyte where the first factor is transposed, and in
+    fp16 one and a half. An upper bound."""
     # `out` comes last, as the factors' names do before it.
     first = 1 if "addmm" in operator.name else 0
     ((*_, rows, inner), dtype), ((*_, columns), _) = operator.inputs[first : first + 2]
@@ -309,9 +310,9 @@ def _laid_out_bytes(
 
 
 def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
-    """Products in tiles, measured on one and two threads: each thread lays its part of the second
-    factor out anew, and of the first if that is transposed. Where a long inner sum is taken in
-    parts, they are added up in fp32. An upper bound."""
+    """Products in tiles, measured on one and two threads: each thread copies its part of the second
+    factor into another layout, and its part of the first if that is transposed. Where a long inner
+    sum is taken in parts, they are added up in fp32. An upper bound."""
     # Smaller sizes are padded.
     rows, inner, columns = (max(size, 32) for size in sizes)
     if transposed:
@@ -350,7 +351,7 @@ def experts_bytes(operator: Operator, target: Target) -> int:
 
 
 def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
-    """`_safe_softmax` looks for rows of which nothing is seen: a byte a score."""
+    """`_safe_softmax` looks for rows that see no token: a byte for each score."""
     return math.prod(operator.inputs[0][0])
 
 

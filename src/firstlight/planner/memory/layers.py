@@ -5,9 +5,9 @@ the number of layers. But the peak may be at another place with more of them, ea
 pass, where all activations are there, or late, where all gradients are. So lines are drawn through
 stretches of the step, and the highest counts.
 
-What torch.compile makes of a model with a layer more costs seconds. But what a layer adds to it is
-known before inductor fuses operators: what is saved for the backward pass, and gradients. So the
-line begins at a model that is compiled to the end, and has the slope of its graphs.
+What torch.compile makes of a model with a layer more costs seconds. But a layer's addition to it is
+known before inductor fuses operators: the tensors saved for the backward pass, and gradients. So
+the line begins at a model that is compiled to the end, and has the slope of its graphs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
         recipe: the resolved recipe; it is traced itself if its layers differ or are few.
 
     Returns:
-        The recipes, the deepest first; and a function of what they take, each with its backward
+        The recipes, the deepest first; and a function of their predictions, each with its backward
         pass in two stretches.
     """
     depth = recipe.model.num_hidden_layers

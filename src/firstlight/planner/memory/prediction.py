@@ -1,5 +1,5 @@
-"""From a trace to what was in memory when: the peak, by part and by phase, and what CUDA's caching
-allocator reserves for it."""
+"""The memory at each moment of a trace: the peak, by part and by phase, and the bytes that CUDA's
+caching allocator reserves for it."""
 
 from __future__ import annotations
 
@@ -259,8 +259,9 @@ class Timeline:
 def settle_parts(trace: Trace) -> None:
     """Give each storage that was not marked its part.
 
-    What a forward pass makes and leaves alive is kept for the backward pass: activations, but for
-    what the head and the loss make. So is what a forward pass that is computed again leaves.
+    Tensors that a forward pass makes and that outlive it are kept for the backward pass: they are
+    activations, except those of the head and the loss. So are the remaining tensors of a forward
+    pass that is computed again.
     """
     kept, again = (_ends(trace, spans) for spans in (trace.segments, trace.recomputations))
     for storage in trace.storages:
@@ -322,7 +323,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> _Block:
-        """Take a block for so many bytes."""
+        """Take a block for this number of bytes."""
         size = rounded(size) or _ROUND
         is_small = size <= _SMALL
         # The smallest that is large enough, as the allocator takes it.

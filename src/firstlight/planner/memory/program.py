@@ -122,8 +122,8 @@ def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..
 
 
 def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
-    """`training.preference.answer_log_probs`, which is to preference pairs what a head's loss is
-    to text, with phases of its own."""
+    """`training.preference.answer_log_probs` with marked phases; for preference pairs it takes the
+    place of a head's loss."""
     marked = marked_loss(answer_log_probs, tracer)
 
     def log_probs(logits_BTV: Tensor, *args: Any) -> Tensor:
@@ -134,7 +134,7 @@ def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
 
 
 def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
-    """Mark what a program has, and the phases of its steps."""
+    """Mark the tensors of a program, and the phases of its steps."""
     loss_sum = program.loss_sum
     program.optimizer = cast(Optimizer, _TracedOptimizer(program, tracer))
 
@@ -180,8 +180,8 @@ _OFFLOADED_ELEMENTS = 1024
 def host_activations(
     loss_sum: LossFunction, model: nn.Module, tracer: Tracer, target: Target
 ) -> LossFunction:
-    """`efficiency.memory.offloaded_activations` on fake tensors: beside a GPU, what the forward
-    pass keeps is counted in the host's memory; on a CPU, it is a copy in the same."""
+    """`efficiency.memory.offloaded_activations` on fake tensors: for a GPU, the activations of the
+    forward pass are counted in the host's memory; on a CPU, they are a copy in the same memory."""
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
     # Alive as long as their ids are compared, or another storage could get the same id.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]

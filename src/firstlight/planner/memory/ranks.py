@@ -1,7 +1,8 @@
 """From one process to one of several: what an engine leaves of each part on a device.
 
-A trace is of a process that shares nothing. What DDP and FSDP2 change is arithmetic on its parts,
-which is compared with what two real processes take (tests/distributed/test_rank_memory.py).
+A trace is of a process that shares nothing. The changes by DDP and FSDP2 are arithmetic on its
+parts, which is compared with the memory of two real processes
+(tests/distributed/test_rank_memory.py).
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPredict
 def _of_fsdp(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe, processes: int
 ) -> MemoryPrediction:
-    """FSDP2: pieces of the state, and beside them what is put together at the moment. What is
-    outside of the layers is whole from the forward pass to the end of the backward pass."""
+    """FSDP2: shards of the state, and in addition the parameters that are gathered at the moment.
+    What is outside of the layers is whole from the forward pass to the end of the backward pass."""
     pieces = part.distributed.shard or copies_of(recipe, processes)
     offloads = part.distributed.offload == "cpu"
     state = 0 if offloads else 1
@@ -247,7 +248,7 @@ def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
     """The engine by which processes share a recipe's model; one process has none to share with.
 
     Raises:
-        ConfigError: the engine can't be that of so many.
+        ConfigError: the engine can't run with this number of processes.
     """
     cut = recipe.distributed
     needs_others = not named_engine(cut).updates_itself
@@ -287,7 +288,7 @@ def copies_of(recipe: Recipe, processes: int) -> int:
 def with_own_tables(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
 ) -> MemoryPrediction:
-    """The prediction of a part with what one process really has of the vocabulary's tables; of a
+    """The prediction of a part with one process's real share of the vocabulary's tables; for a
     pipeline, that of the first or the last stage, whichever needs more.
 
     Args:

@@ -63,7 +63,7 @@ class TraceJob:
 
     Attributes:
         calls: functions that trace, with their arguments; none needs what another finds.
-        join: makes the prediction of what they found.
+        join: makes the prediction from their predictions.
     """
 
     calls: tuple[tuple[Any, ...], ...]
@@ -158,7 +158,7 @@ def evaluation_job(
 
 
 def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:
-    """Up to so many layers, in one."""
+    """Models of up to this number of layers, in one trace."""
     if recipe.model.num_hidden_layers <= limit:
         return [recipe], lambda found: merged(found[0])
     return in_fewer_layers(recipe)
@@ -222,8 +222,8 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 
 
 def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
-    """For what a step compiles: the model, or the update, which torchao's optimizer compiles
-    itself. A real kernel would read addresses that fake tensors do not have, and crash."""
+    """Context for the compiled parts of a step: the model, or the update, which torchao's optimizer
+    compiles itself. A real kernel would read addresses that fake tensors do not have, and crash."""
     compiles = recipe.efficiency.compile or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
@@ -248,7 +248,7 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
 
     Args:
         trace: complete.
-        first, last: ticks; what was alive at the first was so from the beginning.
+        first, last: ticks; storages that are alive at the first were so from the beginning.
     """
     storages = [
         replace(

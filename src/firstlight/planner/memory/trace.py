@@ -1,4 +1,5 @@
-"""Code run on tensors without memory: which storages it makes, when they die, what it computes.
+"""A trace of code that runs on tensors without memory: the storages that it makes, their lifetimes,
+and its operators.
 
 Torch's `FakeTensorMode` gives every operator's outputs their shapes and none their memory; `Tracer`
 stands above it and writes down, by a clock that ticks once an operator, when each storage is made
@@ -148,7 +149,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def forward_pass(self, name: str = "forward") -> Iterator[None]:
-        """A forward pass; what is alive at its end is kept for the backward pass."""
+        """A forward pass; storages that are alive at its end are kept for the backward pass."""
         first = self.tick + 1
         with self.phase(name):
             yield

@@ -247,7 +247,7 @@ def planned_recipe(
     Args:
         recipe: the recipe as written.
         hardware: the device to run on.
-        tell: called with what was found.
+        tell: called with a message about the result.
         init_from: the folder of a model to start from.
 
     Raises:

@@ -32,7 +32,7 @@ class ScalingLaw:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """The loss of a model with so many parameters after so many tokens of new text."""
+        """The loss of a model by its parameters and its training tokens of new text."""
         return float(
             self.irreducible + self.a / parameters**self.alpha + self.b / tokens**self.beta
         )
@@ -53,8 +53,8 @@ _WORTH_OF_REPETITION = 15.39
 
 
 def expected_loss(parameters: float, tokens: float, vocab_size: int) -> tuple[float, float]:
-    """The least and the most that the scaling laws expect, nats a token; no more than what guessing
-    costs."""
+    """The least and the greatest loss that the scaling laws expect, in nats for each token, at most
+    the loss of guessing."""
     losses = [min(law.loss(parameters, tokens), math.log(vocab_size)) for law in LAWS]
     return min(losses), max(losses)
 
@@ -87,7 +87,7 @@ def useful_tokens(tokens: float, unique: float | None) -> float:
 
 
 def batch_tokens(flops: float, seq_len: int) -> int:
-    """Tokens of a step, for a run of so many FLOPs: rows of a power of two.
+    """Tokens of a step, for a run by its FLOPs: rows of a power of two.
 
     Source: DeepSeek LLM (Bi et al. 2024), equation 1: 0.292 x FLOPs^0.3271.
     """
@@ -96,7 +96,7 @@ def batch_tokens(flops: float, seq_len: int) -> int:
 
 
 def peak_learning_rate(flops: float) -> float:
-    """AdamW's, for a run of so many FLOPs with `batch_tokens`, in two digits.
+    """AdamW's learning rate, for a run by its FLOPs and `batch_tokens`, in two digits.
 
     Source: DeepSeek LLM (Bi et al. 2024), equation 1: 0.3118 x FLOPs^-0.125.
     """

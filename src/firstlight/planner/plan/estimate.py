@@ -249,7 +249,7 @@ def method_table(
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: makes the estimates; None makes a new one.
-        tell: called with what has been tried.
+        tell: called with a message about each trial.
     """
     candidates = [
         Candidate(

@@ -59,7 +59,7 @@ class Machine:
         memory_bytes: bytes of each device.
         usable_bytes: bytes of each device that a run may take.
         target: the device whose kernels and allocator are modelled.
-        gpu: its rates; None for a CPU, and for a GPU of which only the memory is known.
+        gpu: the GPU with its rates; None for a CPU, and for a GPU whose memory alone is known.
         precision: the precision that "auto" resolves to: "bf16", "fp16" or "fp32".
         is_here: True for the machine that this process runs on.
     """
@@ -191,7 +191,7 @@ def _gpu_machine(
 
 
 def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:
-    """The recipe with some keys (`section.key`) set; a section's name alone stands for all of it.
+    """The recipe with some keys (`section.key`) set; a section's name alone sets the whole section.
 
     Raises:
         ConfigError: a value can't be.

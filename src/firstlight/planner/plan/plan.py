@@ -1,5 +1,5 @@
-"""`firstlight plan`: what a recipe takes on a machine, which settings are best there, and what to
-train with a budget."""
+"""`firstlight plan`: memory and speed of a recipe on a machine, the best settings for it, and the
+model to train with a budget."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def make_plan(
         searches: True looks for the best settings and estimates each method; False estimates the
             recipe as it stands only.
         estimator: makes the estimates; None makes a new one.
-        tell: called with what is being tried.
+        tell: called with a message about each trial.
 
     Raises:
         ConfigError: the recipe can't be trained anywhere: says why; or there is a price, and
@@ -236,10 +236,10 @@ _STATE_BYTES = 16
 
 
 def _for_budget(plan: Plan, budget: Budget, estimator: Estimator, tell: Tell) -> dict[str, Any]:
-    """The suggestion and what it takes.
+    """The suggestion and its estimate.
 
-    Models are compared at one rate of FLOPs: first at that which the recipe's own model was
-    predicted to reach, then at the suggested one's own, until that suggests the same.
+    Models are compared at one rate of FLOPs: first at the predicted rate of the recipe's own model,
+    then at that of the suggested model, until the suggestion stays the same.
     """
     best = plan.best or plan.as_it_stands
     if best.tokens_per_second is None:

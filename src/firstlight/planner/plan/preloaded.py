@@ -1,7 +1,7 @@
 """Imports of the process that workers are forked from; no other module imports this one.
 
-Python's garbage collector rests meanwhile, which is a tenth of the time, and afterwards leaves
-alone what was imported: workers neither look through it again nor copy its pages by that.
+Python's garbage collector is off meanwhile, which saves a tenth of the time. Afterwards the
+imported objects are frozen, so that workers neither visit them again nor copy their pages.
 """
 
 import gc

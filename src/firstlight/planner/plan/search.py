@@ -66,15 +66,15 @@ def best_estimate(
 
     What a recipe says of precision, optimizer and batch is kept, but for the cut of the batch into
     micro-batches; memory is bought with the methods that cost the least, and no more than it takes
-    to keep the device busy. What compiles is looked for without torch.compile, which is quicker and
-    mostly takes more memory; what was found, and the recipe as it stands, are looked at with it;
-    where neither fits, everything is that could.
+    to keep the device busy. Candidates that compile are searched without torch.compile, which is
+    quicker and mostly takes more memory. The candidate found, and the recipe as it stands, are then
+    estimated with it; if neither fits, every candidate that could fit is.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: makes the estimates; None makes a new one.
-        tell: called with what is being tried.
+        tell: called with a message about each trial.
         known: the estimate for the recipe as it stands, if it was made before.
     """
     estimator = estimator or Estimator()
@@ -258,7 +258,7 @@ def nearest_estimates(
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: makes the estimates; None makes a new one.
-        tell: called with what has been tried.
+        tell: called with a message about each trial.
     """
     estimator, candidates = estimator or Estimator(), []
     sequences = sequences_per_step(recipe, machine) * copies_of(recipe, machine.count)

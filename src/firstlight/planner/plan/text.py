@@ -93,7 +93,7 @@ def precision_text(recipe: ResolvedRecipe) -> str:
 
 
 def in_words(one: Estimate) -> str:
-    """Memory, and for what fits the speed where it is known."""
+    """Memory, and if it fits, the speed if it is known."""
     if one.problem:
         return one.problem
     fits = "fits" if one.fits else "may not fit" if one.may_fit_compiled else "DOES NOT FIT"

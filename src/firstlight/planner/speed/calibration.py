@@ -1,11 +1,11 @@
 """Times of this machine's operators: measured, kept in a file, and used to estimate others.
 
-The store is a JSON file in the cache's calibration/ (see `data.remote.cache_folder`), one for each
-kind of machine: its name is the hash of the processor, the number of threads, torch's version and
-the settings of its threads and its allocator, all of which stand in it. It holds, for each operator
-that was timed, the last few times, each divided by what a reference operator took then; a time
-is predicted by multiplying their median by what the reference takes now, since machines in data
-centres are not equally fast at all times.
+Each kind of machine has a store, a JSON file in the cache's calibration/ (see
+`data.remote.cache_folder`): its name is the hash of the processor, the number of threads, torch's
+version and the settings of its threads and its allocator, all of which stand in it. It holds, for
+each operator that was timed, the last few times, each divided by the time of a reference operator
+at that moment. A time is predicted by multiplying their median by the present time of the
+reference, because machines in data centres are not equally fast at all times.
 
 An operator that was not measured is estimated from those that are most like it (`_interpolated`).
 """

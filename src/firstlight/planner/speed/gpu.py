@@ -53,7 +53,7 @@ from firstlight.planner.speed.operators import (
 
 @dataclass(frozen=True)
 class Range:
-    """A figure and what it may as well be, from the slowest to the fastest run.
+    """An expected figure and its range, from the slowest to the fastest run.
 
     Attributes:
         slow, expected, fast: seconds where it is a time (slow is the most), shares where it is a

@@ -241,8 +241,8 @@ def smaller(operator: Operator) -> Operator | None:
     """An operator of the same kind and about half the work, which runs at the same rate; None where
     there is none.
 
-    A product's largest size is halved, of attention the batch, of others the first dimension of
-    what has it; of lists of tensors, the largest tensor is left out.
+    For a product the largest size is halved, for attention the batch, for other operators the first
+    dimension of the tensors that have it; from lists of tensors, the largest tensor is left out.
     """
     if not operator.outputs:
         return _shorter_lists(operator)

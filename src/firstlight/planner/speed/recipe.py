@@ -63,8 +63,7 @@ def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPredict
     """A prediction with the operators of all micro-batches of a step, from that of a trace.
 
     Args:
-        prediction: prediction for a step of `count` micro-batches, at most two of which were
-            traced.
+        prediction: prediction for a step of `count` micro-batches; at most two of them were traced.
         count: micro-batches.
     """
     if count <= _TRACED_MICRO_BATCHES:
@@ -180,7 +179,7 @@ def estimate_speed(
 
 @functools.cache
 def this_calibration() -> Calibration:
-    """This machine's store, with what its reference operators take now."""
+    """This machine's store, with the present times of its reference operators."""
     return load_calibration()
 
 

@@ -293,7 +293,7 @@ def _page_faults() -> int:
 
 
 class _Kept:
-    """Results, the last so many bytes of them."""
+    """The last results, up to a number of bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes

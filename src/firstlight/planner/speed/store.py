@@ -112,8 +112,8 @@ def measure_operators(
     counts: Iterable[OperatorCount],
     seconds: float = 4.0,
 ) -> None:
-    """Time operators of a step, those that cost most first: at first what is not in the store,
-    then what is, once more.
+    """Time operators of a step, the costliest first: at first those that are not in the store, then
+    the others, once more.
 
     Args:
         calibration: gets the measurements.
