@@ -246,7 +246,7 @@ def _cache_ratios(
     """Tokens per second with the cache to those without, of each turn that has both.
 
     Raises:
-        ModelError: with the cache, other tokens were chosen.
+        ModelError: decoding with the cache chose other tokens than decoding without it.
     """
     ratios = []
     for run, other in zip(runs, cached, strict=False):

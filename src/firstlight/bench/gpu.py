@@ -108,7 +108,7 @@ def _machine(bench: GPUBench, results: Results) -> BenchMachine:
     """This machine, which must be the machine of the results so far.
 
     Raises:
-        ConfigError: it is another one, or has no GPU.
+        ConfigError: the machine is another one, or has no GPU.
     """
     found = ask(_MACHINE_MODULE, {"dry": bench.dry}, plain_environment(), _MACHINE_SECONDS)
     if "error" in found:

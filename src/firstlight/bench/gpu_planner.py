@@ -139,7 +139,7 @@ class SpeedFit:
         gpu: the kind of GPU that it is of.
         measured: the constants; None where there are too few steps for them.
         sheet_errors: relative error of each timed configuration by the data sheet.
-        errors: the same by the fitted constants; {} without.
+        errors: relative error of each timed configuration by the fitted constants; {} without them.
         held_out: names of the configurations that are not fitted.
     """
 

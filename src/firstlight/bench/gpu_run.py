@@ -119,7 +119,7 @@ def _train(
     """Run `firstlight train`; the lines of its metrics, its exit code, and its seconds.
 
     Raises:
-        TrainingError: it failed; with its last words.
+        TrainingError: the run failed; with its last message.
     """
     values = json.loads(json.dumps(request["recipe"]))
     values["run"] |= {"dir": str(folder), "max_minutes": request["minutes"] + 1.5}

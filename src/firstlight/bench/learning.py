@@ -148,7 +148,7 @@ class LearningCase:
         """The recipe, checked.
 
         Raises:
-            ConfigError: it is no recipe.
+            ConfigError: the values are not a valid recipe.
         """
         return parse_recipe(self.recipe(max_steps, _FIRST_SEED), f"row {self.row}")
 

@@ -177,7 +177,7 @@ def measure(row: LoadingRow, folder: Path, dtype: str, device: str = "cpu") -> F
     """Load one way in a new process; the result of `load_once`.
 
     Raises:
-        ModelError: it failed; with the last line that the process wrote.
+        ModelError: loading failed; with the last line that the process wrote.
     """
     other = {"bfloat16": "float32", "float32": "bfloat16"}[dtype]
     request = {
@@ -269,7 +269,7 @@ def parse_count(text: str) -> int:
     """'0.5B' -> 500000000; K, M and B are thousands, millions and billions.
 
     Raises:
-        ConfigError: it is not such a number.
+        ConfigError: the text is not such a number.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:

@@ -113,7 +113,7 @@ class _Trial:
 
     Args:
         recipe: the trial's recipe.
-        curves: those of complete trials.
+        curves: curves of complete trials.
     """
 
     def __init__(self, recipe: Recipe, curves: Sequence[Sequence[Sequence[float]]]) -> None:

@@ -287,7 +287,7 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
     """The `trainer_state` of a checkpoint that has been verified, without its tensors.
 
     Raises:
-        CheckpointError: it can't be read, or is no JSON object.
+        CheckpointError: trainer_state.json can't be read, or is not a JSON object.
     """
     try:
         state = read_json(folder / STATE_NAME)

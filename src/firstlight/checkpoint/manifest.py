@@ -112,7 +112,7 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
     """A context for reading a checkpoint of another run, which may delete it meanwhile.
 
     Raises:
-        CheckpointError: it was deleted, in place of the error that reading it ended in.
+        CheckpointError: the checkpoint was deleted; in place of the error of reading it.
     """
     try:
         yield

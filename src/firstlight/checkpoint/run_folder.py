@@ -62,8 +62,9 @@ class HeldFolder:
         """Raise an error if the folder is no longer this process's.
 
         Raises:
-            CheckpointError: it was moved, removed or replaced, or another process has started a run
-                in it, which can happen once the lock is deleted or not obeyed by a file system.
+            CheckpointError: the folder was moved, removed or replaced, or another process has
+                started a run in it, which can happen after the lock is deleted or if a file system
+                does not obey locks.
             StorageError: the disk refuses to tell.
         """
         found: bytes | None = None
@@ -103,9 +104,9 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
         the held folder, whose `require` is called before anything is written into it.
 
     Raises:
-        ConfigError: it is a file.
+        ConfigError: the path is a file.
         CheckpointError: another process holds it.
-        StorageError: it can't be made.
+        StorageError: the folder can't be made.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.dir {folder} is a file: choose another run.dir")

@@ -69,7 +69,7 @@ class Saver:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            CheckpointError, StorageError: it could not be written.
+            CheckpointError, StorageError: the checkpoint could not be written.
         """
 
     def close(self) -> None:

@@ -252,7 +252,7 @@ def read_full_tensors(
         names: names of the wanted tensors; None is all.
 
     Raises:
-        CheckpointError: one is missing, or a file is damaged.
+        CheckpointError: a tensor is missing, or a file is damaged.
     """
     stored = stored_shapes(folder, kind)
     wanted = stored.keys() if names is None else list(names)
@@ -326,7 +326,7 @@ def restore_shards(
         The tensors that are not moments, on the CPU.
 
     Raises:
-        CheckpointError: it is damaged, or not of this model and optimizer.
+        CheckpointError: the checkpoint is damaged, or of another model or optimizer.
     """
     fitting_model(model.config, folder, vocab_multiple)
     with optimizer.master_weights(changed=True):

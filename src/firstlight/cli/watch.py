@@ -89,7 +89,7 @@ def _watch(folder: Path) -> None:
     """Show a run until it is over.
 
     Raises:
-        InputError: it is a file, or a folder of another kind.
+        InputError: the path is a file, or a folder of another kind.
         CheckpointError: a file of it is damaged.
     """
     from firstlight.checkpoint.run_folder import is_held

@@ -57,7 +57,7 @@ def openai_settings(path: Path, hparams: Any) -> Settings:
     """Settings of OpenAI's GPT-2, from hparams.json.
 
     Raises:
-        ModelError: it lacks the number of heads.
+        ModelError: hparams.json lacks the number of heads.
     """
     if not isinstance(hparams, Mapping) or "n_head" not in hparams:
         raise ModelError(f"{path} has no n_head: it is not GPT-2's")

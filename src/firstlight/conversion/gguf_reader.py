@@ -153,7 +153,7 @@ class GGUFParser:
         """Refuse tensors that lie over each other, which could take any amount of memory.
 
         Raises:
-            ModelError: they have more bytes together than the file.
+            ModelError: the tensors together have more bytes than the file.
         """
         total = sum(
             math.prod(one.shape[:-1]) * self._kind_of(name, one)[1] for name, one in stored.items()

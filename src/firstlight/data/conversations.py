@@ -106,7 +106,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     """A record as a conversation.
 
     Raises:
-        BadRecordError: it is none.
+        BadRecordError: the record is none.
     """
     if not isinstance(record, Mapping):
         raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
@@ -299,7 +299,7 @@ def to_pair(record: object) -> Pair:
     """A record as a pair of conversations.
 
     Raises:
-        BadRecordError: it is none.
+        BadRecordError: the record is none.
     """
     if not isinstance(record, Mapping):
         raise BadRecordError("wrong_type", "not an object with `chosen` and `rejected`")

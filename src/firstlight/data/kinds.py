@@ -206,7 +206,7 @@ def kind_of(path: Path, ending: str) -> FileKind:
     """The kind of a file that is not read for its ending.
 
     Raises:
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
     # Archives by their ending first: .tar.gz begins as any .gz.
     if (known := kind_by_ending(ending)) is not None:

@@ -243,7 +243,7 @@ def open_compressed(path: Path) -> IO[bytes]:
     """The content of a file, decompressed as its name says.
 
     Raises:
-        OSError: it can't be opened, or, while it is read, unpacks to far more than text does.
+        OSError: the file can't be opened, or unpacks to far more than text does while it is read.
         MissingDependencyError: the package for .zst is not installed.
     """
     suffix = path.suffix.lower()
@@ -298,7 +298,7 @@ def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
     """Refuse a file that unpacks to far more than text does.
 
     Raises:
-        OSError: it does.
+        OSError: the file does.
     """
     if unpacked_bytes <= _MOST_UNPACKED_BYTES:
         return
@@ -337,7 +337,7 @@ def optional(package: str, purpose: str, extra: str = "data") -> Any:
         extra: the extra of firstlight that installs it.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: the package is not installed.
     """
     try:
         return importlib.import_module(package)

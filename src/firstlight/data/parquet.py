@@ -45,7 +45,7 @@ def read_parquet(
 
     Raises:
         InputError: the file is damaged.
-        OSError: it can't be read, or unpacks to far more than text does.
+        OSError: the file can't be read, or unpacks to far more than text does.
         MissingDependencyError: pyarrow is not installed.
     """
     parquet = optional("pyarrow.parquet", f"reading {path}")

@@ -43,7 +43,8 @@ def requested_tokens(inputs: Sequence[object]) -> RandomTokens | None:
     """The random tokens that inputs ask for; None where they ask for none.
 
     Raises:
-        InputError: they stand beside other inputs, or their number or seed is none.
+        InputError: random tokens are combined with other inputs, or their number or seed is not a
+            number.
     """
     name = next((str(one) for one in inputs if str(one).startswith(PREFIX)), None)
     if name is None:

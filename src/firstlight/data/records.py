@@ -109,7 +109,7 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
     """Resolve inputs to files of records and datasets: see `find_sources`.
 
     Raises:
-        InputError: one does not exist, matches nothing, or holds no records.
+        InputError: an input does not exist, matches nothing, or holds no records.
     """
     return find_sources(inputs, RECORD_SUFFIXES)
 
@@ -342,7 +342,7 @@ def _require_few_values(content: bytes) -> None:
     """Refuse JSON that would take far more memory than it is long.
 
     Raises:
-        ValueError: it would.
+        ValueError: the content would.
     """
     if len(content) <= _MAX_VALUES:
         return

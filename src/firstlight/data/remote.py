@@ -149,8 +149,8 @@ class _Store:
         """The bytes of a file, piece by piece.
 
         Raises:
-            DataError: it is not there, or not for us.
-            _TransferError: it could not be read.
+            DataError: the file does not exist, or access is denied.
+            _TransferError: the file could not be read.
         """
         path = f"{self._root.rstrip('/')}/{name}"
         try:
@@ -179,8 +179,8 @@ class _Store:
         """All bytes of a file.
 
         Raises:
-            DataError: it is not there, or longer than `max_bytes`.
-            _TransferError: it could not be read.
+            DataError: the file does not exist, or is longer than `max_bytes`.
+            _TransferError: the file could not be read.
         """
         content = bytearray()
         with contextlib.closing(self.parts(name)) as parts:
@@ -357,7 +357,7 @@ def held(path: Path, work: str, progress: bool) -> Iterator[None]:
         progress: name the work while waiting for another process.
 
     Raises:
-        StorageError: it can't be made or locked.
+        StorageError: the lock's file can't be made or locked.
     """
     with storage_errors(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

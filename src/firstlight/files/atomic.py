@@ -88,7 +88,7 @@ def json_text(value: Any) -> str:
     """`value` as indented JSON.
 
     Raises:
-        ValueError: it holds a NaN or an infinity.
+        ValueError: the value has a NaN or an infinity.
     """
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -290,7 +290,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         max_bytes: a longer one is refused unread.
 
     Raises:
-        InputError: it is missing, unreadable, too long, or a folder, pipe or device.
+        InputError: the file is missing, unreadable, too long, or a folder, pipe or device.
     """
     try:
         # Opening a pipe waits until somebody writes into it.
@@ -324,8 +324,8 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
         max_bytes: a longer one is refused unread.
 
     Raises:
-        InputError: it is missing, unreadable, too long, not UTF-8, not JSON, gives a key twice,
-            or holds a NaN or an infinity, which are no JSON.
+        InputError: the file is missing, unreadable, too long, not UTF-8, not JSON, gives a key
+            twice, or has a NaN or an infinity, which JSON does not allow.
     """
     return parse_json(path, read_file(path, max_bytes))
 
@@ -353,7 +353,7 @@ def require_few_values(path: Path, content: bytes) -> None:
     """Refuse JSON that would take far more memory than its file is long.
 
     Raises:
-        InputError: it holds too many lists and objects.
+        InputError: the content has too many lists and objects.
     """
     count = content.count(b"[") + content.count(b"{")
     if count > _MAX_JSON_VALUES:

@@ -42,7 +42,7 @@ class BatchDecoder:
             minute or so, unless `warm_up` was called.
 
     Raises:
-        ConfigError: it can't be compiled here.
+        ConfigError: the model can't be compiled on this machine.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         room: tokens that the context must have room for after it.
 
     Raises:
-        ConfigError: it is empty or fills the context.
-        ModelError: it holds an id beyond the vocabulary.
+        ConfigError: the prompt is empty or fills the context.
+        ModelError: the prompt has an id beyond the vocabulary.
     """
     limit = model.config.max_position_embeddings
     if not prompt_ids:

@@ -227,7 +227,7 @@ def choices_of(
 
     Args:
         logits_V: the model's logits of one position.
-        shifted_V: the same [V] after penalties and biases.
+        shifted_V: logits [V] after penalties and biases.
         token_id: the chosen token.
         config: sampling settings, with `choices`.
     """

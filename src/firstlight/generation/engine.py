@@ -57,7 +57,8 @@ def load(
 
     Raises:
         ConfigError: `dtype` or `way` is unknown, or `best` is not of a run folder.
-        ModelError, CheckpointError, TokenizerError: it is missing, damaged or unknown.
+        ModelError, CheckpointError, TokenizerError: the model is missing, damaged or of an unknown
+            kind.
     """
     for name, value, known in (("dtype", dtype, DTYPES), ("way", way, LOADING_MODES)):
         if value not in known:
@@ -169,7 +170,7 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
     """The model's tokenizer.
 
     Raises:
-        ModelError: its folder has none.
+        ModelError: the model's folder has no tokenizer.
     """
     if loaded.tokenizer is None:
         raise ModelError(f"{loaded.folder} has no tokenizer: add tokenizer.json to it")

@@ -204,7 +204,7 @@ def _compiled() -> Path:
     """The library of the kernels, compiled where it is not yet.
 
     Raises:
-        OSError, StorageError, SubprocessError: it can't be.
+        OSError, StorageError, SubprocessError: the library can't be compiled.
     """
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:

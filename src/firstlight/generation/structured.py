@@ -94,7 +94,7 @@ class Grammars:
         """Constraint that makes one text follow a schema. Takes up to a second for a new schema.
 
         Raises:
-            SchemaError: it can't be followed.
+            SchemaError: the schema is not supported.
         """
         text = json.dumps(schema, ensure_ascii=False)
         if len(text) > _LONGEST_SCHEMA:

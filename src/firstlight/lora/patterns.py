@@ -53,7 +53,7 @@ def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]
     """Refuse patterns that take long on the names of the layers, each of them little.
 
     Raises:
-        ModelError: they do.
+        ModelError: the patterns take too long.
     """
     end = time.thread_time() + _MOST_MATCH_SECONDS
     for layer in layers:

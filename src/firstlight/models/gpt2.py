@@ -120,7 +120,8 @@ class GPT2Config(FamilyConfig):
         """From a Hugging Face `config.json`.
 
         Raises:
-            ModelError: it asks for something that would change the outputs and isn't built.
+            ModelError: the config has a setting that would change the outputs and is not
+                implemented.
         """
         activation = config.get("activation_function", "gelu_new")
         if activation not in _ACTIVATIONS:

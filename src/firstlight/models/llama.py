@@ -53,9 +53,9 @@ class Llama(LanguageModel):
     Attributes:
         rope_frequencies: rotary angles from one position to the next, fp32 [R/2] in any dtype of
             the model.
-        local_rope_frequencies: the same of the layers with a window, where they have a base of
-            their own.
-        long_rope_frequencies: the same of LongRoPE for texts beyond the original context.
+        local_rope_frequencies: rotary frequencies of the layers with a window, if these have
+            another base.
+        long_rope_frequencies: rotary frequencies of LongRoPE for texts beyond the original context.
         embedding_factor: factor of the embeddings.
     """
 

@@ -38,7 +38,7 @@ class DecoderConfig(FamilyConfig):
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
     """width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32. In models with
-    experts: of the layers without experts."""
+    experts, width in the layers without experts."""
     num_hidden_layers: int = Field(4, gt=0, le=10_000)
     """number of layers."""
     num_attention_heads: int = Field(4, gt=0)
@@ -260,7 +260,8 @@ class DecoderConfig(FamilyConfig):
         """From a Hugging Face `config.json`.
 
         Raises:
-            ModelError: it asks for something that would change the outputs and isn't built.
+            ModelError: the config has a setting that would change the outputs and is not
+                implemented.
         """
         kind = str(config.get("model_type", cls.default_type))
         values = values_from_json(cls.families[kind], tuple(cls.model_fields), config)

@@ -30,7 +30,7 @@ def values_from_json(
         config: the object in config.json.
 
     Raises:
-        ModelError: it asks for something that would change the outputs and isn't built.
+        ModelError: the config has a setting that would change the outputs and is not implemented.
     """
     _check_built(spec, config, has_choice=spec.activation_key in names)
     # Under our names. Where both stand, transformers reads the family's own.

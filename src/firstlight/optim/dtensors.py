@@ -156,7 +156,8 @@ def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
     itself where it has one entry along the axis that is cut.
 
     Args:
-        tensor: the same on every process; along each axis as long as the parameter, or 1.
+        tensor: a tensor that is equal on every process; along each axis it is as long as the
+            parameter, or 1.
         parameter: a parameter with a `shard_group`, or one that is not sharded.
     """
     if not is_sharded(parameter) or tensor.shape[_axis(parameter)] == 1:

@@ -90,7 +90,7 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
     """Read a DeepSpeed configuration file. Values "auto" are left open.
 
     Raises:
-        ConfigError: it can't be read, or has keys that can't be followed (named).
+        ConfigError: the file can't be read, or has unsupported keys (named).
     """
     try:
         values = read_json(Path(path).expanduser())

@@ -43,8 +43,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     """The library, for this kind of device, and silent: it writes to stdout.
 
     Raises:
-        MissingDependencyError: it is not installed.
-        ConfigError: it was imported for another kind of device.
+        MissingDependencyError: DeepSpeed is not installed.
+        ConfigError: DeepSpeed was imported for another kind of device.
     """
     if device.type == "cpu":
         # DeepSpeed takes any GPU that it sees, and looks once.

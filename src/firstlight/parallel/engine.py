@@ -166,9 +166,9 @@ class Engine:
         """Let the processes share a model, in place; return the function of its forward pass.
 
         Args:
-            model: the same on all, with activation checkpointing and the like in it already. On
-                this process' device; one that will be sharded may be on the CPU, whence its layers
-                go to the device one after the other.
+            model: the model, equal on all processes, with activation checkpointing and similar
+                methods applied. On this process' device; one that will be sharded may be on the
+                CPU, whence its layers go to the device one after the other.
             precision: the recipe's; with "bf16", fsdp sends parameters in bf16, and adds
                 gradients up in fp32.
         """

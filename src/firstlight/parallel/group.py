@@ -97,7 +97,7 @@ def process_group(
 
     Raises:
         ConfigError: the ranks are of different worlds, or are about to do different things.
-        RankError: a rank did not come, failed, or is gone.
+        RankError: a rank did not connect, failed, or is gone.
     """
     if world.size == 1:
         yield

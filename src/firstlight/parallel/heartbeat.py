@@ -125,7 +125,7 @@ class Heartbeat:
         """Wait until all ranks have called it, so that none ends while another needs it.
 
         Raises:
-            RankError: one has failed.
+            RankError: a rank has failed.
         """
         try:
             if self._store.add("left", 1) == len(self._infos):

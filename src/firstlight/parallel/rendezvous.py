@@ -123,8 +123,8 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
         All ranks, in their order.
 
     Raises:
-        RankError: ranks did not come within the time, or one failed before it came.
-        ConfigError: ranks stand for different worlds, or are about to do different things.
+        RankError: ranks did not connect within the time, or a rank failed before that.
+        ConfigError: ranks have different world sizes, or different recipes.
     """
     if store.add(f"came/{own.rank}", 1) > 1:
         problem = (
@@ -157,7 +157,7 @@ def compare(infos: Sequence[RankInfo]) -> None:
     """Check that processes are of one world, have one recipe, and a GPU each.
 
     Raises:
-        ConfigError: they don't; names the ranks that differ from rank 0.
+        ConfigError: a rank differs from rank 0 (named).
     """
     first = infos[0]
     for info in infos:

@@ -174,7 +174,7 @@ def parameters_of(size: str) -> float:
     """The number of parameters that a size such as "10M" asks for.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: the size is not such a number.
     """
     number, unit = size[:-1], size[-1:].lower()
     is_number = number.replace(".", "", 1).isdecimal() and float(number) > 0

@@ -37,7 +37,7 @@ def require_texts(inputs: Sequence[str]) -> None:
     """Refuse inputs that hold conversations alone, where a new model is to be made.
 
     Raises:
-        InputError: they hold no text.
+        InputError: the inputs have no text.
     """
     sources = conversations_in(inputs, datasets=False)
     if not sources:

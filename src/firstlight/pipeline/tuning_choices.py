@@ -150,7 +150,7 @@ def choose_tuning(
         data, model, method: training data, starting model and way to train it.
         machine: the machine, with the speed of this model.
         epoch_tokens: tokens of a pass over the data, the rows' empty places included.
-        val_tokens: the same of the validation split.
+        val_tokens: tokens of the validation split, the rows' empty places included.
         row: tokens of a row; see `row_of`.
         length: time, tokens or steps.
         fixed: values of keys of the recipe that a person has given.

@@ -350,7 +350,7 @@ def parse_yaml(content: bytes | str) -> Any:
     """The values of a YAML text.
 
     Raises:
-        ValueError: it is not YAML, or larger than any recipe; in one line.
+        ValueError: the text is not YAML, or larger than any recipe; in one line.
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content

@@ -183,7 +183,7 @@ def require_run(folder: Path) -> None:
     """Refuse a path that is not a run folder.
 
     Raises:
-        InputError: it is missing, a file, or a folder of another kind.
+        InputError: the path is missing, a file, or a folder of another kind.
     """
     if not folder.exists():
         siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []

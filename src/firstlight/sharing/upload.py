@@ -42,7 +42,7 @@ def require_name(repository: str) -> None:
     """Refuse a name that no repository of the hub can have.
 
     Raises:
-        ConfigError: it is not USER/NAME.
+        ConfigError: the name is not USER/NAME.
     """
     if "/" not in repository:
         raise ConfigError(

@@ -74,7 +74,7 @@ class ChatEncoder:
         tokenizer: a tokenizer with a chat template.
 
     Raises:
-        TokenizerError: it has none.
+        TokenizerError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -267,8 +267,8 @@ def with_chat_template(
 
     Raises:
         InputError: there is no such template.
-        TokenizerError: it can't be used: it does not compile, or writes special tokens that the
-            tokenizer lacks; or the tokenizer has none of its own.
+        TokenizerError: the template does not compile, or writes special tokens that the tokenizer
+            lacks; or no template is given and the tokenizer has none.
     """
     if template is None:
         if tokenizer.chat_template is None:

@@ -113,7 +113,7 @@ def find_template(name: str) -> tuple[str, tuple[str, ...]]:
     """(template, the special tokens it is known to write) of a built-in name or of a file.
 
     Raises:
-        InputError: it is neither, or can't be read.
+        InputError: the name is neither, or the file can't be read.
     """
     if name in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[name], required_tokens(name)

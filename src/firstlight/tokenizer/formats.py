@@ -152,7 +152,8 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
     """Read `tokenizer.json`, `vocab.json` (with `merges.txt`), tiktoken ranks or sentencepiece.
 
     Raises:
-        TokenizerError: it is none of them, damaged, or would give other ids than its own library.
+        TokenizerError: the file is none of these, is damaged, or would give other ids than its own
+            library.
     """
     content = read_tokenizer(path)
     if content.lstrip()[:1] == b"{":

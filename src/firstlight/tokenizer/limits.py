@@ -58,7 +58,8 @@ def read_tokenizer(path: Path) -> bytes:
     """The bytes of one of a tokenizer's files.
 
     Raises:
-        TokenizerError: it can't be read, is no file, or is larger than any tokenizer's.
+        TokenizerError: the path can't be read, is not a file, or is larger than any tokenizer's
+            file.
     """
     try:
         content = read_file(path, LARGEST_FILE_BYTES)
@@ -79,7 +80,7 @@ def require_few_tokens(path: Path, count: int) -> None:
     """Refuse a vocabulary of more tokens than any model has.
 
     Raises:
-        TokenizerError: it has more than 500,000.
+        TokenizerError: the vocabulary has more than 500,000 tokens.
     """
     if count > _MOST_TOKENS:
         raise TokenizerError(
@@ -106,8 +107,8 @@ def require_bounded(path: Path, state: Mapping[str, Any]) -> None:
     Fields of a wrong type are left to the library, which names them.
 
     Raises:
-        TokenizerError: it has more steps, makes texts longer, or holds more or longer tokens than
-            any real tokenizer.
+        TokenizerError: the tokenizer has more steps, makes texts longer, or has more or longer
+            tokens than any real tokenizer.
     """
     vocabulary = state["model"].get("vocab")
     require_few_tokens(path, len(vocabulary) if isinstance(vocabulary, dict | list) else 0)

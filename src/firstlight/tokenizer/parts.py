@@ -38,7 +38,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """`tokenizer_config.json`; empty where there is none.
 
     Raises:
-        TokenizerError: it can't be read, or is not a JSON object.
+        TokenizerError: the file can't be read, or is not a JSON object.
     """
     return _read_object(folder / "tokenizer_config.json")
 
@@ -50,7 +50,7 @@ def read_chat_template(folder: Path) -> dict[str, Any]:
     `chat_template.json`.
 
     Raises:
-        TokenizerError: one of them can't be read, or is not what its name says.
+        TokenizerError: a file can't be read, or its content is not that of its name.
     """
     jinja = folder / "chat_template.jinja"
     try:

@@ -69,7 +69,7 @@ class Guard:
         """Raise once too many steps in a row were refused.
 
         Raises:
-            DivergedError: they were.
+            DivergedError: too many steps were refused.
         """
         if self.skipped_in_a_row >= self.config.max_skipped_steps:
             count = self.skipped_in_a_row

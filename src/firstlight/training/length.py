@@ -60,7 +60,7 @@ class LoopTimes:
 
     Attributes:
         steps: (sequences, seconds) of the last settled steps, waits for data and logs included.
-        slow_steps: the same of the first steps.
+        slow_steps: (sequences, seconds) of the first steps, waits for data and logs included.
         settled_steps, settled_seconds: number of all settled steps, and their time.
         seconds: seconds of the last evaluation, scores of tasks and save, as far as there was one.
         write_seconds: seconds that a thread took to write the last checkpoint; 0 where training
@@ -337,7 +337,7 @@ def length_of(record: Mapping[str, Any]) -> PredictedLength:
     """The number of steps in a record.
 
     Raises:
-        CheckpointError: it lacks something.
+        CheckpointError: the record lacks a key.
     """
     try:
         if "max_steps" in record:

@@ -167,7 +167,7 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     """Do two steps: the first makes the optimizer's state, the second has it.
 
     Raises:
-        RuntimeError, MemoryError: it does not fit.
+        RuntimeError, MemoryError: the micro-batch does not fit into memory.
     """
     on_gpu = hardware.device.type == "cuda"
     level = 0 if on_gpu else psutil.Process().memory_info().rss

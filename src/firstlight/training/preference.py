@@ -176,7 +176,8 @@ def for_pairs(recipe: Recipe, dataset: Corpus, start: str | Path | None) -> Reci
         start: the model or checkpoint that the run starts from.
 
     Raises:
-        ConfigError: it has a `preference` section for other data, or starts from nothing.
+        ConfigError: the recipe has a `preference` section for other data, or the run starts from no
+            model.
     """
     if dataset.kind != "preference":
         if recipe.preference is not None:
@@ -274,7 +275,7 @@ def take_references(
         tell: called with each message for people.
 
     Raises:
-        ModelError: they are not all finite.
+        ModelError: a log-probability is not finite.
         StorageError: the cache can't be written.
     """
     path = _place(dataset, recipe, identity, hardware)
@@ -334,7 +335,7 @@ def reference_log_probs(
     """The log-probability of each example's answer [examples]; NaN of those that are left out.
 
     Raises:
-        ModelError: one is not finite.
+        ModelError: a log-probability is not finite.
     """
     seq_len, config = recipe.data.seq_len, recipe.efficiency
     result = np.full(len(dataset.lengths), np.nan)

@@ -48,7 +48,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
 
     Raises:
         ConfigError: the processes are not those of one run, or the engine is not for them.
-        RankError: one of them did not come, failed, or is gone.
+        RankError: a rank did not connect, failed, or is gone.
     """
     world = find_world()
     with contextlib.ExitStack() as stack:

@@ -110,7 +110,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
     Raises:
         ConfigError: there is nothing to go on from, or no step is left.
-        CheckpointError: it is no checkpoint, or of another model or optimizer.
+        CheckpointError: `init_from` is not a checkpoint, or of another model or optimizer.
     """
     if init_from is None:
         raise ConfigError(

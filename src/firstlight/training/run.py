@@ -189,7 +189,7 @@ class Run:
         """Go on from a checkpoint: weights, moments, random numbers, counters.
 
         Raises:
-            CheckpointError: it does not fit.
+            CheckpointError: the checkpoint does not fit the run.
         """
         self.state = restore(checkpoint, self.program)
         # A resumed run judges a spike by the same steps as one that was not stopped.
@@ -200,7 +200,7 @@ class Run:
         """Raise an error if the run folder is no longer this run's; called before each write.
 
         Raises:
-            CheckpointError: it was moved, removed or taken over by another run.
+            CheckpointError: the folder was moved, removed or taken over by another run.
         """
         if self.held is not None:
             self.held.require()

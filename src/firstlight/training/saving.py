@@ -109,7 +109,7 @@ class RunCheckpoints:
         is saved afterwards.
 
         Raises:
-            CheckpointError, StorageError: it could not be written.
+            CheckpointError, StorageError: the checkpoint could not be written.
         """
         if self.run.unsaved:
             self.save()

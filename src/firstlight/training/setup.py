@@ -245,7 +245,7 @@ def _masked(recipe: Recipe, dataset: Corpus) -> Recipe:
     """The recipe with document masking where there are conversations.
 
     Raises:
-        ConfigError: it says otherwise.
+        ConfigError: the recipe disables document masking.
     """
     if not dataset.has_examples or recipe.data.document_masking:
         return recipe

@@ -226,7 +226,7 @@ def _require_memory(config: ModelConfig, share: float) -> None:
     made.
 
     Raises:
-        ConfigError: its weights are larger than the memory, or than torch can count.
+        ConfigError: the model's weights are larger than the memory, or than torch can count.
     """
     # Before it is made: the system may kill a process that asks for more, without a word.
     memory = psutil.virtual_memory().total
@@ -335,7 +335,7 @@ def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
     """The id that `new_rows` ("mean" or "copy:TOKEN") names; None for the mean.
 
     Raises:
-        ConfigError: it is neither, or there is no such token.
+        ConfigError: `new_rows` is neither, or there is no such token.
     """
     if new_rows == "mean":
         return None

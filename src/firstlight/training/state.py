@@ -137,7 +137,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     """Put a checkpoint's weights, moments, loss scale and random-number states back.
 
     Raises:
-        CheckpointError: it does not fit the model or optimizer, or lacks something.
+        CheckpointError: the checkpoint does not fit the model or optimizer, or lacks a part.
     """
     state = _saved_state(checkpoint.trainer_state)
     # If every step so far was skipped, there are no moments yet.
@@ -268,7 +268,7 @@ def set_weights(program: TrainingProgram, weights: Mapping[str, Tensor]) -> None
     """Give a program's model, and the master weights, the weights of a checkpoint's file.
 
     Raises:
-        CheckpointError: they don't fit the model.
+        CheckpointError: the weights don't fit the model.
     """
     elsewhere = program.engine.absent_parameters(program.model)
     with (

@@ -44,7 +44,7 @@ def require_tensorboard() -> None:
     """Refuse the tracker tensorboard where its package is missing.
 
     Raises:
-        MissingDependencyError: it is.
+        MissingDependencyError: tensorboard is not installed.
     """
     try:
         import tensorboard.compat.proto.event_pb2

@@ -37,7 +37,7 @@ def require_trackers(names: Sequence[str]) -> None:
     """Refuse `run.trackers` where the package of one is missing.
 
     Raises:
-        MissingDependencyError: it is.
+        MissingDependencyError: a tracker's package is not installed.
     """
     for name in names:
         if name == "tensorboard":

@@ -195,7 +195,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The model config of a folder's config.json; where an adapter has none, its base's.
 
     Raises:
-        ModelError: it is missing, damaged, or of a family that firstlight doesn't have.
+        ModelError: config.json is missing, damaged, or of a family that firstlight doesn't have.
     """
     path = _config_path(folder)
     if not path.is_file():
@@ -216,7 +216,7 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         where: the object's name in messages.
 
     Raises:
-        ModelError: it is damaged, or of a family that firstlight doesn't have.
+        ModelError: the config is damaged, or of a family that firstlight doesn't have.
     """
     family = FAMILIES.get(str(content.get("model_type")))
     packed = content.get("quantization_config")

@@ -172,7 +172,8 @@ class StoredTensor:
         """The file at the tensor's first byte.
 
         Raises:
-            ModelError: it can't be read, or is not the one whose header was read.
+            ModelError: the file can't be read, or is another file than the one whose header was
+                read.
         """
         try:
             with open(self.path, "rb", buffering=0) as file:

@@ -147,7 +147,7 @@ def parse_bytes(text: str) -> int:
     """ "24GiB", "24 GB", "24000 MiB" -> bytes.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: the text is not a size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match[2].lower() if match else None

@@ -68,7 +68,7 @@ def parse_store(values: Any, fingerprint: Mapping[str, Any]) -> dict[str, Entry]
     """The entries of a store.
 
     Raises:
-        InputError: it is of another machine or format, or damaged.
+        InputError: the store is of another machine or format, or damaged.
     """
     try:
         if values["format"] != FORMAT:

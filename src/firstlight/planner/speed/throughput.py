@@ -69,7 +69,7 @@ class Exchange:
         stages: stages of a pipeline, not included in `processes`.
         offloaded_bytes: moved between the CPU's memory and the GPU's in a step.
         link: bytes a second in one direction between GPUs; 0 is the GPU's own.
-        host_link: the same between CPU and GPU.
+        host_link: bytes a second in one direction between CPU and GPU; 0 is the GPU's own.
     """
 
     gathers_weights: bool = False
