@@ -16,8 +16,8 @@ two files of tensors:
 The last checkpoint of a run has model.safetensors too.
 
 A checkpoint is written under a temporary name, synced, and renamed. A folder without a manifest is
-no checkpoint. An older checkpoint of the same step is renamed to step-00000200-replaced-0123abcd,
-and stays until the new one is verified.
+not a checkpoint. An older checkpoint of the same step is renamed to
+step-00000200-replaced-0123abcd, and stays until the new one is verified.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Checkpoint:
         optimizer: tensors of optimizer.safetensors.
         trainer_state: everything else; JSON. `val_loss`: the validation loss at this very step,
             if there is one.
-        is_copy: True if nothing changes the tensors any more; False if they may be those of a run
-            that goes on.
+        is_copy: True if nothing changes the tensors any more; False if they may be those of an
+            active run.
         sharded_folder: the folder of a sharded checkpoint that was read; its tensors are read
             straight into model and optimizer, and are not among these. None for any other.
     """

@@ -7,10 +7,10 @@ It names the run that wrote it (`run_id`), so that a checkpoint that was copied 
 folder is neither used nor deleted. Manifests of older versions name none, and count as the run's
 own.
 
-Manifests so tell the history of a run, and which checkpoints are kept. A run that goes on
-from an older checkpoint, because newer ones are damaged or at a rollback, leaves those in between
-behind as a dead branch. Steps don't tell dead branches: the first checkpoint of the new branch may
-be of an earlier step than all of the dead one; `sequence` and `parent` do.
+Manifests so tell the history of a run, and which checkpoints are kept. A run that continues from an
+older checkpoint, because newer ones are damaged or at a rollback, leaves the checkpoints in between
+as a dead branch. Steps don't tell dead branches: the first checkpoint of the new branch may be of
+an earlier step than all of the dead one; `sequence` and `parent` do.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def step_folders(run_folder: Path) -> list[Path]:
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
     """The complete checkpoints of a run in the order in which they were saved.
 
-    One whose manifest is damaged stands after those of lower steps. Those of another run that lie
-    in the folder (see `foreign_checkpoints`) are left out.
+    One whose manifest is damaged stands after those of lower steps. Checkpoints of another run in
+    the folder (see `foreign_checkpoints`) are left out.
     """
     found = _complete(run_folder)
     own = (None, _run_id(run_folder, found))
@@ -189,7 +189,7 @@ def run_id_of(run_folder: Path) -> str | None:
 
 
 def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
-    """The id in run.json; where that is missing or damaged, that of the last save with an id."""
+    """The id in run.json; if the file is missing or damaged, the id of the last save with one."""
     with contextlib.suppress(InputError):
         content = read_json(run_folder / RUN_NAME)
         if isinstance(content, dict) and isinstance(content.get("run_id"), str):

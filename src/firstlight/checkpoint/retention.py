@@ -31,7 +31,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(2, ge=1)
     """number of newest checkpoints that are kept."""
     keep_every: int = Field(0, ge=0)
-    """checkpoints of steps that are multiples of it are kept for good; 0 is none."""
+    """period in steps: checkpoints of multiples of it are never deleted; 0 is off."""
     keep_best: int = Field(1, ge=0)
     """number of checkpoints with the lowest val/loss at their step that are kept, too; each new
     lowest val/loss is saved, unless every_steps is 0. 0 is none. Without validation there are
@@ -83,7 +83,7 @@ def prune_checkpoints(
     config: CheckpointConfig,
     require_folder: Callable[[], None] = lambda: None,
 ) -> None:
-    """Delete the checkpoints that are not to be kept, and unfinished folders of killed runs.
+    """Delete the checkpoints that the keys do not keep, and unfinished folders of killed runs.
 
     Checkpoints of a dead branch and checkpoints with a damaged manifest never count, and go. Those
     of another run stay, and so does one whose damaged manifest does not name this run.

@@ -130,7 +130,7 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
 
 
 def is_held(folder: Path) -> bool:
-    """True if a process holds the run folder: a run goes on there."""
+    """True if a process holds the run folder: a run is active there."""
     try:
         opened = os.open(folder / _LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

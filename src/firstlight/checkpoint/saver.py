@@ -32,8 +32,9 @@ class Saver:
 
     Attributes:
         saved_step: the step of the run's newest complete checkpoint; -1 if there is none. A run
-            that goes on from another checkpoint (a resume, a rollback) sets it to that one's step,
-            when nothing is being written (see `wait`): later saves are of a dead branch then.
+            that continues from another checkpoint (a resume, a rollback) sets it to the step of
+            that checkpoint while nothing is being written (see `wait`): later checkpoints are a
+            dead branch then.
         write_seconds: seconds that a thread took to write the newest checkpoint; 0 without one.
     """
 
@@ -125,7 +126,7 @@ class BackgroundSaver(Saver):
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
 
     def _prune(self, newest: Path) -> None:
-        """Delete the checkpoints that are too many, once `newest` is one."""
+        """Delete superfluous checkpoints after `newest` is complete."""
         prune_checkpoints(self._run_folder, newest, self._config, self._require_folder)
 
     def _release(self) -> None:
@@ -219,7 +220,7 @@ class CheckpointSaver(BackgroundSaver):
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """All tensors of a checkpoint, each with a key of its own."""
+    """All tensors of a checkpoint, by unique keys."""
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,

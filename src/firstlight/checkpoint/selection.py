@@ -139,7 +139,7 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
         best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
-        ConfigError: `best` of something that is no run folder.
+        ConfigError: `best` is set for a path that is not a run folder.
         CheckpointError: a run folder without a usable checkpoint.
         ModelError: nothing is there.
     """

@@ -71,7 +71,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class StoredShape:
-    """Shape and dtype of a tensor whose shards lie in the files of a folder.
+    """Shape and dtype of a tensor whose shards are in the files of a folder.
 
     Attributes:
         shape: shape of the full tensor.
@@ -164,7 +164,7 @@ def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
 
 
 def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
-    """The tensors whose shards lie in a folder; the shards of each make the full tensor.
+    """The tensors whose shards are in a folder; the shards of each make the full tensor.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.

@@ -55,9 +55,9 @@ class ShardedSaver(BackgroundSaver):
     """Saves checkpoints of which each process writes its shards; all processes of a run call the
     methods, at the same places.
 
-    Each writes its own files and reads them again, in a thread of its own if that is asked for;
-    nothing is sent meanwhile. Then, between two steps, all say what they have written, and the
-    main process writes the manifest and gives the folder its name.
+    Each process writes its own files and reads them again, in a thread if saving is asynchronous;
+    the processes send nothing meanwhile. Then, between two steps, all say what they have written,
+    and the main process writes the manifest and gives the folder its name.
 
     Args:
         run_folder: the run's, in a file system that all processes share.

@@ -66,7 +66,8 @@ class ChatOptions:
         form: form of the records; "auto" tells each by its keys.
         train_on: "assistant" makes labels of the assistant's tokens with the ends of its turns,
             "all" of every token but an example's first.
-        on_bad: treatment of a record that is no conversation: "refuse" all, or "skip" it.
+        on_bad: treatment of a record that is not a conversation: "refuse" the data, or "skip" the
+            record.
         val_fraction: share of the examples that is held out for validation, each next one
             whenever validation has fallen behind its share. Equal examples stay together, and all
             pairs of one prompt.
@@ -104,7 +105,7 @@ def prepare_chat(
 
     Raises:
         InputError: an input is missing or unreadable, or holds no conversation.
-        DataError: a record is no conversation, and `on_bad` is refuse.
+        DataError: a record is not a conversation, and `on_bad` is "refuse".
         TokenizerError: tokenizer or template can't be used, or don't fit.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.

@@ -10,7 +10,7 @@ Three forms are known, each record by its own keys:
                 one of their other names
 
 A conversation is a system message or none, and then a question and an answer in turn, the last
-of which is an answer. A blank system message is none.
+of which is an answer. A blank system message is ignored.
 
 Records of preference data hold two answers to one prompt: the preferred one and the other. Three
 forms are known, each by its own entries, and all but the last name their prompt:
@@ -77,7 +77,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class BadRecordError(FirstlightError):
-    """A record that is no conversation, no preference pair or no text.
+    """A record that is not a conversation, preference pair or text.
 
     Args:
         reason: key of `REASONS`, of a text of `records.REASONS`.
@@ -339,7 +339,7 @@ def _pair_prompt(record: Mapping[Any, Any]) -> list[Any]:
 
 
 def _answer(record: Mapping[Any, Any], name: str, *, answers: bool) -> list[Any]:
-    """An entry as messages; a text is one of them."""
+    """An entry as messages; a text is one message."""
     value = record.get(name)
     if isinstance(value, str):
         return [{"role": "assistant" if answers else "user", "content": value}]

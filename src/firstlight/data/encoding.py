@@ -168,8 +168,8 @@ class _Worker:
 class _Processes:
     """Processes that encode batches, and the batches that they have, oldest first.
 
-    Each is asked by a thread of its own, and no two share a pipe or a lock: one that is killed at
-    any moment, its start included, takes nothing with it but its batch, which another one gets.
+    Each process has a thread that asks it, and no two share a pipe or a lock: a process that is
+    killed at any moment, its start included, loses only its batch, which another process gets.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:

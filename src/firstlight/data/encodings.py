@@ -1,4 +1,4 @@
-"""Encodings that can be told from a text's bytes: `likely_encoding`."""
+"""Detection of a text's encoding from its bytes: `likely_encoding`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 def likely_encoding(content: bytes) -> str | None:
     """The encoding of a text that is not UTF-8, by its name for iconv; None if uncertain.
 
-    Told are: text that is UTF-8 but for a few bytes, Windows-1252 (of which ISO-8859-1 is a part),
-    Windows-1251, KOI8-R, Shift-JIS and EUC-JP, and what a Python file declares.
+    Detected are: text that is UTF-8 except for a few bytes, Windows-1252 (which includes
+    ISO-8859-1), Windows-1251, KOI8-R, Shift-JIS and EUC-JP, and the encoding that a Python file
+    declares.
     """
     declared = _DECLARED.match(content)
     if declared is not None and (name := _known(declared[1].decode("ascii", "replace"))):

@@ -2,11 +2,11 @@
 
 An example of n tokens predicts its last n - 1, and takes n - 1 positions of a row: all its tokens
 but the last are inputs. Rows of T positions are packed by `pack_best_fit`. Within a row each
-example is a document of its own, so that positions restart and attention ends with it; the
-positions left over are one more document, whose labels are -100, like those of all tokens outside
-the loss mask. The two examples of a preference pair lie in one row, one after the other. Which
-examples share a row depends on the lengths and on T; the order of the rows is another one in each
-epoch, as with text (see `loader`).
+example is a separate document, so that positions restart and attention ends with it; the remaining
+positions are one more document, whose labels are -100, like those of all tokens outside the loss
+mask. The two examples of a preference pair are in one row, one after the other. Which examples
+share a row depends on the lengths and on T; the order of the rows is another one in each epoch, as
+with text (see `loader`).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ExampleDataset(TokenDataset):
     Attributes:
         lengths: tokens of each example, int64 [examples].
         num_labels: labels of all examples.
-        together: number of adjacent examples that always lie in one row.
+        together: number of adjacent examples that are always in one row.
 
     Raises:
         DataError: see `TokenDataset`; or the folder holds text.

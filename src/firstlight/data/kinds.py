@@ -1,5 +1,5 @@
-"""Kinds of files that hold no plain text, told by their first bytes or by their ending, each with
-the command that makes text of it.
+"""Kinds of files that hold no plain text, detected by their first bytes or by their ending, each
+with the command that extracts its text.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """The fault of a file under the name of a text that is none, for people."""
+    """The fault of a file that is not text, but has the name of a text, for people."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 

@@ -1,8 +1,8 @@
 """The `data` section of a recipe, and the batches for training that it gives, in an order that is a
 pure function of the seed and a position.
 
-The loader's whole state is one number, how many rows have been handed out to all ranks
-together: that makes resuming exact at any step of any epoch, on any number of ranks, and free.
+The loader's whole state is one number, the rows read by all ranks together. So resuming is exact at
+any step of any epoch, on any number of ranks, at no cost.
 
 Threads, not processes, read ahead: numpy copies, searches and waits for the disk without
 holding the interpreter, and nothing has to be sent from one process to another.
@@ -117,7 +117,7 @@ def rows_to_batch(
 ) -> Batch:
     """The given rows of a split as one batch.
 
-    A short row is filled up with `fill_id` and labels of -100, as a document of its own. Rows of
+    A short row is filled up with `fill_id` and labels of -100, as a separate document. Rows of
     examples need document masking.
 
     Args:
@@ -281,15 +281,15 @@ class DataConfig(Section):
     mix: list[MixedCorpus] | None = Field(None, min_length=1)
     """several prepared folders with one tokenizer: a list of {dir, weight}. Each gives rows in
     proportion to its weight, exactly, in its own shuffled order, again and again. An epoch is as
-    many rows as the corpora have together. val/loss is the mean of their losses by weight; each
-    corpus's own loss stands beside it."""
+    many rows as the corpora have together. val/loss is the mean of their losses by weight; the loss
+    of each corpus is a metric, too."""
     files: list[str] | None = Field(None, min_length=1)
     """conversations (with kind preference, pairs) that are prepared when the run starts, and kept
     in the cache: .jsonl, .json and .parquet files, folders, globs, hf:NAME[:CONFIG[:SPLIT]]."""
     val_files: list[str] | None = Field(None, min_length=1)
     """files to validate on, beside `files`; null holds val_fraction of the conversations out."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """share of `files` that is held out for validation; 0 is none."""
+    """share of `files` that is held out for validation; 0 is no validation."""
     format: ChatForm = "auto"
     """format of the records of `files`: alpaca, messages, sharegpt; auto tells each by its keys."""
     template: str | None = Field(None, min_length=1)
@@ -321,7 +321,7 @@ class DataConfig(Section):
     prefetch: int = Field(2, ge=1, le=1024)
     """micro-batches that are read ahead; at least those of one step."""
     pin_memory: bool | None = None
-    """page-locked batches, from which a GPU copies while it computes; null is where there is a CUDA
+    """page-locked batches, from which a GPU copies while it computes; null is true with a CUDA
     GPU."""
 
     @model_validator(mode="before")

@@ -7,7 +7,7 @@ position j / w on, and has to have come by position (j + 1) / w; the row with th
 deadline comes first. That always works out (Baruah et al., "Proportionate progress", 1996), so
 that after any n rows a corpus has given more than n * w - 1 and fewer than n * w + 1 of them.
 
-A corpus gives its own rows as it does alone: in another shuffled order in each of its epochs.
+A corpus gives its rows in the same order as alone: shuffled differently in each of its epochs.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def encoding_of(head: bytes, path: Path) -> str:
     utf-16 or utf-32.
 
     Raises:
-        EncodingProblem: it is no text, or UTF-16 or UTF-32 without a mark.
+        EncodingProblem: the content is not text, or is UTF-16 or UTF-32 without a mark.
     """
     head = head[:HEAD_BYTES]
     marked = next((name for mark, name in _MARKS if head.startswith(mark)), None)
@@ -145,9 +145,9 @@ def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
 
 def first_bytes(file: IO[bytes], most_bytes: int | None, largest: int) -> bytes:
     """The complete lines in the first `most_bytes` bytes of a file, or the first `most_bytes` bytes
-    of a longer line, without an incomplete character. All of a file in UTF-16 or UTF-32, whose
-    lines can't be told by a byte; and all of any file without a limit: of one longer than `largest`
-    bytes its beginning, which is longer, too."""
+    of a longer line, without an incomplete character. A file in UTF-16 or UTF-32, whose line ends
+    are not single bytes, is read whole, and so is any file without a limit; of a file longer than
+    `largest` bytes its beginning is read, which is longer than that, too."""
     if most_bytes is None:
         return read_at_most(file, largest)
     content = file.read(most_bytes)

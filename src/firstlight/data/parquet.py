@@ -1,9 +1,9 @@
 """Parquet files: their rows as objects.
 
-A value that many rows share stands in a Parquet file once, so a small file can hold more text than
-any memory: a column's dictionary of values, or beginnings that texts share (DELTA_BYTE_ARRAY). How
-long such a value can be stands in the head of a column's first page; by it, fewer rows are read at
-a time, or the rows share the value in memory, too, which takes longer to read.
+A Parquet file stores a value that many rows share once, so a small file can hold more text than any
+memory: a column's dictionary of values, or beginnings that texts share (DELTA_BYTE_ARRAY). The
+header of a column's first page bounds the length of such a value. If it is long, fewer rows are
+read at a time, or the rows share the value in memory, too, which takes longer to read.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a prepared folder.
 
     Raises:
-        DataError: there is none, it is damaged, or it is of another format or version.
+        DataError: the manifest is missing, damaged, or of another format or version.
     """
     if not folder.is_dir():
         raise DataError(f"data folder {folder} does not exist: make it with `firstlight prepare`")

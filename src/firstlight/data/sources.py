@@ -243,7 +243,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 
 def read_sources(folder: Path) -> tuple[list[str], list[str]]:
-    """The names and the options that `write_sources` wrote; none where there is no such file."""
+    """The names and the options that `write_sources` wrote; empty without such a file."""
     try:
         found = read_json(folder / SOURCES_NAME)
     except InputError:

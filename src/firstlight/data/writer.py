@@ -40,7 +40,8 @@ def require_replaceable(out: Path, overwrite: bool) -> None:
     """Refuse to write to a place that is taken.
 
     Raises:
-        InputError: something is there, and `overwrite` is not set, or it is no prepared folder.
+        InputError: the folder exists, and `overwrite` is not set, or the folder is not a prepared
+            one.
     """
     if not overwrite:
         require_free(out, "folder", "choose another --out, or add --overwrite")

@@ -179,8 +179,8 @@ def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
 
 
 def _require_zero(leaves: dict[str, Any]) -> None:
-    """Refuse what ZeRO doesn't do here. Whether parameters are offloaded is no key of a recipe: it
-    follows from the stage, and from where optimizer state is offloaded to."""
+    """Refuse what ZeRO doesn't do here. A recipe has no key for offloaded parameters: this follows
+    from the stage, and from the place of offloaded optimizer state."""
     name = "zero_optimization.offload_param.device"
     parameters = leaves.pop(name, "none")
     optimizer = leaves.get("zero_optimization.offload_optimizer.device", "none")

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021) around a plain model: optimizer state (stage 1),
-gradients too (2), parameters too (3) are sharded, one shard a process, and may lie in the CPU's
-memory or in files.
+gradients too (2), parameters too (3) are sharded, one shard for each process, and may be in the
+CPU's memory or in files.
 
 The loop, the loss, the schedule and the content of checkpoints are firstlight's; DeepSpeed
 accumulates gradients, clips and updates.

@@ -1,10 +1,10 @@
 """Starts the processes of a run by torch elastic, and starts them again when one fails.
 
-torch's agent gives ranks over several machines, restarts, and a store that outlives them. Changed
-here: a rank that fails is announced to the others at once, which end by themselves and say why,
-instead of being interrupted; a run that was stopped and saved is no failure and is not started
-again; a launcher that is killed leaves no process behind; the terminal shows rank 0's messages, and
-of another rank its messages when it failed.
+torch's agent gives ranks over several machines, restarts, and a store that outlives them.
+Differences from torch's agent: a rank that fails is announced to the others at once, which end by
+themselves and say why, instead of being interrupted; a run that was stopped and saved is no failure
+and is not started again; a launcher that is killed leaves no process behind; the terminal shows
+rank 0's messages, and of another rank its messages when it failed.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class _Agent(LocalElasticAgent):
         say(f"starting all ranks again ({number} of {max_restarts})")
 
     def _rank_0_has_said(self) -> bool:
-        """True if rank 0, which writes to this terminal, ended with an error of its own."""
+        """True if rank 0, which writes to this terminal, ended with its own error."""
         return any(ended.rank == 0 and ended.code > 0 for ended in self._failed)
 
     def code_after_failure(self) -> int:

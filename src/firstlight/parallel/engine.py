@@ -26,8 +26,8 @@ TensorsOf = Callable[[Model], Mapping[str, Tensor]]
 
 
 class DistributedConfig(Section):
-    """The `distributed` section. What a run computes does not depend on it; a checkpoint goes on
-    with any other.
+    """The `distributed` section. The results of a run do not depend on the engine; a checkpoint can
+    be resumed with any other.
     """
 
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"

@@ -88,8 +88,8 @@ def stage_model(
         config: a config without reasons from `unstageable`.
         vocab_multiple: the multiple that the vocabulary is padded to.
         stage, stages: this process' stage, and the number of stages.
-        generator: the source of the whole model's initial values; None leaves values out, but for
-            zeros in the rows that pad the vocabulary.
+        generator: the source of the whole model's initial values; None sets no values, except zeros
+            in the rows that pad the vocabulary.
         init: see `LanguageModel.init_weights`.
     """
     # Without memory: the whole model may be larger than this machine's.

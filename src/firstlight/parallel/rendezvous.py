@@ -1,9 +1,9 @@
 """The rendezvous of a run's processes, before they do anything else.
 
-The processes connect to a key-value store (torch's TCPStore), which torch elastic's agent hosts
-where there is one, and else rank 0. Each writes a `RankInfo` there and reads those of the others:
-the sizes must be the same, the ranks different, and the recipes equal. Waiting is polling, so that
-a signal gets through.
+The processes connect to a key-value store (torch's TCPStore), which torch elastic's agent hosts, or
+rank 0 without an agent. Each writes a `RankInfo` there and reads those of the others: the sizes
+must be the same, the ranks different, and the recipes equal. Waiting is polling, so that a signal
+gets through.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def tell_failure(store: Store, text: str) -> None:
 
 
 def announce(host: str, port: int, prefix: str, text: str) -> None:
-    """`tell_failure`, for the launcher, which is none of the ranks."""
+    """`tell_failure` for the launcher, which is not a rank."""
     with contextlib.suppress(RuntimeError):
         tell_failure(PrefixStore(prefix, _tcp_store(host, port, _ATTEMPT_SECONDS)), text)
 

@@ -1,8 +1,8 @@
 """Rank and size of this process, from the variables of its launcher.
 
 torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
-srun have names of their own. Variables that are half set or contradict each other are refused: the
-run would be another than the requested one.
+srun set other variables. Variables that are half set or contradict each other are refused: the run
+would be another than the requested one.
 """
 
 from __future__ import annotations

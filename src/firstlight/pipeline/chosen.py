@@ -22,7 +22,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """A whole run as it was chosen.
+    """A whole run with the chosen settings.
 
     Attributes:
         choices: every key, in the order of a recipe.
@@ -87,7 +87,7 @@ class RunFacts:
 
 
 def given_rows(fixed: Mapping[str, Any]) -> int:
-    """Sequences of the micro-batch that a person has given; 1 where it is still to be found."""
+    """Sequences of the micro-batch that a person has given; 1 if it is not decided yet."""
     rows = fixed.get("batch.micro_batch_size")
     return rows if isinstance(rows, int) else 1
 

@@ -110,7 +110,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """All parameters, embedding and head included; but for norms."""
+        """All parameters, embedding and head included, norms left out."""
         return self.layer_parameters + 2 * self.vocab_size * self.hidden_size
 
     @property

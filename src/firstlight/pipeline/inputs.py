@@ -1,4 +1,4 @@
-"""Inputs that are conversations, told from texts by their first records; files beside them."""
+"""Detection of inputs that are conversations, by their first records; files beside them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[Da
 
 
 def require_texts(inputs: Sequence[str]) -> None:
-    """Refuse inputs that hold conversations alone, where a new model is to be made.
+    """Refuse inputs that hold only conversations, if the run makes a new model.
 
     Raises:
         InputError: the inputs have no text.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class NewModel:
-    """A model to be made of texts.
+    """Work that trains a new model on texts.
 
     Args:
         request: inputs, length and overrides of the run.
@@ -99,7 +99,7 @@ def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:
 
     Args:
         data: the folder of the shards.
-        facts: the corpus, as it was scanned.
+        facts: facts of the corpus from its scan.
     """
     from firstlight.data.shards import read_manifest
 

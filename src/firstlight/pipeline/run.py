@@ -85,8 +85,8 @@ def train_texts(
 ) -> TextRun:
     """Train a model on texts: tokenizer, shards, settings, training, evaluation, report.
 
-    A second call with the same inputs and options goes on with a run that was not finished, and one
-    with other options begins a run beside it with the same tokenizer and shards.
+    A second call with the same inputs and options resumes an unfinished run; a call with other
+    options begins another run with the same tokenizer and shards.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.

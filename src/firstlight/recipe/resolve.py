@@ -324,8 +324,8 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
 
 
 def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
-    """The micro-batch size that cuts the step evenly: a CPU is no faster with more rows than
-    keep it busy, and so stores fewer activations."""
+    """The largest micro-batch size up to a limit that divides the step evenly. On a CPU the limit
+    just keeps it busy, because more rows are not faster and store more activations."""
     batch, accumulation = recipe.batch, recipe.batch.gradient_accumulation_steps
     if batch.global_batch_tokens is None:
         return DEFAULT_ROWS

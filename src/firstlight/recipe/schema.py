@@ -1,6 +1,6 @@
 """The keys of a recipe: everything that decides a run, in strict sections.
 
-A section that configures one part of firstlight stands beside that part; the others are here.
+A section that configures one part of firstlight is in that part's module; the others are here.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class BatchConfig(Section):
         return self.micro_batch_size or DEFAULT_ROWS
 
     def global_rows(self, seq_len: int) -> int:
-        """Rows a step where the micro-batch size is to be found.
+        """Rows of a step if the micro-batch size is not decided yet.
 
         Raises:
             ConfigError: the batch of a step is not given, or no whole number of rows.
@@ -197,8 +197,8 @@ class EvaluationConfig(Section):
     """rows of the validation split that are evaluated, spread evenly; 0 is all."""
     train_rows: int = Field(0, ge=0)
     """rows of the training split that are evaluated beside it, spread evenly and the same each time
-    (of each corpus of a mix): train_eval/loss has what val/loss has, without dropout and without a
-    batch's luck; 0 is none."""
+    (of each corpus of a mix): train_eval/loss is computed like val/loss, without dropout and over
+    more than one batch; 0 is off."""
     sample_prompts: list[str] = Field(default=[""])
     """texts to be continued at each evaluation; with conversations, messages to be answered."""
     sample_tokens: int = Field(64, ge=1)
@@ -222,18 +222,17 @@ FEWEST_STEPS = 16
 
 
 class GuardConfig(Section):
-    """The `guard` section: steps whose loss or gradient is not finite, or leaps up, are skipped
-    with weights and moments as they were, but for efficiency.optimizer_in_backward, which has
-    made the update by then: there, one such step counts as too many.
+    """The `guard` section: steps whose loss or gradient is not finite, or leaps up, are skipped,
+    and weights and moments stay as they were. With efficiency.optimizer_in_backward, which has made
+    the update by then, one such step counts as too many.
     """
 
     max_skipped_steps: int = Field(5, ge=1)
     """number of skipped steps in a row after which on_divergence applies. fp16's own skipped steps,
     which end when the loss scale fits, don't count."""
     on_divergence: Literal["rollback", "stop"] = "rollback"
-    """"rollback" puts the newest good checkpoint's weights, moments and random numbers back and
-    goes on with the data that come next (Chowdhery et al. 2022, section 5.1), "stop" ends the
-    run."""
+    """"rollback" restores the newest good checkpoint's weights, moments and random states and
+    continues with the next data (Chowdhery et al. 2022, section 5.1), "stop" ends the run."""
     max_rollbacks: int = Field(2, ge=0)
     """number of rollbacks after which the next one ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
@@ -346,7 +345,7 @@ class ResolvedEfficiency(EfficiencyConfig):
 
 
 class ResolvedRecipe(Recipe):
-    """A whole run as it is carried out: no key that `resolve` decides is null or "auto"."""
+    """A whole run with all decisions made: no key that `resolve` decides is null or "auto"."""
 
     model: AnyModelConfig
     data: ResolvedData

@@ -41,7 +41,7 @@ class Line:
         series: points of the curve.
         colour: number of it, from 0.
         faint: True draws it in the background, without a place in the legend.
-        errors: (N,), half the length of each point's error bar; without, there are none.
+        errors: half the length of each point's error bar, (N,); None draws no error bars.
     """
 
     name: str

@@ -75,7 +75,7 @@ class Dashboard:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The run folders in a folder that is none, by name."""
+    """The run folders in a folder of run folders, by name."""
     if not folder.is_dir() or _is_run(folder):
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path))

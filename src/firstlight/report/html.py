@@ -260,7 +260,7 @@ def _figure(
 
 
 def _further(metrics: Metrics) -> tuple[list[Figure], int]:
-    """Charts of the keys without one of their own, and how many there are of these."""
+    """Charts of the remaining keys, which have no chart yet, and the number of these keys."""
     shown = {*_SHOWN, *accuracies(metrics)}
     keys = [key for key in metrics.columns if key not in shown and not key.endswith("_stderr")]
     figures = [

@@ -70,9 +70,10 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
             folder, and for several runs comparison.html in the current folder.
 
     Raises:
-        InputError: a folder is missing or no run's, or `out` is a file that is no report.
+        InputError: a folder is missing or not a run folder, or `out` is a file that is not a
+            report.
         CheckpointError: a run's file is damaged.
-        ConfigError: a folder is named twice, or `out` is no name of a page.
+        ConfigError: a folder is named twice, or `out` is not the name of a page.
         StorageError: the disk refuses.
     """
     for folder in folders:
@@ -94,7 +95,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
 
 
 def _require_replaceable(out: Path) -> None:
-    """Refuse a name that is no page's, or under which something else is."""
+    """Refuse a name that is not a page's, or that another file has."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"--out {out} must end in .html: the picture gets the same name with .png"

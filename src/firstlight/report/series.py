@@ -54,7 +54,7 @@ class Metrics:
     Attributes:
         steps: step of each line, rising, `[N]`.
         columns: two arrays for each key: the line numbers (from 0) with a number, and the numbers.
-            What is no finite number (null, true, a text) is left out.
+            Values that are not finite numbers (null, true, a text) are left out.
     """
 
     steps: Floats
@@ -213,7 +213,7 @@ def thin(series: Series, buckets: int = 800) -> Series:
     """At most 2 x `buckets` + 2 points of a curve, which look the same where a bucket is a pixel.
 
     Each bucket holds equally many points; its lowest and its highest point stay, as do the first
-    and the last of all points. A curve of no more points than that is returned as it is.
+    and the last of all points. A curve that has at most this number of points is returned as it is.
     """
     count = len(series)
     if count <= 2 * buckets + 2:

@@ -110,7 +110,8 @@ def _edges(points: list[float]) -> tuple[float, float]:
 
 
 def _resampled(values: list[float], count: int) -> list[float]:
-    """`count` values along the same course: means where there are more, else lines between them."""
+    """`count` values of the same curve: means of more values, or values on the lines between
+    fewer."""
     if len(values) >= count:
         edges = [round(i * len(values) / count) for i in range(count + 1)]
         return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

@@ -1,6 +1,7 @@
 """The forecast of a run's memory and speed, beside the measured ones.
 
-The forecaster is passed in: the planner runs the training step itself, and so stands above it.
+The forecaster is an argument, because the planner runs the training step itself and is in a higher
+layer.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Forecaster(Protocol):
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
     ) -> Forecast | None:
-        """The forecast of a run; None where there can't be one.
+        """The forecast of a run; None if it can't be made.
 
         Args:
             recipe: the recipe that the run carries out.

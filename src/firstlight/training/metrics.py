@@ -50,7 +50,7 @@ def clear_file_names(folder: Path) -> Iterator[str]:
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, appended to while a run goes on.
+    """A file of JSON objects, one in each line, that a run appends to.
 
     Floats are written so that reading gives the same float. A line that the disk refuses is
     taken back, so that the file is always whole lines.

@@ -56,7 +56,7 @@ def largest_micro_batch(
         recipe: recipe with batch.global_batch_tokens; its micro-batch size is not looked at.
         hardware: the device to run on.
         tell: called with a message about the result.
-        processes: number of processes that share each step; the trial is one's part, on its own.
+        processes: number of processes that share each step; the trial is the part of one process.
 
     Raises:
         ConfigError: the step can't be shared evenly; not even one row fits, or the recipe's

@@ -112,7 +112,8 @@ def predict_length(run: Run, tokens_per_second: float | None) -> None:
 def decide_length(run: Run) -> None:
     """Decide the number of steps of a run in minutes before its next step, if it is time.
 
-    All processes take the main one's decision, which is on the disk before any of them goes on.
+    All processes take the main process's decision, which is on the disk before any of them
+    continues.
 
     Raises:
         StorageError: the disk refuses.

@@ -1,5 +1,5 @@
-"""The recipe's `model` section beside a model that has a config of its own: that of --init-from, or
-of a checkpoint."""
+"""The recipe's `model` section compared with the config of an existing model: that of --init-from,
+or of a checkpoint."""
 
 from __future__ import annotations
 

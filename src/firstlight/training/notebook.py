@@ -1,4 +1,4 @@
-"""A run in a Jupyter notebook: one output that is updated while it goes on, and its report."""
+"""A run in a Jupyter notebook: one output that is updated during the run, and its report."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _curve(course: Course) -> str:
 
 
 def show_picture(path: Path) -> None:
-    """Show a picture below the cell, where there is a notebook and the picture."""
+    """Show a picture below the cell, if there is a notebook and the picture exists."""
     display = notebook_display()
     if display is not None and path.is_file():
         display(importlib.import_module("IPython.display").Image(filename=str(path)))

@@ -8,9 +8,9 @@ The starting model's log-probabilities of the answers (references) are computed 
 
     FIRSTLIGHT_CACHE (or XDG_CACHE_HOME/firstlight, or ~/.cache/firstlight) / references / KEY.json
 
-KEY is of the pairs and their rows, the model's weights, and the precision it computes in. So a run
-that goes on, or another one with the same start, reads them, and no second model is in memory
-while one trains.
+KEY is of the pairs and their rows, the model's weights, and the precision it computes in. So a
+resumed run, or another run with the same starting model, reads them, and no second model is in
+memory during training.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class PreferenceObjective:
 
         Args:
             prefix: beginning of the metrics' names, such as "val".
-            shared: several processes have computed on pairs of their own; all call this.
+            shared: True if several processes have computed on different pairs; all of them call
+                this function.
         """
         sums, self._sums = self._sums, None
         if sums is None:
@@ -210,9 +211,9 @@ def give_references(
         recipe: see `take_references`.
         splits: the run's data; splits of other data are left alone.
         model: the model that is about to be trained.
-        newest: the checkpoint that the run goes on from; it names the starting model, which is
+        newest: the checkpoint that the run is resumed from; it names the starting model, which is
             loaded only if the cache has lost its log-probabilities.
-        started_from: the model that a run begins with; None where it goes on.
+        started_from: the model that a run begins with; None for a resumed run.
 
     Raises:
         CheckpointError: the starting model is needed, and gone or another by now.

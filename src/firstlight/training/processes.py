@@ -164,7 +164,7 @@ class Stopping:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop: a signal's name or "max_minutes"; None while there is no reason."""
+        """Reason to stop: a signal's name or "max_minutes"; None without a reason."""
         if self._signal is not None:
             return self._signal
         late = self._deadline is not None and time.monotonic() >= self._deadline

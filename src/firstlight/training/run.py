@@ -53,8 +53,8 @@ class Run:
         base: the frozen base of a run with `lora`.
         tell: called with each message for people.
         bar: the progress that a person sees, once `open`.
-        branch_from: checkpoint of another run that this one goes on from, with that run's data
-            order and random states, until it has one of its own.
+        branch_from: checkpoint of another run that this run continues, with that run's data order
+            and random states, until this run has its own checkpoint.
         held: the run folder as the main process holds it; None in others.
         advise: returns the reason why memory ran out and a remedy, if there is a forecaster.
         state: progress of the run, saved with each checkpoint.
@@ -149,7 +149,7 @@ class Run:
 
     @property
     def has_steps_left(self) -> bool:
-        """True if there are steps to be made."""
+        """True if steps are left."""
         return self.schedule.is_open or self.state.step < self.max_steps
 
     def is_last(self, step: int) -> bool:

@@ -123,7 +123,7 @@ class RunCheckpoints:
         from there with the data that come next.
 
         Raises:
-            DivergedError: the recipe says to stop, has allowed no more than were, or there is no
+            DivergedError: the recipe says to stop, `max_rollbacks` is reached, or there is no
                 checkpoint.
         """
         run, failed = self.run, self.run.state

@@ -124,7 +124,7 @@ def _assembled(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> Run:
-    """The run, going on from its newest checkpoint if there is one.
+    """The run, resumed from its newest checkpoint if there is one.
 
     Args:
         earlier: the resolved recipe of the run that is gone on with; {} for a new one.

@@ -77,7 +77,7 @@ def first_model(
 
     Args:
         tokenizer: the tokenizer of the data.
-        newest: the checkpoint that the run goes on from; its weights are not loaded yet.
+        newest: the checkpoint that the run is resumed from; its weights are not loaded yet.
         init_from, new_rows: see `train`.
         tell: called with each message for people.
 
@@ -139,7 +139,7 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
 
 
 def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, ModelIdentity]:
-    """The base of a run that goes on, with its weights.
+    """The base model of a resumed run, with its weights.
 
     Raises:
         CheckpointError: the run was one without `lora`, or the base is gone or another by now.
@@ -186,7 +186,7 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
         hardware: the device that the model will be moved to.
 
     Raises:
-        ConfigError: a target is no linear layer, or 4 bits don't work here.
+        ConfigError: a target is not a linear layer, or 4 bits don't work on this machine.
         MissingDependencyError: 4 bits need bitsandbytes.
     """
     if recipe.lora is None:

@@ -1,7 +1,7 @@
-"""The trackers that have a library of their own: Weights & Biases, MLflow and trackio.
+"""The trackers that need their own library: Weights & Biases, MLflow and trackio.
 
-A tracker runs in a process of its own (`tracker_process.py`), which alone imports its library:
-this module imports none of them, and no torch. Nothing leaves the machine unless the environment
+A tracker runs in a separate process (`tracker_process.py`), which alone imports its library: this
+module imports none of them, and no torch. Nothing leaves the machine unless the environment
 variables of the library say so.
 """
 

@@ -101,7 +101,7 @@ def pass_on(order: Order, tracker: Tracker, ending: Callable[[], Ending | None])
     Args:
         order: the run to follow, and the tracker to give it to.
         tracker: the tracker, not open yet.
-        ending: waits a moment and returns how the run ended; None while it goes on.
+        ending: waits a moment and returns the run's end; None while the run is active.
 
     Raises:
         Exception: whatever the tracker raises.

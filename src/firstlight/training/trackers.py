@@ -137,8 +137,8 @@ class _TrackerProcess:
 
 
 class Trackers:
-    """The trackers of a run that have a library of their own. A context; at its end each has taken
-    all steps, or is given up after a time.
+    """The trackers of a run that need their own library. A context; at its end each has taken all
+    steps, or is given up after a time.
 
     Args:
         names: the trackers; none in all processes of a run but the main one.

@@ -180,7 +180,7 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
     """The tokenizer of a model folder; None where it has none.
 
     Raises:
-        TokenizerError: there is one, and it is damaged.
+        TokenizerError: the folder's tokenizer is damaged.
     """
     return Tokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
 
@@ -192,7 +192,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model config of a folder's config.json; where an adapter has none, its base's.
+    """The model config of a folder's config.json, or of the base model of an adapter without one.
 
     Raises:
         ModelError: config.json is missing, damaged, or of a family that firstlight doesn't have.

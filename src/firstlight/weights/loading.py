@@ -157,7 +157,7 @@ def load_weights(
 
     Raises:
         ModelError: a file is missing or damaged, or a tensor is missing, extra, of the wrong
-            shape, not floating-point, or a tied head of its own (all named).
+            shape, not floating-point, or a tied head differs from the embedding (all named).
     """
     stored = fitting_tensors(model, folder)
     dtype = dtype or stored[embedding_name(model)].dtype
@@ -360,8 +360,9 @@ def grow_vocabulary(
 
     A new token's rows are the mean of the old tokens' (Hewitt 2021: the new token is then as
     likely as the average one, and takes little from the others), or those of one old token. The
-    old rows stay as they are to the last bit; their logits, too, but for the rounding of a matrix
-    product of another size (none at most sizes, 2e-8 seen). A tied head stays tied.
+    old rows stay as they are to the last bit; their logits, too, except for the rounding of a
+    matrix product of another size (none at most sizes, up to 2e-8 observed). A tied head stays
+    tied.
 
     Args:
         model: changed in place, its `config` too. Where it has rows beyond `tokens_before`

@@ -73,8 +73,8 @@ _SHOWN = 8
 
 
 def nearest_family(content: Mapping[str, Any]) -> str:
-    """The known family with the most similar config.json, and what differs, as the rest of a
-    sentence; "" where there is nothing to compare.
+    """The known family with the most similar config.json, and the differences, as the rest of a
+    sentence; "" if there is nothing to compare.
 
     Args:
         content: the object in config.json.

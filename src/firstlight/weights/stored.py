@@ -210,8 +210,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a model folder: of its one file of weights, or of all that its index names.
 
     Raises:
-        ModelError: there are none, a file is missing or damaged, or the index is not that of its
-            files (named).
+        ModelError: the folder has no weights, a file is missing or damaged, or the index does not
+            fit the files (named).
     """
     if (folder / WEIGHTS_NAME).is_file():
         return read_header(folder / WEIGHTS_NAME)
