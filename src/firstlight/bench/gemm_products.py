@@ -297,8 +297,8 @@ def make_operands(
 
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """A function that multiplies once, in the product's layout, into C; fp8, whose units take
-    the layout "nt" alone, into memory of its own."""
+    """A function that multiplies once, in the product's layout, into C; in fp8, whose units support
+    only the layout "nt", into new memory."""
     m, n, k = product.m, product.n, product.k
     a, b, c = operands
     left = a[: m * k].view(m, k) if product.layout[0] == "n" else a[: m * k].view(k, m).t()

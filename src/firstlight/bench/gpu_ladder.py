@@ -1,7 +1,7 @@
 """Part of `firstlight bench gpu`: the ladder of the guides, each method added to those before it.
 
 Speed of GPT-2 124M, memory of a full fine-tuning of a Llama 3.2 3B, and LoRA and QLoRA of 3B and
-8B. The Llamas stand beside what torchtune's README publishes.
+8B. The Llamas are compared with the figures in torchtune's README.
 """
 
 from __future__ import annotations

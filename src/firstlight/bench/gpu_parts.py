@@ -102,7 +102,7 @@ class Findings:
     folder: Path | None = None
 
     def outcome(self, part: str, row: str) -> RowOutcome:
-        """The outcome of a row; an empty one where there is none."""
+        """The outcome of a row; an empty one if the row has no outcome."""
         return self.outcomes.get(part, {}).get(row, RowOutcome())
 
     def measured(self, part: str) -> list[Row]:
@@ -110,7 +110,7 @@ class Findings:
         return [row for row in self.rows.get(part, ()) if self.outcome(part, row.name).runs]
 
     def median(self, part: str, row: str, key: str) -> float | None:
-        """The median of a number over a row's turns; None where it has no result."""
+        """The median of a number over a row's turns; None if the row has no result."""
         return self.outcome(part, row).median(key)
 
 

@@ -1,8 +1,8 @@
 """Part "planner" of `firstlight bench gpu`: the planner's figures beside measured ones.
 
-Memory is that of every configuration of `models.gpu_grid`. Speed is that of those which train: the
-constants of the data sheet's speed model are fitted on some of them (`planner/speed/recipe.py`),
-and the error is that of the others.
+Memory is that of every configuration of `models.gpu_grid`. Speed is that of the configurations that
+train: the constants of the data sheet's speed model are fitted on some of them
+(`planner/speed/recipe.py`), and the error is that of the others.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def grid_of(machine: BenchMachine) -> tuple[PlannerCase, ...]:
 
 
 def _groups(machine: BenchMachine) -> Iterator[tuple[int, list[PlannerCase]]]:
-    """The configurations by process, each group with its place in the order of all rows: the
-    first twenty, the rest, and what compiles, which has processes of its own."""
+    """The configurations by process, each group with its place in the order of all rows: the first
+    twenty, the rest, and those that compile, which have separate processes."""
     cases = [
         (4 if case.slow else 2 if number < FIRST else 3, case)
         for number, case in enumerate(grid_of(machine))
@@ -137,7 +137,7 @@ class SpeedFit:
 
     Attributes:
         gpu: the kind of GPU that it is of.
-        measured: the constants; None where there are too few steps for them.
+        measured: the constants; None if there are too few steps to fit them.
         sheet_errors: relative error of each timed configuration by the data sheet.
         errors: relative error of each timed configuration by the fitted constants; {} without them.
         held_out: names of the configurations that are not fitted.

@@ -114,7 +114,7 @@ class LearningCase:
 
     @property
     def budget(self) -> str:
-        """Length of a run in words, and the held-out tokens where they are a sample."""
+        """Length of a run in words, and the number of held-out tokens if they are a sample."""
         length = f"{self.minutes:g} minutes" if self.tokens is None else f"{self.tokens:,} tokens"
         if self.held_out_tokens is None:
             return length
@@ -180,7 +180,7 @@ def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
     """Every row on every corpus at every size, by title, with the corpora prepared.
 
     Raises:
-        ConfigError: an option is invalid, or a row is no recipe.
+        ConfigError: an option is invalid, or a row is not a recipe.
         InputError, StorageError: see `prepare_corpus`.
     """
     require_known("size", bench.sizes, SIZES)

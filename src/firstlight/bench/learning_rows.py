@@ -1,7 +1,7 @@
 """The recipes of `bench learning`, by name.
 
-A row is a recipe of its own, or one change of another row. Each has its own learning rate: a
-baseline with a rate that suits another model says nothing.
+A row is a complete recipe, or one change of another row. Each has its own learning rate: a baseline
+with a rate that suits another model says nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LearningRow:
 
     Attributes:
         changes: values by `section.key` of the recipe.
-        of: name of the row that is changed; "" for a recipe of its own.
+        of: name of the row that is changed; "" for a complete recipe.
         about: the recipe or the change in words.
     """
 
@@ -195,7 +195,7 @@ def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, Lear
 
     Args:
         names: names of `ROWS`, or `CHANGES` for all single changes and the row that they change;
-            none are all recipes of their own.
+            empty is all complete recipes.
         variants: see `find_row`.
 
     Raises:

@@ -2,9 +2,8 @@
 
 A checkpoint with random weights is made, of the shape of Qwen2.5-0.5B (or wider or narrower), and
 loaded each way in a process of its own, beside transformers' `from_pretrained`. What is measured
-and how is said at the head of `memory.py`. The file lies in the page cache, the number of
-threads is the same for all, the ways take turns (A B C, A B C), and each number is the median over
-the turns.
+and how is said at the head of `memory.py`. The file is in the page cache, the number of threads is
+the same for all, the modes take turns (A B C, A B C), and each number is the median over the turns.
 """
 
 from __future__ import annotations

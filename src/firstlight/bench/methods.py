@@ -8,8 +8,9 @@ products, AdamW parameter by parameter, nothing compiled, one micro-batch a step
 Every row is trained for a few steps by fresh processes (`training_once` says what they measure;
 with `quick` on a CPU they are forks of one that has only imported what all need); the rows take
 turns (A B C, A B C); the number of threads, the data and the initial weights are
-the same for all. Rates are medians over the timed steps of all turns. A row that can't run here is
-skipped and says why; one that fails says that, and the ladder goes on without it.
+the same for all. Rates are medians over the timed steps of all turns. A row that can't run on this
+machine is skipped with the reason; a row that fails is shown with its error, and the ladder
+continues without it.
 
 MFU has one base for all rows, so that rows compare: the machine's rate of bf16 matrix products, or
 of fp32 ones where a CPU multiplies those faster, as measured at the start and at the end, whichever
@@ -81,8 +82,8 @@ def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def processes_here(hardware: Hardware) -> int:
-    """The number of processes of the rung `+ddp`: one for each GPU, or two that share a CPU; 1
-    where there is nothing to share."""
+    """The number of processes of the rung `+ddp`: one for each GPU, or two that share a CPU; 1 if
+    there is nothing to share."""
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
     return 2 if hardware.device.type == "cpu" and torch.get_num_threads() > 1 else 1

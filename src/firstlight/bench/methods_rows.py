@@ -46,7 +46,7 @@ class MethodRow:
 
 @dataclass
 class MethodOutcome(RowOutcome):
-    """Results of one recipe, which may stand in both tables.
+    """Results of one recipe, which may be in both tables.
 
     Attributes:
         changes: keys (`section.key`) that differ from the plain recipe's.
@@ -92,7 +92,8 @@ def plain_recipe(
 
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
-    """The same rows a step in four micro-batches, or one by one where they can't be quartered."""
+    """The same rows of a step in four micro-batches, or one by one if they can't be divided by
+    four."""
     micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
     return {
         "batch.micro_batch_size": micro,
@@ -252,7 +253,7 @@ def ladder_rows(
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """The keys of a rung and of all before it, but for those that couldn't run."""
+    """The keys of a rung and of all rungs before it, except rungs that couldn't run."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:

@@ -182,11 +182,11 @@ class PlannerCase:
         rows, tokens: sequences of a micro-batch, and tokens of a sequence.
         changes: keys of the recipe, `section.key` or a whole section.
         kind: "training", "evaluation" or "generation".
-        generation: prompt_tokens, max_new_tokens, sequences, dtype; None but for generation.
+        generation: prompt_tokens, max_new_tokens, sequences, dtype; None for training.
         needs: packages that must be installed.
         fitted: True if the speed model is fitted on it; else its error is measured on it.
         slow: True if it takes far longer than others, since it compiles.
-        title: name of its own; "" makes one of the rest.
+        title: name of the case; "" makes a name from the other values.
     """
 
     model: str

@@ -1,8 +1,8 @@
 """Speed predicted beside speed measured, on this machine: a part of `firstlight bench planner`.
 
 Each configuration has a process of its own, which predicts and trains in turns
-(`python -m firstlight.bench.planner_speed REQUEST`), so that how fast the machine is in one minute
-and in the next falls on both. The medians of the predictions and of the steps are compared.
+(`python -m firstlight.bench.planner_speed REQUEST`), so that changes of the machine's speed affect
+both. The medians of the predictions and of the steps are compared.
 
 Three errors are given for each. One is against the steps' time on the clock, for which a person
 waits. The other is against the processor time of the thread that starts the operators: on a machine

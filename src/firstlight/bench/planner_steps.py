@@ -351,8 +351,8 @@ def predicting(
     Args:
         calls: function and arguments of each prediction. An error is its result:
             "prediction_problem".
-        beside: True takes processes of their own, where there are cores for them; else predictions
-            are made when they are waited for.
+        beside: True uses separate processes if there are cores for them; otherwise predictions are
+            made when their results are needed.
     """
     if not calls or not beside or usable_cpus() < _MANY_CORES:
         yield lambda: [_answer(*call) for call in calls]

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: nothing of another one is in their memory or caches.
+"""Measurements in separate processes, whose memory and caches hold nothing of other measurements.
 
 `ask` starts a process from nothing, `ask_ranks` the processes of a distributed run. `ForkServer`
 forks one that has imported everything already: importing torch takes longer than a few steps of a

@@ -50,7 +50,7 @@ class RowOutcome:
         digest: `Row.digest` of the row when it was measured.
         runs: results of the measurement, by turn.
         seconds: duration of each turn, the start of its process included.
-        problem: the reason why a turn has no result; "" while there is none.
+        problem: the reason why a turn has no result; "" without a problem.
         cut_after: seconds after which the end of a call cut a turn off; 0 if none did.
         refused: True if the problem is that firstlight refused the row, or that time was up.
     """
@@ -89,7 +89,7 @@ class RowOutcome:
         return found
 
     def median(self, key: str) -> float | None:
-        """The median of `values`; None where there are none."""
+        """The median of `values`; None without values."""
         found = self.values(key)
         return statistics.median(found) if found else None
 
@@ -163,7 +163,7 @@ def run_bench(
 
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:
-    """Facts of this machine that stand in every result."""
+    """Facts of this machine that are part of every result."""
     return {
         "name": hardware.name,
         "device": str(hardware.device),
@@ -246,7 +246,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """The results in a folder; empty ones where it has no such file.
+        """The results in a folder; empty ones if it has no such file.
 
         Raises:
             InputError: the file is not one of these.

@@ -1,10 +1,10 @@
 """`firstlight bench scaling`: tokens per second, what sharing costs, and memory, by engine and
 number of processes.
 
-Each row is a run of its own processes on this machine, every one with the same micro-batch, so a
-step of n processes sees n times the tokens ("weak scaling"). On a CPU, n processes share its
-cores evenly; on GPUs each has its own. Those that compute the same sequences together (tensor,
-pipeline) see the tokens of one process. The rows take turns; numbers are medians over the turns.
+Each row is a run of several processes on this machine, all with the same micro-batch, so a step of
+n processes has n times the tokens ("weak scaling"). On a CPU, n processes share its cores evenly;
+on GPUs each has its own. Those that compute the same sequences together (tensor, pipeline) see the
+tokens of one process. The rows take turns; numbers are medians over the turns.
 
 A rank (`python -m firstlight.bench.scaling REQUEST`) trains a model of random weights on random
 tokens, first by the row's engine, and then alone, all ranks at the same time: the additional time
@@ -221,7 +221,7 @@ def scaling_once(request: dict[str, Any]) -> dict[str, Any]:
     Returns:
         "step_seconds" and "alone_seconds", medians over the steps after the first two, the
         slowest rank's; "peak_bytes" of each rank above its level after the imports. The same on
-        all ranks. "alone_seconds" is None where there is one rank.
+        all ranks. "alone_seconds" is None with one rank.
     """
     given = parse_recipe(request["recipe"])
     if find_world().size == 1:

@@ -11,7 +11,7 @@ the phases, and the profiler, would slow those down.
 - Operators are those of torch.profiler. An operator's time is its own, without that of operators
   that it calls: on a CPU the processor's, on a GPU that of its kernels. What the optimizer, an
   attention kernel or a normalisation calls is counted as theirs. Kernels that torch.compile made
-  are a class of their own ("compiled"), since one of them may do several classes' work.
+  are a separate class ("compiled"), because one of them may do the work of several classes.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
 
 
 def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> ResolvedRecipe:
-    """The recipe as it will be run, but with one sequence a micro-batch where the largest that fits
-    is yet to be found: that takes time, and other processes."""
+    """The recipe as it will run, but with one sequence in a micro-batch if the largest that fits is
+    not known yet: finding it takes time, and other processes."""
     seq_len, tokens = values["data"]["seq_len"], values["batch"]["global_batch_tokens"]
     if (recipe.data.seq_len, recipe.batch.global_batch_tokens) != (seq_len, tokens):
         raise ConfigError(

@@ -3,7 +3,7 @@
     python -m firstlight.bench.training_once REQUEST
 
 or in several, as ranks of a run with `distributed.engine` (`process.ask_ranks`): each trains on
-sequences of its own, with its share of a CPU's threads.
+different sequences, with its share of a CPU's threads.
 
 REQUEST is a JSON object:
 
@@ -265,7 +265,7 @@ _DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
 
 
 def write_tokens(path: Path, count: int, vocab_size: int) -> None:
-    """Write `count` tokens of the standard library, from its start again where it is shorter.
+    """Write `count` tokens of the standard library, starting it again if it is shorter.
 
     Args:
         path: safetensors file to write: "tokens" [count], and "starts" of the documents.

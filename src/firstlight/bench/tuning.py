@@ -103,7 +103,8 @@ def tune(
     init_from: str | None = None,
     on_trial: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> TuneResult:
-    """Search a recipe's keys for the lowest held-out loss. A second call goes on in the folder.
+    """Search a recipe's keys for the lowest held-out loss. A second call continues the study in the
+    folder.
 
     Args:
         recipe: a recipe, its values, or its file.
@@ -191,7 +192,7 @@ def _require_options(
 
 
 def _open_study(folder: Path, question: _Question, trials: int, ends: float, asker: Asker) -> Study:
-    """The study of the folder, which is begun if there is none."""
+    """The study of the folder; a new one if there is none."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
     if not path.exists():

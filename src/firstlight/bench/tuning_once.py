@@ -109,7 +109,7 @@ class _Done(Exception):  # noqa: N818 - no error
 
 
 class _Trial:
-    """The evaluations of a trial, which is ended early where it is hopeless.
+    """The evaluations of a trial, which is ended early if it is hopeless.
 
     Args:
         recipe: the trial's recipe.

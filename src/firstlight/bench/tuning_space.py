@@ -87,7 +87,7 @@ def parse_search(text: str) -> SearchKey:
     """The key and values of `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log` or `KEY=VALUE,VALUE,...`.
 
     Raises:
-        ConfigError: the key is unknown or can't be searched, or the values are none.
+        ConfigError: the key is unknown or can't be searched, or its values are invalid.
     """
     key, equals, values = (part.strip() for part in text.partition("="))
     section = key.partition(".")[0]
@@ -177,7 +177,7 @@ def default_search(recipe: Recipe) -> list[SearchKey]:
 
 
 def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -> dict[str, Value]:
-    """The recipe's own values of the keys, where they are known and inside the search.
+    """The recipe's own values of the keys, if they are known and inside the search.
 
     Args:
         keys: the keys.

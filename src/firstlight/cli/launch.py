@@ -71,7 +71,7 @@ def arguments_of(ctx: click.Context) -> list[str]:
 
 
 def _require_no_launcher(nnodes: int) -> None:
-    """Processes that a launcher has started are not to start more of their own each."""
+    """Refuse to start processes in a process that a launcher has started."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
         raise ConfigError(f"a launcher has started this process (LOCAL_RANK is set): {_ADVICE}")
     if nnodes == 1:

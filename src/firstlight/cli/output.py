@@ -53,7 +53,8 @@ def write_out(text: str) -> None:
 def show(line: str = "") -> None:
     """Print one line of a verb's result, as it is: on stdout, or with --json on stderr.
 
-    The work goes on where the reader of stdout is gone (`| head`): files may still be written.
+    The work continues if the reader of stdout is gone (`| head`), because files may still be
+    written.
     """
     context = click.get_current_context(silent=True)
     if context is not None and context.params.get("as_json"):

@@ -273,8 +273,7 @@ def _train_recipe(
 
 
 def _end_stopped(result: TrainResult, command: str) -> None:
-    """Leave with the exit code of a run that was stopped, and goes on with `command`, or that has
-    diverged."""
+    """Exit with the code of a stopped run, which `command` resumes, or of a diverged run."""
     # Only here: torch's elastic agent is imported with it.
     from firstlight.parallel.elastic import exit_code_of_rank
 

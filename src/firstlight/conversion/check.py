@@ -160,8 +160,8 @@ def require_same_tensors(
     Args:
         source, result: tensors by their Hugging Face names.
         kind: format that they were rounded to; "f32" if they were not.
-        shifted: end of the names of tensors to which 1 may have been added in fp32, and taken off
-            again; "" is none.
+        shifted: suffix of the names of tensors to which 1 may have been added in fp32 and
+            subtracted again; "" is none.
 
     Raises:
         ModelError: a tensor is missing, or differs by more than rounding (named).

@@ -280,7 +280,7 @@ def _checked_options(
 
 
 def _free_place(out: str | Path, source: str | Path) -> Path:
-    """The path of `out`, which must be missing or empty, and not lie in the source."""
+    """The path of `out`, which must be missing or empty, and outside the source."""
     out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(

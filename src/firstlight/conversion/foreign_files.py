@@ -82,8 +82,8 @@ class Opened:
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """The folder of a model whose files are several, given it or one of its files; None for a
-    model that is one file, or of no known program.
+    """The folder of a model of several files, from its path or that of one of its files; None for a
+    model of one file, or of an unknown program.
 
     Raises:
         ModelError: the folder is nanochat's.
@@ -175,7 +175,7 @@ def _without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tie(weights: dict[str, Any]) -> None:
-    """Name the embedding as the head where there is no head."""
+    """Use the embedding as the head if there is no head."""
     if "tok_embeddings.weight" in weights:
         weights.setdefault("output.weight", weights["tok_embeddings.weight"])
 

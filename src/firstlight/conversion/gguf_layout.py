@@ -69,7 +69,7 @@ class ModelShape:
 
     `family` is the entry of `model_type`; `rotary` positions are rotated, not learned.
     `expert_size` is the width inside an expert; 0 for dense models, as `num_experts`.
-    A `tied` head is the embedding, and has no tensor of its own. `model` is the whole config.
+    A `tied` head is the embedding, and has no separate tensor. `model` is the whole config.
     """
 
     model_type: str
@@ -96,7 +96,8 @@ class ModelShape:
 
     @property
     def attention_bias(self) -> bool:
-        """True if the attention's projections have biases, but for families that leave some out."""
+        """True if the attention's projections have biases, except in families that leave some
+        out."""
         return bool(getattr(self.model, "attention_bias", True))
 
     @property

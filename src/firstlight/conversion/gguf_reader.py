@@ -150,7 +150,7 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Refuse tensors that lie over each other, which could take any amount of memory.
+        """Refuse overlapping tensors, which could take any amount of memory.
 
         Raises:
             ModelError: the tensors together have more bytes than the file.

@@ -82,8 +82,8 @@ def apply_methods(
     documents: bool = False,
     z_loss_coef: float = 0.0,
 ) -> None:
-    """Put attention, loss, activation checkpointing and fp8 layers into the model, which
-    goes on giving the same outputs, in evaluation and generation too.
+    """Put attention, loss, activation checkpointing and fp8 layers into the model, whose outputs
+    stay the same, in evaluation and generation too.
 
     Args:
         documents: True for rows that are masked by document.

@@ -46,7 +46,7 @@ def resolve_attention(
     documents: bool,
     compiles: bool,
 ) -> str:
-    """The attention backend; "auto" is torch's own choice, but for three cases.
+    """The attention backend; "auto" is torch's own choice, except in three cases.
 
     Capped scores and sinks, which torch's fused kernels do not have, take flex or blockwise.
 

@@ -24,7 +24,7 @@ TRITON_CAPABILITY = (7, 0)
 
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
-    """Refuse to compile where that can't work.
+    """Refuse to compile if compiling can't work.
 
     Raises:
         ConfigError: there is no C++ compiler, which a CPU needs.

@@ -65,7 +65,7 @@ class EfficiencyConfig(Section):
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the training step's forward and backward pass: fewer passes over memory, and
     less of it. Costs seconds to a minute at the start; needs a C++ compiler on CPUs, triton on
-    GPUs. "auto" does it where those are there and the run is so long that it pays."""
+    GPUs. "auto" compiles if these are installed and the run is long enough to gain time."""
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """backend of torch.compile: "inductor", or "aot_eager" and "eager" to look for errors."""
     compile_mode: Literal[

@@ -75,7 +75,7 @@ def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
 
 
 def require_fp8(hardware: Hardware, model: nn.Module) -> None:
-    """Refuse fp8 where it can't work.
+    """Refuse fp8 if it can't work.
 
     Raises:
         ConfigError: no fp8 matrix units, no torchao, or no layer that it converts.
@@ -99,7 +99,7 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
 
 def convert_to_fp8(model: nn.Module) -> None:
     """Let the layers' matrix products run in fp8, scaled by tensor (torchao; Micikevicius et al.
-    2022). The head stays as it is: its errors would reach the loss directly."""
+    2022). The head is not converted, because its errors would reach the loss directly."""
     from torchao.float8 import convert_to_float8_training
 
     names = _fp8_layers(model)

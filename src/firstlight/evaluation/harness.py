@@ -129,8 +129,8 @@ def ready_harness(
 
 
 def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
-    """The harness' `{"acc,none": ..., "acc_stderr,none": ...}` by name. What is no finite number
-    is left out."""
+    """The harness' `{"acc,none": ..., "acc_stderr,none": ...}` by name. Values that are not finite
+    numbers are left out."""
     found: dict[str, Metric] = {}
     for key, value in figures.items():
         name, comma, kind = key.partition(",")
@@ -196,8 +196,8 @@ class _HarnessMethods:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The ids of a text, after bos where the model expects one and the text has none. The
-        names of special tokens stand for these tokens, as everywhere in the harness."""
+        """The ids of a text, after bos if the model expects bos and the text has none. The names of
+        special tokens stand for these tokens, as everywhere in the harness."""
         tokenizer = self._tokenizer
         ids = tokenizer.encode(string, special_tokens=True)
         begins = tokenizer.bos_token is not None and string.startswith(tokenizer.bos_token)

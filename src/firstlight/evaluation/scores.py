@@ -187,7 +187,7 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of ids as int64 [B, T], and where they are no padding, bool [B, T]."""
+    """Rows of ids as int64 [B, T], and the mask of ids that are not padding, bool [B, T]."""
     longest = max(map(len, rows))
     ids = [[*row, *[0] * (longest - len(row))] for row in rows]
     lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -272,7 +272,7 @@ class RowLoss:
 
 
 def sampled_rows(total: int, count: int, seed: int) -> list[int]:
-    """`count` different rows of `total`, drawn at random, ascending; all, where there are no more.
+    """`count` different rows of `total`, drawn at random, ascending; all rows if there are no more.
 
     Those of a smaller sample are among those of a larger one with the same seed.
     """

@@ -68,7 +68,7 @@ def ready_tasks(
 
     Raises:
         ConfigError: a name is unknown, or given twice.
-        InputError: a file is missing, or a line of it (named) is no item; data can't be had.
+        InputError: a file is missing, a line of it (named) is not an item, or data can't be read.
         MissingDependencyError: lm-evaluation-harness is not installed.
         ModelError: the model has no tokenizer.
     """

@@ -213,8 +213,8 @@ def set_aside(path: Path) -> Path:
     replaced.
 
     It has both names until then, so that a process that is killed in between leaves its readable
-    part under the old name. What is no file, and could not be replaced, is renamed; so is a file
-    where the file system has no hard links.
+    part under the old name. A path that is not a file, and could not be replaced, is renamed; so is
+    a file if the file system has no hard links.
 
     Returns:
         the new name.

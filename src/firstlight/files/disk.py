@@ -27,7 +27,7 @@ class Disk:
         return open(path, "xb", buffering=0)
 
     def append(self, path: Path) -> FileIO:
-        """Open a file for writing at its end; make it where it is missing."""
+        """Open a file for writing at its end; make it if it is missing."""
         return open(path, "ab", buffering=0)
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
@@ -47,7 +47,7 @@ class Disk:
         os.replace(source, target)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file one more name, which is free."""
+        """Give a file another name, which must be free."""
         os.link(source, target, follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:

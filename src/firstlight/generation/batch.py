@@ -110,8 +110,8 @@ class BatchDecoder:
         return logits_V
 
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
-        """Put the longest beginning of a prompt that lies in any row into the next one's; return
-        its length. The last token is left out: its logits are wanted."""
+        """Copy the longest beginning of a prompt that is cached in any row into the next row;
+        return its length. The last token is left out: its logits are wanted."""
         shared = [
             _common(stored, prompt_ids[:-1])
             if self._is_long(stored) == self._is_long(prompt_ids)
@@ -328,8 +328,8 @@ class RecordedSteps:
     replayed. The least recently used recording makes room for a new one.
 
     Args:
-        compute: the step: (input_ids_B1, lengths_B, reach) -> logits [B, V]. What else it reads and
-            writes, weights and cache, stays where it is.
+        compute: the step: (input_ids_B1, lengths_B, reach) -> logits [B, V]. The other tensors that
+            it reads and writes, weights and cache, keep their places in memory.
     """
 
     def __init__(self, compute: Callable[[Tensor, Tensor, int], Tensor]) -> None:

@@ -176,7 +176,7 @@ class ChatSession:
 
     @property
     def has_template(self) -> bool:
-        """True if there are turns; otherwise, there is one text that goes on."""
+        """True if the conversation has turns; False if it is one text that the model continues."""
         return self._tokenizer.chat_template is not None
 
     @property
@@ -232,7 +232,7 @@ class ChatSession:
         self.messages[:] = [system, *turns]
 
     def reset(self) -> None:
-        """Forget the conversation, but for the system message."""
+        """Forget the conversation, except the system message."""
         del self.messages[self.system is not None :]
         self._answers = 0
         self.stats = None
@@ -259,7 +259,8 @@ class ChatSession:
         that fails is as if it had not been asked for.
 
         Args:
-            text: the user's; without a chat template, may be empty: the text goes on.
+            text: the user's message; without a chat template it may be empty, and the model
+                continues the text.
 
         Raises:
             InputError: the message is blank, or the template refuses the conversation.

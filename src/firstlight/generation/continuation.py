@@ -52,12 +52,12 @@ class Continuation:
         context: the model's limit of tokens.
         eos_token_ids: tokens that end the text.
         tokenizer: None makes no text of the tokens, and knows no stop texts.
-        constraint: limit of the allowed tokens; the text ends where it is complete.
+        constraint: limit of the allowed tokens; the text ends when the constraint is complete.
 
     Attributes:
         config: sampling settings with the seed.
         token_ids: chosen so far, without the end token.
-        finish_reason: None while the text goes on; see `Generation`.
+        finish_reason: None while the text is being generated; see `Generation`.
         logprobs: log-probabilities of `token_ids`, where the config asks for them.
         prompt_logprobs: log-probabilities of all prompt tokens but the first, where the config asks
             for them.

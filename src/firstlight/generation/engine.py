@@ -273,7 +273,7 @@ def generate(
         presence_penalty: amount taken from the logit of each token seen before.
         logit_bias: additions to the logits by token id.
         slide: go on beyond the model's context.
-        beams: number of beams of a beam search; 1 is none.
+        beams: number of beams of a beam search; 1 is no beam search.
         choices: number of likeliest tokens that are given with their probabilities.
         compile: see `GenerationStream`.
 
@@ -316,10 +316,10 @@ def generate_batch(
 ) -> list[Generation]:
     """Continue several texts at a time, each as if it were alone.
 
-    A text that ends makes room for the next one at once. With a seed in the config every text
-    is drawn with it, as `generate` would; without, each has a seed of its own. What is computed
-    in a batch is rounded otherwise than alone, by the last digit of fp32: where two tokens are as
-    likely as that, one may be taken for the other.
+    A text that ends makes room for the next one at once. With a seed in the config every text is
+    sampled with this seed, as by `generate`; without one, each text has another seed. What is
+    computed in a batch is rounded otherwise than alone, by the last digit of fp32: where two tokens
+    are as likely as that, one may be taken for the other.
 
     Args:
         loaded: a model from `load`.

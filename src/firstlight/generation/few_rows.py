@@ -55,7 +55,7 @@ class FewRowsConv1D(Conv1D):
     """GPT-2's `Conv1D`, [..., in] to [..., out], that takes the kernel for few rows when nothing is
     differentiated.
 
-    Only where its weight [in, out] lies in memory as [out, in]; see `lay_out`.
+    Only if its weight [in, out] is stored in memory as [out, in]; see `lay_out`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def ready_to_compile() -> None:
 
 @functools.cache
 def _products() -> dict[torch.dtype, _Product]:
-    """The kernel for each dtype of weights; none where there is no compiler that makes them."""
+    """The kernel for each dtype of weights; empty without a compiler for them."""
     try:
         library = ctypes.CDLL(str(_compiled()))
     except (OSError, StorageError, subprocess.SubprocessError):

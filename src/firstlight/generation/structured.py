@@ -1,8 +1,8 @@
 """Texts that follow a JSON Schema: each next token is chosen among those that the schema allows.
 
 The schema is llguidance's work, in processes of their own (`grammar_process`): one tries each new
-schema before its text is begun, another follows the texts, so that a schema that takes too long
-keeps no other text waiting.
+schema before its text is begun, another follows the texts, so that no text waits for a schema that
+takes too long.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Hardware:
 
 
 def find_hardware(device: str = "auto") -> Hardware:
-    """Look at the device to run on: a CUDA GPU if there is one, else the CPU.
+    """Detect the device to run on: a CUDA GPU if there is one, else the CPU.
 
     Args:
         device: "auto", "cpu", "cuda", "cuda:1", "mps".

@@ -1,8 +1,8 @@
 """Rates and memory of GPUs by name, from the makers' data sheets.
 
 Rates are dense (without sparsity), and of products that are added up in fp32, which for GeForce
-cards are half of the figure that stands in large print. Memory is what the driver reports, which
-is up to a tenth less than the name says where error correction takes its part.
+cards are half of the advertised figure. Memory is what the driver reports, which is up to a tenth
+less than the name says where error correction takes its part.
 
 Apple's share their memory with the CPU. Apple states bandwidths and, for M1 and M2, fp32 rates
 (apple.com/newsroom, support.apple.com/specs); those of M3 and M4 are cores x 256 x clock. fp16 has

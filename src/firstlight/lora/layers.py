@@ -175,7 +175,8 @@ def add_lora(
             theirs. Under autocast to this dtype the results are the same, in half the memory.
 
     Raises:
-        ConfigError: a target is no linear layer of the model, or the device has no 4-bit kernels.
+        ConfigError: a target is not a linear layer of the model, or the device has no 4-bit
+            kernels.
         MissingDependencyError: 4-bit weights need bitsandbytes.
     """
     layers = linear_layers(model)
@@ -260,8 +261,8 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 
 
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
-    """The linear layers by name, without routers: another routing is no small change, and a router
-    is no layer in PEFT's files."""
+    """The linear layers by name, without routers: another routing is a large change, and routers
+    are not layers in PEFT's files."""
     return {
         name: module
         for name, module in model.named_modules()

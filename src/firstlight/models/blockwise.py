@@ -324,7 +324,7 @@ class _Part:
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -> None:
-    """`total` += first.T @ second, or = where there is nothing in it."""
+    """`total` += first.T @ second, or = for an empty `total`."""
     if is_first:
         torch.bmm(first.transpose(1, 2), second, out=total)
     else:

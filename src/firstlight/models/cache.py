@@ -191,14 +191,14 @@ class KVCache:
         self.length = other.length
 
     def ragged(self, lengths: Tensor, reach: int) -> RaggedCache:
-        """Its first sequences, each of a length of its own: see `RaggedCache`."""
+        """Its first sequences, each with its own length: see `RaggedCache`."""
         return RaggedCache(self.keys, self.values, lengths, reach, self.states)
 
 
 class RaggedCache:
-    """The first `len(lengths)` sequences of a cache, each of a length of its own, as one batch.
+    """The first `len(lengths)` sequences of a cache, each with its own length, as one batch.
 
-    What lies in a row beyond its length is never looked at.
+    The positions of a row beyond its length are never read.
 
     Args:
         keys, values: tensors of a `KVCache`, whose memory they share.

@@ -101,8 +101,8 @@ class DeepseekAttention(SelfAttention):
 
 
 class DeepseekRouter(Router):
-    """A router, in V3 with a bias [E] of the choice, which is no parameter: it gets no gradient,
-    stays in fp32, and is saved with the weights."""
+    """A router; V3 has a bias [E] that is added to choose the experts. The bias is not a parameter:
+    it gets no gradient, stays in fp32, and is saved with the weights."""
 
     e_score_correction_bias: Tensor
 

@@ -129,7 +129,7 @@ class DeepseekConfig(DecoderConfig):
     moe_intermediate_size: int = Field(64, gt=0)
     """width inside an expert."""
     n_group: int = Field(1, gt=0)
-    """groups of experts; 1 is no limit to some."""
+    """groups of experts; 1 does not limit the choice to some of them."""
     topk_group: int = Field(1, gt=0)
     """groups among which a token chooses its experts."""
     routed_scaling_factor: float = Field(1.0, gt=0)

@@ -24,11 +24,11 @@ class AttentionSpec:
         dropout: probability with which an attention weight is dropped in training.
         scale: factor of the scores; None is 1 / sqrt(head_dim).
         softcap: bound c of the scores s, which become c tanh(s / c); None leaves them as they are.
-        rope: number of the rotary table that turns queries and keys: 0, or 1 where layers with a
-            window have a table of their own; None is no rotation.
+        rope: number of the rotary table that turns queries and keys: 0, or 1 if layers with a
+            window have another table; None is no rotation.
         sinks: True where each head has a learned logit more in its softmax, of a token without a
             value.
-        value_dim: size of a value's head, where it is not that of a key's.
+        value_dim: size of a value's head, if it differs from that of a key's.
         state_size: numbers of the state that the layer keeps of all earlier tokens, in place of
             attention to each; 0 is attention.
     """
@@ -77,8 +77,8 @@ class GGUFSpec:
     Attributes:
         architecture: the value of general.architecture; "" where GGUF files of the family are
             neither written nor read.
-        rotates_pairs: True where llama.cpp turns neighbouring rows of a head, where Hugging Face
-            turns halves: rows of queries and keys lie in another order.
+        rotates_pairs: True if llama.cpp rotates neighbouring rows of a head, while Hugging Face
+            rotates halves; rows of queries and keys are then stored in another order.
         rope_kinds: kinds of rotary scaling that llama.cpp computes.
         fixed: settings that llama.cpp computes one way only: (config.json's key, values that it
             computes with, value of a missing key).
@@ -115,7 +115,7 @@ class GGUFSpec:
 
 @dataclass(frozen=True)
 class BlockNorms:
-    """Names of a layer's norms, as in the family's files; None where a layer has none.
+    """Names of a layer's norms, as in the family's files; None if a layer lacks this norm.
 
     Attributes:
         before_attention, after_attention: norms of the attention's input and of its output.
@@ -139,11 +139,11 @@ class RopeSpec:
         in_fp32: True where the rotation is computed in fp32 and then rounded.
         polar: True where transformers rotates by complex numbers, see `rope_tables`.
         partial_factor: rotated part of each head where config.json does not say it.
-        original_positions: config.json's default of original_max_position_embeddings, which stands
-            beside the rotary settings; 0 where it stands among them.
+        original_positions: config.json's default of original_max_position_embeddings if this key is
+            outside the rotary settings; 0 if it is one of them.
         nested: True where config.json has rotary settings of each kind of layer.
         local_theta_key: config.json's old key of the base in layers with a window; "" is none.
-        default: rotary settings of a config.json that has none, in its spelling.
+        default: rotary settings of a config.json without any, under its names.
     """
 
     kinds: tuple[str, ...] = ()
@@ -171,8 +171,8 @@ class FamilySpec:
             them, where they differ from a recipe's.
         qkv_bias: True where queries, keys and values always have biases.
         output_bias: False where the attention's output projection never has a bias.
-        qk_norm: "head" where queries and keys are normalised by head, "width" where over all heads
-            together; None where they are not.
+        qk_norm: "head" if queries and keys are normalised in each head, "width" if over all heads
+            together; None without normalisation.
         norms: names of a layer's norms.
         norm_kind: "rounded" where a norm's result is rounded before its weight w is multiplied in,
             "wide" where after it, "one_plus" where the factor is 1 + w, and rounded after it;
@@ -192,7 +192,7 @@ class FamilySpec:
         divides_width: True where transformers wants hidden_size to be a multiple of the heads even
             if head_dim is given.
         derived_keys: keys that always follow from the others, and that config.json does not have.
-        indivisible: reason why tensor parallelism can't cut the layers; "" where it can.
+        indivisible: reason why tensor parallelism can't shard the layers; "" if it can.
         has_window_switch: True where config.json has use_sliding_window.
         experts: names of the experts in the files; None for dense models, and where the files have
             them stacked, as the model has.
@@ -268,7 +268,7 @@ class FamilyConfig(Section):
 
     @property
     def indivisible(self) -> str:
-        """Reason why tensor parallelism can't cut this model's layers; "" where it can."""
+        """Reason why tensor parallelism can't shard this model's layers; "" if it can."""
         return self.family.indivisible
 
     @property

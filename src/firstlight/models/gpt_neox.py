@@ -1,6 +1,6 @@
 """GPT-NeoX (Black et al. 2022) and Pythia: a Llama with LayerNorm, queries, keys and values
 interleaved in one matrix, a rotated part of each head, biases, GELU without a gate, and attention
-and MLP side by side, each behind a norm of its own.
+and MLP side by side, each after its own norm.
 
 Parameter names are those of Hugging Face's `GPTNeoXForCausalLM`. Shape letters as in `llama.py`.
 """

@@ -152,7 +152,7 @@ class LanguageModel(nn.Module):
                 parameter[rows:].zero_()
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast the parameters, but for those of modules with `keeps_precision`.
+        """Cast the parameters, except those of modules with `keeps_precision`.
 
         Each stays the tensor that it is, with other values: `nn.Module.to` would put others in
         the place of fake tensors, on which the planner traces a step. Buffers keep their dtype.

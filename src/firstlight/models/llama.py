@@ -173,8 +173,8 @@ class Llama(LanguageModel):
         return self
 
     def _ropes(self, positions: Tensor, length: int | Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Rotary tables, cos and sin of each, at `positions` ([T] or [B, T]) in texts of so many
-        tokens, or of a number of its own each (int64 [B])."""
+        """Rotary tables, cos and sin of each, at `positions` ([T] or [B, T]), in texts of `length`
+        tokens, an int or one for each text (int64 [B])."""
         config = self.config
         frequencies = self._frequencies_at(length)
         # torch's compiler writes no code for complex numbers.

@@ -1,5 +1,5 @@
 """Shapes of the Llama-like families: one architecture by configuration. Differences between the
-families stand in `llama_families.py`; `llama_json.py` reads and writes their config.json.
+families are in `llama_families.py`; `llama_json.py` reads and writes their config.json.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class DecoderConfig(FamilyConfig):
     gemma3_text; those without rotary positions with the window in smollm3; all from
     max_window_layers on with it in qwen2 and qwen3."""
     no_rope_layers: list[int] | None = None
-    """1 for each layer with rotary positions, 0 for each without (smollm3); null is none in every
-    fourth."""
+    """1 for each layer with rotary positions, 0 for each without (smollm3); null leaves them out of
+    every fourth layer."""
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
     """rotated part of each head; null is 1 in phi3, 0.5 in glm4, 0.25 in stablelm and gpt_neox."""
     rope_local_base_freq: float | None = Field(None, gt=0)
@@ -206,12 +206,12 @@ class DecoderConfig(FamilyConfig):
 
     @property
     def qk_norm(self) -> str | None:
-        """`FamilySpec.qk_norm`, or "own" where each head has a norm of its own."""
+        """`FamilySpec.qk_norm`, or "own" if each head has its own norm."""
         return "own" if self.qk_layernorm else self.family.qk_norm
 
     @property
     def indivisible(self) -> str:
-        """Reason why tensor parallelism can't cut this model's layers; "" where it can."""
+        """Reason why tensor parallelism can't shard this model's layers; "" if it can."""
         if self.qk_layernorm:
             return "each head of queries and keys has a norm of its own (qk_layernorm)"
         return super().indivisible

@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorms(nn.Module):
-    """LayerNorm without bias of each head, with weights of its own: [B, T, H, D] to [B, T, H, D].
+    """LayerNorm without bias of each head, with separate weights: [B, T, H, D] to [B, T, H, D].
 
     Args:
         heads, head_dim: H and D.

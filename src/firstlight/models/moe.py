@@ -124,8 +124,9 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
         weight_EFC: matrices [E, F, C], one an expert.
         ends_E: end of each expert's rows, int [E].
 
-    torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16; where it can't
-    be used, one product an expert over its own rows; and over blocks where those are faster.
+    torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16. If it can't be
+    used, there is one product for each expert over its rows, or over blocks of them where these are
+    faster.
     """
     dtype = product_dtype(weight_EFC)
     # torch's kernel takes ends as int32 only.

@@ -124,8 +124,8 @@ def plain_attention(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention [B, H, T, D] as it is written down (Vaswani et al. 2017): two matrix
-    products with a softmax between them in fp32. All T x S scores are in memory at once.
+    """Causal attention [B, H, T, D] by the plain formula (Vaswani et al. 2017): two matrix products
+    with a softmax between them in fp32. All T x S scores are in memory at once.
 
     Arguments as in `attention`.
     """
@@ -182,8 +182,8 @@ class MaskFunction(Protocol):
 def dense_mask(
     positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
 ) -> Tensor | None:
-    """True where a query may look: bool [T, S], or [B, 1, T, S] with documents or with positions
-    that differ from row to row; None where that is the causal mask.
+    """True for the keys that a query sees: bool [T, S], or [B, 1, T, S] with documents or with
+    positions that differ from row to row; None for the causal mask.
 
     Args:
         positions: positions of the queries in their row, int64 [T] or [B, T].
@@ -220,8 +220,8 @@ class Embedding(nn.Embedding):
 
 
 def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:
-    """True where the query at a position may look: at itself and the `window` - 1 before it,
-    bool [T, S]; None where that is no restriction.
+    """True for the keys that the query at a position sees: itself and the `window` - 1 before it,
+    bool [T, S]; None if the window hides nothing.
 
     Args:
         positions_T: positions of the queries, int64 [T].

@@ -3,7 +3,7 @@
 A layer with linear attention keeps one matrix of each head as its state. A token's key looks up the
 state's value for it, and the difference from the token's value is added to the state (Yang et al.
 2024, "Gated Delta Networks"). Every fourth layer attends to all tokens, with a gate on its output;
-all have experts, and one more that each token visits. Parameter names are those of Hugging Face's
+all have experts, and a shared expert for every token. Parameter names are those of Hugging Face's
 `Qwen3NextForCausalLM`.
 
 Shape letters as in `models/ops.py` and `models/moe.py`; in layers with linear attention, G key
@@ -243,7 +243,7 @@ class Qwen3NextAttention(LlamaAttention):
 
 
 class Qwen3NextMLP(SparseMLP):
-    """The experts of one layer, and one that all tokens visit, weighted by a gate of its own."""
+    """The experts of one layer, and a shared expert for all tokens, weighted by its own gate."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__(config)

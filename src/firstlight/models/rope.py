@@ -50,8 +50,8 @@ class YarnRope(Section):
 
 
 class LongRope(Section):
-    """LongRoPE (Ding et al. 2024): each frequency has a divisor of its own, of `long_factor` for
-    texts longer than the original context, else of `short_factor`; cos and sin are multiplied by
+    """LongRoPE (Ding et al. 2024): each frequency has its own divisor, from `long_factor` for texts
+    longer than the original context, else from `short_factor`; cos and sin are multiplied by
     `attention_factor`, null being sqrt(1 + ln(factor) / ln(original context)), where a `factor` of
     null is max_position_embeddings over the original context."""
 

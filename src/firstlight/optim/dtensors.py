@@ -81,8 +81,8 @@ def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
 
 
 def shard_group(parameter: Tensor) -> ProcessGroup | None:
-    """The processes that have the shards of a parameter between them; None where it is not
-    sharded, or along two dimensions of its mesh (fsdp of tensor-parallel shards)."""
+    """The process group that holds the shards of a parameter; None if it is not sharded, or sharded
+    along two dimensions of its mesh (fsdp of tensor-parallel shards)."""
     if not is_sharded(parameter):
         return None
     cut = [n for n, placed in enumerate(parameter.placements) if not placed.is_replicate()]
@@ -91,7 +91,7 @@ def shard_group(parameter: Tensor) -> ProcessGroup | None:
 
 def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor | None:
     """The full tensor of one parameter for each process: the first parameter's for the first
-    process of their `shard_group`, and so on; None for a process that has none.
+    process of their `shard_group`, and so on; None for a process without a parameter.
 
     A collective. In all, n processes receive what `gather` sends to each of them.
 
@@ -124,7 +124,7 @@ def scatter_each(
     of `gather_each`.
 
     Args:
-        full: the full tensor of this process' parameter; None where it has none.
+        full: the full tensor of this process' parameter; None without a parameter.
         parameters: see `gather_each`.
         dtype: dtype of the full tensors.
     """
@@ -152,8 +152,8 @@ def scatter_each(
 
 
 def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a full tensor that lies along this process' shard of a parameter; the tensor
-    itself where it has one entry along the axis that is cut.
+    """The part of a full tensor that belongs to this process' shard of a parameter; the tensor
+    itself if it has one entry along the sharded axis.
 
     Args:
         tensor: a tensor that is equal on every process; along each axis it is as long as the

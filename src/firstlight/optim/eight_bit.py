@@ -25,8 +25,8 @@ _SMALLEST = 4096
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Neither warnings nor log lines inside: both libraries give them of kernels they can't load,
-    and torch's compiler of its own past."""
+    """Context without warnings and log lines: both libraries write some about kernels that they
+    can't load, and torch's compiler about its own deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Groups of parameters with learning rates, betas and weight decay of their own.
+"""Groups of parameters with their own learning rates, betas and weight decay.
 
 A parameter's role follows from its name and shape: the table of an embedding, the head, a vector
 (norms and biases) or a matrix (everything else, stacks of experts' matrices among them).
@@ -73,7 +73,7 @@ def parameter_groups(
     Args:
         parameters: parameters by name.
         kinds: their kinds by name.
-        config: the recipe's section, an `OptimizerConfig`, which stands above this module.
+        config: the recipe's section, an `OptimizerConfig`, which this module can't import.
     """
     groups: dict[Any, dict[str, Any]] = {}
     # Vectors last, in whatever order a model has its parameters.

@@ -25,8 +25,8 @@ class MasterWeights:
             missing starts from the parameter's own value.
 
     Attributes:
-        updated: tensors that an optimizer updates, by the parameter's name: the master where
-            there is one, else the parameter itself.
+        updated: tensors that an optimizer updates, by the parameter's name: the master weight, or
+            the parameter itself without one.
 
     Raises:
         ConfigError: an initial value is of another shape, or not fp32.
@@ -53,7 +53,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def refill_one(self, name: str) -> None:
-        """Make one parameter its master, rounded; nothing where there is none."""
+        """Set one parameter to its rounded master weight; do nothing without one."""
         if name in self._low:
             self._low[name].copy_(self._masters[name])
 
@@ -64,7 +64,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """`take_gradients` for one parameter; nothing where there is no master or gradient."""
+        """`take_gradients` for one parameter; does nothing without a master weight or a
+        gradient."""
         if name not in self._low or self._low[name].grad is None:
             return
         parameter, master = self._low[name], self._masters[name]

@@ -1,6 +1,6 @@
 """Initial weights, optimizer and schedule of a new model: the settings that learned most from the
-same tokens in `firstlight bench learning` (docs/learning.md). They presume norms on queries and
-keys and a head of its own.
+same tokens in `firstlight bench learning` (docs/learning.md). They assume norms on queries and keys
+and an untied head.
 
 This module loads no torch, so that settings can be chosen before torch is there.
 """

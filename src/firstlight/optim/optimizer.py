@@ -142,8 +142,8 @@ class Optimizer:
 
         Args:
             grad_scale: factor that the loss was multiplied by.
-            joined: makes the norm of all parameters' gradients from that of those here, where other
-                processes have other parameters.
+            joined: makes the norm of all parameters' gradients from the norm of this process's, if
+                other processes have other parameters.
 
         Raises:
             ConfigError: the gradients were scaled, and have been applied in the backward pass.

@@ -90,8 +90,8 @@ class ScheduleConfig(Section):
     """minimum of optimizer.learning_rate as a value, instead of min_lr_ratio; another peak (Muon's)
     comes down by the same factor."""
     resume: bool = False
-    """go on in the schedule of --init-from at the step that the checkpoint was saved at, with its
-    optimizer's state, on whatever data; false is a schedule of its own, from step 0."""
+    """continue the schedule of --init-from at the step of its checkpoint, with its optimizer's
+    state, on any data; false is a new schedule, from step 0."""
 
     @model_validator(mode="before")
     @classmethod

@@ -77,7 +77,7 @@ def rebuild_tensors(
 class OptimizerSpec:
     """One optimizer: how it is made, the layout of its state, and its limits.
 
-    Functions get the recipe's section, an `OptimizerConfig`, which stands above this module.
+    Functions get the recipe's section, an `OptimizerConfig`, which this module can't import.
 
     Attributes:
         make: torch optimizer of the given parameter groups (at least one).

@@ -157,18 +157,18 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = "adamw"
     """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state a parameter; the
-    default, but for new models whose recipe names no settings (docs/learning.md). "adamw8bit": both
-    moments in 8 bits with a scale for every 256 values (Dettmers et al. 2022), 2.03 bytes; nearly
-    the same loss. Each update unpacks and packs the moments, which on a CPU takes ten times AdamW's
-    update and more. "paged_adamw8bit": the same, in memory that CUDA moves to the CPU's when the
-    GPU's is full, at the price of the moving (bitsandbytes; CUDA only). "adafactor" (Shazeer and
-    Stern 2018): the second moment as one row and one column a matrix and no first one, nearly 0
-    bytes; steps of a size relative to the parameter's root mean square, so it needs a learning_rate
-    of its own, about 1e-2. "muon": Muon for the matrices and stacked experts inside the layers
-    (Jordan et al. 2024), 4 bytes, AdamW for embeddings, head and norms, 8 bytes; each update costs
-    15 matrix products a matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes, or 0
-    with sgd_momentum 0; the cheapest update, and slow to learn a Transformer. "lion" (Chen et al.
-    2023): one moment, 4 bytes; every number moves by the learning rate against the sign of its
+    default, except for new models whose recipe names no settings (docs/learning.md). "adamw8bit":
+    both moments in 8 bits with a scale for every 256 values (Dettmers et al. 2022), 2.03 bytes;
+    nearly the same loss. Each update unpacks and packs the moments, which on a CPU takes ten times
+    AdamW's update and more. "paged_adamw8bit": the same, in memory that CUDA moves to the CPU's
+    when the GPU's is full, at the price of the moving (bitsandbytes; CUDA only). "adafactor"
+    (Shazeer and Stern 2018): the second moment as one row and one column a matrix and no first one,
+    nearly 0 bytes; steps of a size relative to the parameter's root mean square, so it needs
+    another learning_rate, about 1e-2. "muon": Muon for the matrices and stacked experts inside the
+    layers (Jordan et al. 2024), 4 bytes, AdamW for embeddings, head and norms, 8 bytes; each update
+    costs 15 matrix products a matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes,
+    or 0 with sgd_momentum 0; the cheapest update, and slow to learn a Transformer. "lion" (Chen et
+    al. 2023): one moment, 4 bytes; every number moves by the learning rate against the sign of its
     averaged gradient, so it takes a third to a tenth of AdamW's learning_rate with three to ten
     times its weight_decay, and betas [0.9, 0.99]."""
     implementation: Implementation = "auto"
@@ -226,11 +226,11 @@ class OptimizerConfig(Section):
     as steps are, and the rate is the schedule's (transformers' Adafactor with relative_step off).
     "torch": torch.optim.Adafactor, whose weight decay is learning_rate times weight_decay for each
     parameter (1e-3 a step at 1e-2 and 0.1) and whose rate is at most 1/sqrt(step). "auto" is paper;
-    a run that an older version began goes on with torch."""
+    a run that an older version began continues with torch."""
     weight_decay: float = Field(0.1, ge=0)
     """weight decay of matrices, and of embeddings and head unless they have their own. Decoupled,
-    but for SGD, where it is added to the gradient; with Adafactor, relative to the parameter's size
-    (see adafactor_variant)."""
+    except for SGD, where it is added to the gradient; with Adafactor, relative to the parameter's
+    size (see adafactor_variant)."""
     cautious_weight_decay: bool = False
     """decay a number only in steps whose update has its sign, and so moves it towards zero as well
     (Chen et al. 2025, arXiv 2510.12402); of adamw, lion and muon. Costs temporary copies of one

@@ -118,7 +118,7 @@ def require_body_size(scope: Scope, limits: Limits) -> None:
     """Refuse a body by its declared size, before any of it is read.
 
     Raises:
-        RequestError: 413, it is too large; 400, the size is no number.
+        RequestError: 413, the body is too large; 400, the size is not a number.
     """
     for value in header_values(scope, b"content-length"):
         if not re.fullmatch(rb"\d{1,20}", value):

@@ -77,7 +77,7 @@ def serve_chat(
     settings: SamplingConfig = CHAT_SETTINGS,
     compile: bool = False,
 ) -> None:
-    """Show the page until Ctrl-C. Every tab has a conversation of its own.
+    """Show the page until Ctrl-C. Every tab has its own conversation.
 
     Chainlit lives in this process: it can be done once in each.
 
@@ -270,7 +270,7 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
     """Settings with the values that a page sent.
 
     Raises:
-        ConfigError: a value is no number, or out of range.
+        ConfigError: a value is not a number, or out of range.
     """
     changes: dict[str, Any] = {}
     for name, is_whole in _IS_WHOLE.items():

@@ -60,7 +60,7 @@ class PreparedRequest:
 
 
 class RequestProcessor:
-    """Checks and encodes requests. Its methods take long: they are for threads of their own.
+    """Checks and encodes requests. Its methods take long: call them in a separate thread.
 
     Args:
         loaded: a model with a tokenizer.

@@ -98,7 +98,7 @@ class GenerationRequest(_Strict):
         model: the name that `/v1/models` gives; may be missing.
         stream: send chunks while the answer grows, as server-sent events.
         max_tokens: largest number of new tokens of each choice; limited by the context, too.
-        n: number of choices, each with a seed of its own: `seed`, `seed + 1`, ...
+        n: number of choices, whose seeds are `seed`, `seed + 1`, ...
         temperature: temperature; 0 takes the likeliest token.
         top_k, min_p, repetition_penalty: see `SamplingConfig`; not OpenAI's.
         stop: texts that end an answer and are no part of it.

@@ -55,7 +55,7 @@ class ResponseFormat(ABC):
         model: the model's name.
         fingerprint: `system_fingerprint`, which changes with the weights and the software.
         texts: bytes of the tokens; None if no log-probabilities are asked for.
-        includes_usage: every chunk has the field `usage`, null but for the last.
+        includes_usage: every chunk has the field `usage`, which is null except in the last.
     """
 
     prefix = ""

@@ -167,7 +167,7 @@ def listening_socket(options: ServerOptions) -> socket.socket:
     """The socket that clients connect to.
 
     Raises:
-        ConfigError: there is no such address.
+        ConfigError: the address does not exist.
         StorageError: the address is in use, or not permitted.
     """
     try:

@@ -45,7 +45,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class ServerMetrics:
-    """Prometheus metrics of one server, in a registry of their own.
+    """Prometheus metrics of one server, in their own registry.
 
     Args:
         running, waiting: callbacks that give the numbers of texts in the batch and in the queue.

@@ -47,7 +47,7 @@ def model_card(
         repository: USER/NAME on the hub; None is the name of the run's or the model's folder.
         licence: id of the licence, as the hub knows it; None says that none was given.
         gguf: name of a GGUF file beside the card.
-        picture: True shows `PICTURE_NAME`, which lies beside the card of a run.
+        picture: True shows `PICTURE_NAME`, a file beside the card of a run.
     """
     repository = repository or own_name(facts)
     name = repository.rpartition("/")[2]

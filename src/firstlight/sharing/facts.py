@@ -136,7 +136,7 @@ def facts_of(folder: Path) -> ModelFacts:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint folder lies in; None for any other folder."""
+    """The run folder of a checkpoint folder; None for any other folder."""
     checkpoint = Path(os.path.abspath(checkpoint))
     run = checkpoint.parent.parent
     is_run = any((run / name).is_file() for name in (METRICS_NAME, RECIPE_NAME))

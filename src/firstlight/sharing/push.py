@@ -183,7 +183,7 @@ def _require_free_name(repository: str, *, upload: bool) -> None:
 def _place(
     repository: str, out: str | Path | None, *, upload: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """(the folder to write, the same where it is kept or None for a temporary one)."""
+    """(the folder to write, the same folder if it is kept or None for a temporary one)."""
     name = repository.rpartition("/")[2]
     if out is None and upload:
         with tempfile.TemporaryDirectory(prefix="firstlight-push-") as temporary:

@@ -62,9 +62,9 @@ def upload_folder(
 ) -> str:
     """Upload a folder, and return the repository's URL. The repository is made if it is missing.
 
-    A file that is there with the same content is not sent again, so that an upload that broke off
-    goes on when it is called again. Weights of an earlier upload that have no successor in
-    the folder are deleted; all other files of the repository stay.
+    A file that exists with the same content is not sent again, so that a second call continues an
+    interrupted upload. Weights of an earlier upload that have no successor in the folder are
+    deleted; all other files of the repository stay.
 
     Args:
         folder: the folder; links in it are followed.

@@ -14,8 +14,8 @@ text first:
                                around it.
 
 A token is a label if its first character is. A token that begins in the prompt and ends in the
-answer (where a template's last character and the answer's first ones make one token) is none: at
-inference the prompt ends before it, and the model can't write it.
+answer (if a template's last character and the answer's first ones make one token) is not a label:
+at inference the prompt ends before it, and the model can't write it.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "conten
 def with_chat_template(
     tokenizer: Tokenizer, template: str | None, folder: str = "DIR"
 ) -> Tokenizer:
-    """The tokenizer with the template that is meant.
+    """The tokenizer with the named template, or its own.
 
     Args:
         tokenizer: the tokenizer to extend.
@@ -318,8 +318,8 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     first one that the template writes after the assistant's text. Empty where there is no template,
     or where turns end in plain text.
 
-    Such a token need not be among the model's end tokens: `<|im_end|>` of a template that was
-    added later is none, and an answer would go on into turns of its own.
+    Such a token need not be among the model's end tokens. For example, `<|im_end|>` of a template
+    that was added later is not, and an answer would continue into further turns.
     """
     if tokenizer.chat_template is None:
         return ()
@@ -346,7 +346,7 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def require_end(ids: list[int], loss_mask: list[bool], tokenizer: Tokenizer) -> str | None:
-    """A warning if the last label of an example is no special token; else None."""
+    """A warning if the last label of an example is not a special token; else None."""
     last = next((i for i, own in zip(ids[::-1], loss_mask[::-1], strict=True) if own), None)
     if last is None or last in tokenizer.special_token_ids:
         return None

@@ -1,7 +1,7 @@
 """The budget of rendering a chat template: time, text that it makes, values that it keeps.
 
-Python can't be interrupted within one call of its own, so an operation that takes time or memory by
-the length of its input is accounted for before it runs, and the time is looked at after it.
+One call of Python's own functions can't be interrupted, so an operation that takes time or memory
+by the length of its input is counted before it runs, and the time is checked after it.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _concat(pieces: Iterable[str]) -> str:
 
 
 class _Metering(NodeTransformer):
-    """Puts the meter at every place of a template where it can go round, grow or take long."""
+    """Puts the meter at every place of a template that can loop, grow or take long."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)

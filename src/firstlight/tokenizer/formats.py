@@ -1,6 +1,6 @@
 """The kinds of tokenizer files there are, each turned into the same parts.
 
-Which kind a file is of is told by its content: names such as `tokenizer.model` stand for two.
+The kind of a file follows from its content, because names such as `tokenizer.model` have two kinds.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def find_tokenizer_file(folder: Path) -> Path:
     is a tokenizer.
 
     Raises:
-        TokenizerError: there is none, or several different ones, or the folder can't be read.
+        TokenizerError: the folder has no tokenizer or several different ones, or can't be read.
     """
     for name in _USUAL_NAMES:
         if (folder / name).is_file():

@@ -183,7 +183,7 @@ def require_unicode(text: str) -> None:
     """Refuse the half surrogate pairs that Python makes of invalid UTF-8 in names and arguments.
 
     Raises:
-        InputError: the text holds half of a surrogate pair, which is no character.
+        InputError: the text has half of a surrogate pair, which is not a character.
     """
     try:
         text.encode("utf-8")

@@ -80,7 +80,7 @@ def _end(expected: str, pattern: str, position: int) -> int:
 
 
 def _end_of_class(pattern: str, position: int) -> int | None:
-    """The position after a [...] that begins before `position`; classes may stand in classes."""
+    """The position after a [...] that begins before `position`; classes may be nested."""
     depth = 1
     while position < len(pattern):
         if pattern[position] == "\\":

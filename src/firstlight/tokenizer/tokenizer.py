@@ -81,7 +81,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Load a tokenizer from a folder or a file; its kind is told by its content.
+        """Load a tokenizer from a folder or a file; its kind follows from its content.
 
         Accepted: `tokenizer.json`; GPT-2's `vocab.json` + `merges.txt` (also called
         `encoder.json` + `vocab.bpe`); tiktoken's rank files of Llama 3 (`tokenizer.model`) and
@@ -189,7 +189,7 @@ class Tokenizer:
                 are plain text.
 
         Raises:
-            InputError: the text holds half of a surrogate pair, which is no character.
+            InputError: the text has half of a surrogate pair, which is not a character.
             TokenizerError: the tokenizer's files have no token for a part of the text, or a
                 pattern that fails on it.
         """
@@ -260,7 +260,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja text that lays out conversations, if there is one.
+        """The Jinja template of conversations, if there is one.
 
         Of several, which `tokenizer_config.json` lists by name, it is the one called "default".
         """
@@ -392,8 +392,8 @@ class TextStream:
         return piece
 
     def _shrink(self) -> None:
-        """Keep only the ids that still matter: the last token that is no byte token, so that
-        a decoder which strips the first space of a text does not strip later ones."""
+        """Keep only the ids that still matter: the last token that is not a byte token, so that a
+        decoder which strips the first space of a text does not strip later ones."""
         start = max(len(self._ids) - 1, 0)
         while start > 0 and self._ids[start] in self._tokenizer.byte_token_ids:
             start -= 1

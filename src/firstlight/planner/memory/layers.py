@@ -75,8 +75,8 @@ def few_compiled_layers(
         recipe: the resolved recipe.
 
     Returns:
-        The recipe with few layers and with one more, and how many it has beyond the few. None where
-        its layers are not alike, or it has no more than those.
+        The recipe with few layers and with one more, and the number of its layers beyond the few.
+        None where its layers are not alike, or it has no more than those.
     """
     depth = recipe.model.num_hidden_layers
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
@@ -165,7 +165,8 @@ def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> 
 
 
 def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:
-    """The prediction for `steps` layers more than in `more`, which has one more than `few`."""
+    """The prediction for `steps` more layers than in `more`, which has one layer more than
+    `few`."""
     phases = {name: _line(few.phases[name], more.phases[name], steps) for name in more.phases}
     gaps = [found.reserved_bytes - found.peak_bytes for found in (few, more)]
     found = replace(

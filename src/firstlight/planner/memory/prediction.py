@@ -212,7 +212,7 @@ class Timeline:
         return peaks or {"setup": PhasePeak(0, {})}
 
     def split_backward(self, stretches: int) -> None:
-        """Give the later stretches of each backward pass phases of their own."""
+        """Give the later stretches of each backward pass separate phases."""
         if "backward" not in self._names:
             return
         names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]

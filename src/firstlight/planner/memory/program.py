@@ -99,7 +99,7 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..., Tensor]:
-    """A head's loss whose forward and backward pass are phases of their own."""
+    """A head's loss whose forward and backward pass are separate phases."""
 
     def loss(x: Tensor, *args: Any) -> Tensor:
         if not torch.is_grad_enabled():

@@ -49,7 +49,7 @@ def of_one_rank(
         processes: number of processes.
 
     Raises:
-        ConfigError: the model or the batch can't be cut so.
+        ConfigError: the model or the batch can't be divided among the processes.
     """
     part, copies = own_part(recipe, processes), copies_of(recipe, processes)
     engine = engine_of(recipe, processes)
@@ -210,7 +210,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         processes: number of processes, all groups together.
 
     Raises:
-        ConfigError: model or batch can't be cut so.
+        ConfigError: the model or the batch can't be divided among the processes.
     """
     copies = copies_of(recipe, processes)
     cut, batch, model = recipe.distributed, recipe.batch, recipe.model
@@ -245,7 +245,8 @@ def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
 
 
 def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
-    """The engine by which processes share a recipe's model; one process has none to share with.
+    """The engine by which processes share a recipe's model; that of a single process if there is
+    one.
 
     Raises:
         ConfigError: the engine can't run with this number of processes.

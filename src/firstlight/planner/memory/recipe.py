@@ -59,7 +59,7 @@ _FULLY_TRACED = 8
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A prediction that is to be made.
+    """A prediction that has not been made yet.
 
     Attributes:
         calls: functions that trace, with their arguments; none needs what another finds.
@@ -244,7 +244,7 @@ def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, 
 
 
 def cut(trace: Trace, first: int, last: int) -> Trace:
-    """Part of a trace, as one of its own.
+    """Part of a trace, as a separate trace.
 
     Args:
         trace: complete.
@@ -338,7 +338,8 @@ def _finished(tracer: Tracer, planned: Equivalent) -> Trace:
 
 
 def _compile(program: TrainingProgram, batch: Batch) -> None:
-    """Have forward and backward pass compiled, which is no part of a step's memory."""
+    """Compile the forward and backward pass beforehand, because compiling is not part of a step's
+    memory."""
     program.model.train()
     with same_bits(program.recipe.efficiency, program.hardware):
         loss = program.loss_sum(*batch.inputs)

@@ -2,8 +2,8 @@
 and its operators.
 
 Torch's `FakeTensorMode` gives every operator's outputs their shapes and none their memory; `Tracer`
-stands above it and writes down, by a clock that ticks once an operator, when each storage is made
-and when it is gone. What was in memory at any tick, and as what, is worked out afterwards
+is pushed above it and records, by a clock that ticks once for each operator, when each storage is
+made and freed. What was in memory at any tick, and as what, is worked out afterwards
 (`prediction.py`), so that tracing costs a dictionary look-up for each tensor.
 
 A storage made by operator k and given up before operator k + 1 begins is alive at tick k only.
@@ -186,7 +186,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storages.clear()
 
     def move_to_host(self, size: int) -> None:
-        """Count bytes (or less, if negative) that lie in the host's memory."""
+        """Count bytes in the host's memory (subtract them, if negative)."""
         self._host += size
         self.trace.host_bytes = max(self.trace.host_bytes, self._host)
 

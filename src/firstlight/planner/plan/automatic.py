@@ -207,8 +207,8 @@ def planned_elsewhere(
     tell: Callable[[str], None],
     init_from: str | None = None,
 ) -> Recipe:
-    """`planned_recipe` in a process of its own, that ends: what planning leaves in memory would
-    count as the run's.
+    """`planned_recipe` in a separate process, which ends, because the memory that planning leaves
+    would count as the run's.
 
     Args:
         recipe, hardware, tell, init_from: see there.

@@ -209,8 +209,8 @@ def _suggestion(
 
 
 def with_steps(found: Suggestion, steps: int, unique_tokens: float | None = None) -> Suggestion:
-    """A suggestion with another number of steps, and what follows from that; but for its batch, and
-    the seconds that it takes.
+    """A suggestion with another number of steps and the values that follow from it, except its
+    batch and its seconds.
 
     Args:
         unique_tokens: tokens of the text at hand; None if there is no limit.

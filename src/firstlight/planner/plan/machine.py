@@ -109,7 +109,7 @@ class Machine:
 def find_machine(
     gpu: str | None = None, memory_bytes: int | None = None, count: int = 1
 ) -> Machine:
-    """The machine that is meant.
+    """The machine that the options describe.
 
     Args:
         gpu: a GPU's name; None is this machine's GPU or, without one, its CPU.
@@ -215,8 +215,8 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
         init_from: folder of a model to start from.
 
     Raises:
-        ConfigError: there is no model, its vocabulary isn't known, or see `resolve`.
-        ModelError: `init_from` is no model's folder.
+        ConfigError: the recipe has no model, its vocabulary isn't known, or see `resolve`.
+        ModelError: `init_from` is not the folder of a model.
     """
     recipe = with_deepspeed_file(recipe, machine.count)
     if init_from is None:

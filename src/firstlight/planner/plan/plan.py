@@ -184,7 +184,7 @@ def make_plan(
     Raises:
         ConfigError: the recipe can't be trained anywhere: says why; or there is a price, and
             nothing whose duration is known.
-        ModelError: `init_from` is no model's folder.
+        ModelError: `init_from` is not the folder of a model.
     """
     resolved = resolve_for(recipe, machine, init_from)
     budget = budget or Budget()

@@ -50,7 +50,7 @@ _KILLED = (
 
 
 class WorkerProcesses:
-    """Runs functions in processes of its own, or here.
+    """Runs functions in worker processes, or in this process.
 
     Args:
         start: starts the processes, when they are first needed, and returns them by the ends of the
@@ -177,7 +177,7 @@ def _work(end: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one with its text where it does not survive being sent."""
+    """The error, or an error with its text if it can't be sent."""
     try:
         sent = multiprocessing.reduction.ForkingPickler.dumps(error)
         multiprocessing.reduction.ForkingPickler.loads(sent)

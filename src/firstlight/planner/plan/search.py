@@ -64,11 +64,11 @@ def best_estimate(
 ) -> Estimate | None:
     """The settings with the most tokens a second among those that fit; None if none does.
 
-    What a recipe says of precision, optimizer and batch is kept, but for the cut of the batch into
-    micro-batches; memory is bought with the methods that cost the least, and no more than it takes
-    to keep the device busy. Candidates that compile are searched without torch.compile, which is
-    quicker and mostly takes more memory. The candidate found, and the recipe as it stands, are then
-    estimated with it; if neither fits, every candidate that could fit is.
+    The recipe's precision, optimizer and global batch are kept, but not its micro-batch size.
+    Memory is freed by the cheapest methods, and only as much as keeps the device busy. Candidates
+    that compile are searched without torch.compile, which is quicker and mostly takes more memory.
+    The candidate found, and the recipe as it stands, are then estimated with it; if neither fits,
+    every candidate that could fit is.
 
     Args:
         recipe: the resolved recipe.

@@ -133,8 +133,8 @@ def memory_table(one: Estimate) -> Table:
 
 
 def method_rows(plan: Plan) -> Table:
-    """Memory and speed of each method beside those of the recipe as it stands; memory that is
-    known without torch.compile alone beside that of the recipe without it."""
+    """Memory and speed of each method beside those of the recipe as it stands. Memory that is known
+    only without torch.compile is compared with that of the recipe without it."""
     rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
     first = plan.as_it_stands
     assert first.training is not None

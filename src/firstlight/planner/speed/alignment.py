@@ -1,7 +1,7 @@
 """Sizes of a model that matrix units read slowly, and the gain of aligned ones.
 
-Matrix units read 16 bytes at a time: 8 numbers of 16 bits. Products with a dimension that is no
-multiple of that take slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
+Matrix units read 16 bytes at a time: 8 numbers of 16 bits. Products with a dimension that is not a
+multiple of it use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
 """
 
 from __future__ import annotations

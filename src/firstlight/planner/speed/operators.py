@@ -238,8 +238,8 @@ def streamed_bytes(operator: Operator) -> float:
 
 
 def smaller(operator: Operator) -> Operator | None:
-    """An operator of the same kind and about half the work, which runs at the same rate; None where
-    there is none.
+    """An operator of the same kind and about half the work, which runs at the same rate; None if
+    there is no such operator.
 
     For a product the largest size is halved, for attention the batch, for other operators the first
     dimension of the tensors that have it; from lists of tensors, the largest tensor is left out.

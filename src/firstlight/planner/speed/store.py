@@ -45,7 +45,7 @@ def load_calibration(
     reference: Reference | None = None,
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Calibration:
-    """This machine's store, empty where there is none or none that can be used: its notes say so.
+    """This machine's store. It is empty without a usable file, and its notes say so.
 
     Args:
         folder: None is calibration/ in the cache.

@@ -220,7 +220,7 @@ def _bound(sums: _Sums) -> Bound:
 
 
 def _fuses(entry: OperatorCount, work: Workload) -> bool:
-    """True if torch.compile makes the operator part of a kernel of its own."""
+    """True if torch.compile fuses the operator into one of its own kernels."""
     one = entry.operator
     return (
         work.compiled
