@@ -182,7 +182,7 @@ class PlannerCase:
         rows, tokens: sequences of a micro-batch, and tokens of a sequence.
         changes: keys of the recipe, `section.key` or a whole section.
         kind: "training", "evaluation" or "generation".
-        generation: prompt_tokens, max_new_tokens, sequences, dtype; None for training.
+        generation: prompt_tokens, max_new_tokens, sequences, dtype; None for the other kinds.
         needs: packages that must be installed.
         fitted: True if the speed model is fitted on it; else its error is measured on it.
         slow: True if it takes far longer than others, since it compiles.

@@ -306,7 +306,7 @@ class _Kept:
         self._kept.append((result, self._last))
 
     def make_room(self) -> None:
-        """True if there is room for another result as large as the last."""
+        """Drop the oldest results until there is room for another one as large as the last."""
         while self._kept and sum(size for _, size in self._kept) + self._last > self._most:
             self._kept.popleft()
 
