@@ -92,7 +92,7 @@ class MissingDependencyError(FirstlightError):
         self._asked = (package, extra, purpose)
 
     def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
-        # On its way from another process it is made anew.
+        # Unpickling it from another process calls the constructor again.
         return type(self), self._asked
 
 

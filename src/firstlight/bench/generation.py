@@ -139,7 +139,7 @@ def bench_generation(
             machine["copy_bytes_per_second"] = max(rates)
             if row.program == "firstlight":
                 environment = dict(own) | environment
-            # The first turn compiles, whatever was compiled before.
+            # The first turn compiles, even if the code was compiled before.
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(temporary) / "caches")
             environment["HF_HUB_OFFLINE"] = "1"
             # One continuation of it takes minutes.

@@ -84,7 +84,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
         "seq_len": 64 if dry else 1024,
         "rows": 1 if dry else 16,
     }
-    # The second of the two finds what the first has compiled.
+    # The second one reuses the code that the first one compiled.
     for name, compiles, seconds, turns in (
         ("start", False, 25, 1),
         ("start, compiled", True, 80, 2),

@@ -154,7 +154,7 @@ def peaks(device: torch.device, level: int) -> tuple[int, int]:
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         return peak, peak
-    # The kernel counts in batches, so that the peak may read lower than what was there.
+    # The kernel counts in batches, so the peak may be lower than the resident memory before.
     peak = max(peak_resident_bytes(), level)
     return peak - level, peak
 

@@ -188,7 +188,7 @@ def _ceiling(hardware: Hardware) -> dict[str, Any]:
     tries = 1
     if hardware.device.type == "cpu":
         # Some CPUs convert bf16 and multiply it at half of fp32's rate. Other work on the machine
-        # only ever lowers what is measured.
+        # can only lower the measured value.
         dtypes, tries = [*dtypes, torch.float32], 9
     rates = {
         dtype: max(peak_flops(hardware.device, dtype) for _ in range(tries))

@@ -173,7 +173,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) ->
         result = measure(json.loads(request))
     except FirstlightError as error:
         result = error_of(type(error).__name__, str(error))
-    # Past what a library may have printed; what it printed and holds back goes nowhere.
+    # After any output of a library; output that it still buffers is discarded.
     os.write(1, (json.dumps(result) + "\n").encode())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -297,7 +297,7 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
         answer(measure, json.dumps(job["request"]))
         code = 0
     finally:
-        # The error is written here: the process ends, whatever it is.
+        # Every error is written here, because the process ends.
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         sys.stderr.flush()

@@ -240,7 +240,7 @@ def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, bench: TrainingBen
     }
     ours = row.program == FIRSTLIGHT or bench.same_environment
     environment = training_environment() if ours else plain_environment()
-    # The first turn compiles, whatever was compiled before.
+    # The first turn compiles, even if the code was compiled before.
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "caches"), "HF_HUB_OFFLINE": "1"}
     return ask("firstlight.bench.training_once", request, environment)
 

@@ -388,7 +388,7 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
     """The whole run's recipe with the best values, as YAML; its run folder is in the study's, since
     the recipe's own may have a run."""
-    # The first trial has the recipe's own values, some of which may be open.
+    # The first trial has the recipe's own values; some may be open.
     values = {} if best["trial"] == 1 else best["values"]
     found = with_values(study.parsed, values, study.seq_len)
     content = found.model_dump(mode="json", exclude_unset=True)

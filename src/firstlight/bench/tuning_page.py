@@ -16,7 +16,7 @@ _COLUMNS = 3
 #: Numbers below a panel.
 _TICKS = 5
 
-#: Losses above the best by more than so many times the median's distance lie at the upper edge.
+#: Losses above the best by more than this multiple of the median's distance are at the upper edge.
 _SPAN = 2.5
 
 Line = Mapping[str, Any]

@@ -25,7 +25,7 @@ from firstlight.recipe.load import parse_yaml
 #: Evaluations of a trial, the last one at its end.
 POINTS = 6
 
-#: Sections that decide what is learned; the others say where, on what and for how long.
+#: Sections that change the training result; the others set place, device and length.
 _SECTIONS = (
     *("model", "init", "batch", "schedule", "optimizer", "loss"),
     *("efficiency", "lora", "preference"),

@@ -108,7 +108,7 @@ def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value
     if not lines:
         return own_values(study.search, study.parsed, study.warmup_ratio)
     tried = [line["values"] for line in lines]
-    # A sampler may propose what it has proposed before; a trial gives the same loss each time.
+    # A sampler may repeat a proposal; a trial gives the same loss each time.
     for attempt in range(_ATTEMPTS):
         values = _sample(study, lines, attempt)
         if values not in tried:

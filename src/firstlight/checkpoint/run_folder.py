@@ -152,7 +152,7 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
     # never be made is missing each time.
     for left in range(_TRIES, 0, -1):
         try:
-            # Its name is synced: what a run saves is lost with it.
+            # Its name is synced, because a run's files would be lost with it.
             make_folder(folder)
         except StorageError as error:
             if left == 1 or not isinstance(error.__cause__, FileNotFoundError):

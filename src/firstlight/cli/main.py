@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
     finally:
-        # Ctrl-C while Python ends would print a traceback of whatever cleans up then.
+        # Ctrl-C while Python ends would print a traceback of the code that cleans up.
         if ends_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     return exit_code or 0

@@ -63,7 +63,7 @@ _TORCH_DTYPES = {
     "f64": torch.float64,
 }
 
-#: Bytes of a calibration text, of which 32,768 tokens are read.
+#: Most bytes of a calibration text; 32,768 tokens of it are read.
 _MAX_CALIBRATION_BYTES = 10_000_000
 #: Name of Ollama's file.
 MODELFILE = "Modelfile"

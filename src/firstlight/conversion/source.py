@@ -183,7 +183,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if has_pickled_weights(folder):
         return content, pickled_tensors(folder)
     stored = fitting_tensors(meta_model(config), folder)
-    # Packed weights are unpacked, and written as what they then are.
+    # Packed weights are unpacked, and written unpacked.
     content.pop("quantization_config", None)
     return content, one_by_one(open_tensors(stored), config)
 

@@ -239,7 +239,7 @@ class _ChatPreparation:
     def _write(self, split: str, chat: LabelledChat) -> None:
         loss_mask = np.array(chat.loss_mask)
         loss_mask[0] = False  # there is nothing to predict the first token from
-        # A model's bits per byte are of text; an answer's end alone is none.
+        # A model's bits per byte are of text; an answer's end token alone is not text.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn

@@ -119,7 +119,7 @@ _SIGNATURES = (
     (0, b"MZ", _PROGRAM),
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _OLD_OFFICE),
 )
-#: Names of entries at the beginning of a ZIP file, and what it is then.
+#: Names of entries at the beginning of a ZIP file, and the kind that they show.
 _IN_ZIP = (
     (rb"mimetypeapplication/epub", _EPUB),
     (rb"mimetypeapplication/vnd\.oasis\.opendocument\.text", _ODT),

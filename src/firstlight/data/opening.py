@@ -216,7 +216,7 @@ def _likely_encoding_of(path: Path) -> str | None:
 def _advice(path: Path, encoding: str | None) -> str:
     """The command that converts a file to UTF-8, as the end of a message."""
     name = "ENCODING" if encoding is None else encoding.upper()
-    # A file that is UTF-8 but for some bytes loses those.
+    # A file that is UTF-8 except for some bytes loses these.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
     read, write = shlex.quote(str(path)), shlex.quote(str(_converted(path)))
     iconv = f"iconv {options} -t utf-8"

@@ -19,7 +19,7 @@ from firstlight.errors import InputError, first_line
 
 #: Rows that are read at a time: the most, and the fewest before rows share values in memory.
 _BATCH_ROWS, _FEW_ROWS = 1024, 8
-#: Rows of a batch with more than so many bytes become objects one by one.
+#: Rows of a batch with more than this number of bytes become objects one by one.
 _BATCH_BYTES = 1 << 24
 #: Bytes of a batch in which each row has a value of its own.
 _COPIED_BYTES = 1 << 26

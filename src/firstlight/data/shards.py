@@ -80,7 +80,7 @@ TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 BLOCK_BYTES = 1 << 16
 #: Document offsets that are checked together when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: One document offset of so many is held in memory: the others between two of these are read.
+#: One document offset of this number is held in memory; the others in between are read.
 _OFFSETS_HELD = 512
 #: Tokens of a shard that are compared with the vocabulary together.
 _CHECKED_AT_ONCE = 1 << 17

@@ -232,7 +232,7 @@ def flex_attention(
 
 @functools.cache
 def _capping(bound: float) -> Callable[..., Tensor]:
-    # One function for each bound: a new one would be compiled anew.
+    # One function for each bound: a new function would be compiled again.
     def cap(score: Tensor, *_: Tensor) -> Tensor:
         return soft_capped(score, bound)
 

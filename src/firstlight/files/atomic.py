@@ -116,7 +116,7 @@ def new_folder(
         StorageError: the disk is full, read-only or not permitted, or `path` is not empty.
     """
     with storage_errors(path):
-        # A link to a folder stays a link, and what is written is on the disk it leads to.
+        # A link to a folder stays a link, and files are written to the disk that it leads to.
         path = Path(os.path.realpath(path))
         # Neither can be renamed over: the one not at all, the other not under a shell's feet.
         if os.path.ismount(path):
@@ -163,7 +163,7 @@ def _swap(new: Path, path: Path, aside: Path | None) -> None:
         seam.disk.rename(old, path)
         raise
     if aside is None:
-        # First: a power cut may keep what is deleted and lose the renames.
+        # First, because a power cut may keep deletions and lose the renames.
         seam.disk.sync_folder(path.parent)
         _remove(old)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-#: Smaller writes are gathered up to so many bytes.
+#: Smaller writes are gathered up to this number of bytes.
 _GATHERED_BYTES = 1 << 20
 
 

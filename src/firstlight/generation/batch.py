@@ -17,7 +17,7 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.few_rows import lay_out, ready_to_compile
 from firstlight.models import Cache, KVCache, Model, RaggedCache
 
-#: Attention reads a multiple of so many cache positions: few shapes, and few positions in vain.
+#: Attention reads a multiple of this number of cache positions: few shapes, few unused positions.
 _REACH_STEP = 64
 
 #: Logits that are held at a time while a prompt is scored.
@@ -147,7 +147,7 @@ class BatchDecoder:
         assert max(self.lengths) < self.max_tokens, "a sequence is full"
         for number, length in enumerate(self.lengths):
             if length + 1 == self.model.config.long_from:
-                # As in transformers' Phi-3: what is cached has the positions of short texts.
+                # As in transformers' Phi-3: the cached keys have the positions of short texts.
                 input_ids = torch.tensor([self._stored[number]], device=self._device)
                 cache = self.cache.sequence(number)
                 cache.least_length = length + 1

@@ -19,7 +19,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel, load_model
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
-#: Names of `load`'s dtypes, and what is read; None is that of the file.
+#: Names of `load`'s dtypes, and the dtype that is read; None is that of the file.
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -89,7 +89,7 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     assert len(decoder) == 0
-    # Half of the context: less would forget more than it has to, more would begin anew too often.
+    # Half of the context: less would forget more than needed, more would read again too often.
     half = max(decoder.max_tokens // 2, 1)
     prompt_ids = text.prompt_ids
     if text.config.slide and len(prompt_ids) >= decoder.max_tokens:
@@ -101,7 +101,7 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
             if decoder.room(0):
                 logits_V = decoder.step(text.token_ids[-1:])[0]
             else:
-                # Positions count from the beginning of what is kept, as in training.
+                # Positions count from the beginning of the kept text, as in training.
                 decoder.remove(0)
                 logits_V = decoder.add([*text.prompt_ids, *text.token_ids][-half:])
             yield text.push(logits_V)

@@ -30,7 +30,7 @@ from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.moe import Router
 
-#: From so many rows on, computing is what takes the time, and torch's kernels do that faster.
+#: Number of rows from which on computing takes the time, which torch's kernels do faster.
 MOST_ROWS = 8
 
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")

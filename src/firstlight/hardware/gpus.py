@@ -198,7 +198,7 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
     wanted = _words(name)
     matches = [gpu for gpu in GPUS.values() if _words(gpu.name) == wanted]
     if not matches and not _OTHER_DEVICE.search(name.lower()):
-        # "A100" is either; "RTX 4090 24GB" says what is known.
+        # "A100" can be either; "RTX 4090 24GB" repeats a known fact.
         plain = _without_memory(wanted)
         said = wanted - plain
         matches = [

@@ -33,7 +33,7 @@ from firstlight.models.rope import (
     apply_rope_from_neighbours,
 )
 
-#: Epsilon of the norms of compressed vectors, whatever `rms_norm_eps` is.
+#: Epsilon of the norms of compressed vectors, independent of `rms_norm_eps`.
 _LATENT_EPS = 1e-6
 
 

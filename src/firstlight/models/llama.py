@@ -200,7 +200,7 @@ class Llama(LanguageModel):
             cache_positions, total, positions: results of `token_positions`.
             document_ids: document of each token, see `forward`.
         """
-        # At most two, whatever the number of layers.
+        # At most two for any number of layers.
         window = self.config.sliding_window
         mask = self.make_mask(cache_positions, total, None, document_ids)
         if window is None:

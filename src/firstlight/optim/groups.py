@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 Role = Literal["embedding", "head", "matrix", "vector"]
 
-#: Role -> what a run's first lines call it, in their order.
+#: Role -> its name in a run's first lines, in their order.
 ROLES: dict[Role, str] = {
     "embedding": "embeddings",
     "head": "head",

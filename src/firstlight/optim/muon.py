@@ -218,7 +218,7 @@ class Muon(torch.optim.Optimizer):
         # AdamW's typical update has this root mean square, so one learning rate serves both.
         scale = 0.2
         if group["beta2"] is None:
-            # NorMuon's factors give it a root mean square of one, whatever the shape.
+            # NorMuon's factors give it a root mean square of one for every shape.
             scale *= math.sqrt(max(parameter.shape[-2:]))
         decay = group["lr"] * group["weight_decay"]
         if group["cautious"]:

@@ -165,7 +165,7 @@ class ZeroOptimizer(Optimizer):
         else:
             norm = inner.scaled_global_norm()
         assert isinstance(norm, Tensor)
-        # DeepSpeed's norm of what is not finite is -1.
+        # DeepSpeed's norm is -1 if a gradient is not finite.
         norm = norm.detach().float()
         return torch.where(norm < 0, torch.inf, norm) / grad_scale
 

@@ -52,7 +52,7 @@ FOLDER = "FIRSTLIGHT_LAUNCH_FOLDER"
 #: Seconds for the other ranks to end by themselves once one has failed.
 _GRACE_SECONDS = 8.0
 
-#: Seconds for the ranks of other machines to read what has failed.
+#: Seconds for the ranks of other machines to read the failure.
 _LINGER_SECONDS = 4.0
 
 #: Seconds for ranks that were asked to stop, to save. A second signal ends them sooner.
@@ -256,7 +256,7 @@ class _Agent(LocalElasticAgent):
             first = self._failed[0]
             announce(host, port, os.environ[ROUND], f"{_name(first)} failed: {first.error}")
         if self._failed and running:
-            # torch's agent would end them here, before they can say what has failed.
+            # torch's agent would end them here, before they can report the failure.
             if time.monotonic() - self._failed_at > _GRACE_SECONDS:
                 self._killed = True
                 for process in running:

@@ -41,7 +41,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = next(tokens for most, tokens in settings.VOCABULARIES if facts.total_bytes <= most)
     reason = f"{rounded(facts.total_bytes)} bytes of text fill {size:,} tokens with use"
-    # A token for each common character, and as many again for what they form.
+    # A token for each common character, and as many again for their combinations.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
         size = min(1 << math.ceil(math.log2(signs)), settings.VOCABULARIES[-1][1])

@@ -20,7 +20,7 @@ def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[Da
     """
     found: dict[str, DataSource] = {}
     for item in inputs:
-        # Python's standard library, whatever lies here under that name.
+        # Always Python's standard library, even if a file here has this name.
         if item == STANDARD_LIBRARY:
             continue
         try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _TOKENIZER_BYTES = 24 << 20
 #: Text that is prepared whatever the length of the run; of more, as much as the run reads.
 _PREPARED_BYTES = 64 << 20
-#: Part of the text that is prepared beyond what the run is expected to read.
+#: Part of the text that is prepared in addition to the text that the run is expected to read.
 _SPARE = 1.5
 #: Held-out text that xz is tried on.
 _XZ_BYTES = 8 << 20

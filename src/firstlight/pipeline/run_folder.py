@@ -21,7 +21,7 @@ from firstlight.pipeline.plan import Request, run_name, time_text
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe
 
-#: In the run folder: what the run was made for.
+#: File in the run folder with the texts and options that the run was made for.
 STATE_NAME = "pipeline.json"
 #: In the run folder: tokenizer and shards.
 DATA_FOLDER = "data"

@@ -39,7 +39,7 @@ SIZES = {
     "xl": (1280, 20),
 }
 
-#: Size of the vocabulary by bytes of text: (up to so many bytes, tokens).
+#: Size of the vocabulary by bytes of text: (upper limit of bytes, tokens).
 VOCABULARIES = (
     *((150e3, 512), (500e3, 1024), (3e6, 2048), (40e6, 4096), (400e6, 8192), (4e9, 16384)),
     (float("inf"), 32768),

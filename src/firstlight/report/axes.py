@@ -87,7 +87,7 @@ def linear_ticks(low: float, high: float, count: int) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-#: Up to so many powers of ten, what stands between them.
+#: (greatest number of powers of ten, factors of the ticks within each of them)
 _FACTORS: Sequence[tuple[float, Sequence[float]]] = (
     (1, (1, 1.5, 2, 3, 5, 7)),
     (2, (1, 2, 5)),

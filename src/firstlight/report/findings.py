@@ -29,7 +29,7 @@ _FALL = 0.003
 _WINDOW = 10
 #: Steps after the warm-up before a run is judged, and before it is said that the loss never fell.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
-#: Without so many steps after the warm-up, only a loss of so many times the bound is judged.
+#: With fewer steps after the warm-up, only a loss of this multiple of the bound is judged.
 _FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
 
 

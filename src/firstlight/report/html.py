@@ -29,7 +29,7 @@ from firstlight.report.page import (
 from firstlight.report.records import MOSTLY_LEARNED, RunRecord
 from firstlight.report.series import Metrics, Series, smoothed
 
-#: Points of thinned curves; a wide chart has so many pixels.
+#: Points of thinned curves: the pixels of a wide chart.
 _BUCKETS = 700
 _MAX_EVENTS = 500
 

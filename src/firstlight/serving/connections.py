@@ -108,7 +108,7 @@ class LimitedProtocol(H11Protocol):
         if not self.transport.is_closing():
             self._watch()
         else:
-            # The client loses what it has not read by then.
+            # The client loses the part that it has not read by then.
             self._set_deadline(self.limits.write_timeout)
 
     def _watch(self) -> None:

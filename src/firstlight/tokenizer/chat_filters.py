@@ -41,7 +41,7 @@ _OF_ITEMS = ("dictsort", "groupby", "max", "min", "sort", "sum", "unique")
 _ONE_BY_ONE = ("map", "reject", "rejectattr", "select", "selectattr")
 #: Escapes of HTML have up to five characters.
 _ESCAPING = ("e", "escape", "forceescape")
-#: Tests that take time by the length of what is compared.
+#: Tests that take time by the length of the compared values.
 _LONG_TESTS = (
     *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le"),
     *("lessthan", "lower", "lt", "ne", "upper"),

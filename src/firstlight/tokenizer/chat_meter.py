@@ -22,7 +22,7 @@ _CHARS_PER_ITEM = 20
 MAX_BYTES_MADE = 150_000_000
 #: Bytes of a short text, as a text is cut into.
 BYTES_PER_PIECE = 80
-#: Items of what is sorted, grouped or made distinct: each takes a microsecond.
+#: Most items that are sorted, grouped or made distinct: each takes a microsecond.
 MAX_ITEMS = 100_000
 #: Bits of a whole number.
 _MAX_INTEGER_BITS = 100_000

@@ -156,7 +156,7 @@ class _Metering(NodeTransformer):
             case nodes.Assign():
                 node.node = _through(" kept", node.node)
             case nodes.AssignBlock():
-                # The innermost filter takes what the block has written.
+                # The innermost filter takes the text that the block has written.
                 for name in (" made", " kept"):
                     node.filter = nodes.Filter(
                         node.filter, name, [], [], None, None, lineno=node.lineno

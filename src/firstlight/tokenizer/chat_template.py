@@ -94,7 +94,7 @@ CHAT_TEMPLATES: dict[str, str] = {
 
 _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
-    # [INST] and <<SYS>> are plain text; the turns end with whatever eos_token is.
+    # [INST] and <<SYS>> are plain text; the turns end with eos_token.
     "llama2": (),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "alpaca": (),

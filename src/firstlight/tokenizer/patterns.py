@@ -14,7 +14,7 @@ import tokenizers
 
 from firstlight.tokenizer.limits import steps_of
 
-#: Steps whose code in the library can't panic, whatever the text.
+#: Steps whose code in the library can't panic on any text.
 _SOUND_STEPS = frozenset(
     "BPEDecoder BertNormalizer BertPreTokenizer ByteFallback ByteLevel CharDelimiterSplit Digits "
     "Fuse Lowercase Metaspace NFC NFD NFKC NFKD Nmt Prepend Punctuation Replace Sequence Split "

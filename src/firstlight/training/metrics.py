@@ -245,7 +245,7 @@ class RunLogs:
         self._metrics = JsonLines(self._folder / METRICS_NAME)
         self._samples = JsonLines(self._folder / SAMPLES_NAME)
         if self._tensorboard is not None:
-            # Written anew from the logs that stay, so that it has no step twice.
+            # Rewritten from the logs that stay, so that it has no step twice.
             lines = (read_json_lines(self._folder / name) for name in (METRICS_NAME, SAMPLES_NAME))
             self._tensorboard.begin(*lines)
 

@@ -204,7 +204,7 @@ def main() -> int:
             _limit_memory(int(_SHARE * free_memory_bytes(hardware.device)))
         trial = try_step(recipe, hardware)
     except FirstlightError as error:
-        # Past whatever a library may print.
+        # After any output of a library.
         os.write(1, (json.dumps({"error": str(error)}) + "\n").encode())
         return _REFUSED
     except (RuntimeError, MemoryError) as error:

@@ -33,7 +33,7 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
         return
     except MicroBatchTooLargeError as error:
         problem = str(error)
-        # Else the frames of the failed passes keep what the passes had in memory.
+        # Otherwise the frames of the failed passes keep the passes' tensors in memory.
         traceback.clear_frames(error.__traceback__)
     except DivergedError:
         raise

@@ -182,7 +182,7 @@ class Stopping:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if not self._watching:
-            # Noted, since what is raised now may be swallowed, as by a destructor.
+            # Noted, because an exception raised now may be swallowed, for example by a destructor.
             self._signal = name
             self._do(self._before[number], number, frame)
             return
@@ -199,7 +199,7 @@ class Stopping:
                 except OSError:  # the terminal has gone
                     silence()
             return
-        # The second signal: what it did before the run, which may be to end the process at once.
+        # The second signal has its former effect, which may be to end the process at once.
         before = self._before[number]
         self._put_back()
         self._do(before, number, frame)

@@ -83,7 +83,7 @@ def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, s
         if name.startswith(prefix) and not name.removeprefix(prefix).startswith("rank")
     }
     if rank and f"{RNG_PREFIX}cpu" not in own:
-        # Another for each step: what was drawn before the checkpoint isn't drawn again.
+        # Another seed for each step, so that earlier random numbers are not drawn again.
         torch.manual_seed(program.recipe.run.seed + rank + (step << 32))
         return
     restore_torch_random_states(own)

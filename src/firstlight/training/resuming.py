@@ -137,7 +137,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"{folder} has the state of optimizer.{key} {before}, which schedule.resume "
                 f"continues: set that instead of {now}, or leave schedule.resume out"
             )
-        # All of the state is restored; what was the other run's own is left out below.
+        # All of the state is restored; the other run's own part is left out below.
         return folder, restore(checkpoint, run.program)
 
     folder, found = read_start(init_from, run.engine, restored)
@@ -226,7 +226,7 @@ def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dic
         now.global_batch_tokens,
         now.ramp_start_tokens,
     )
-    # Another batch is cut anew.
+    # Another batch is divided again.
     return before.model_dump(exclude=None if same else {"batch"})
 
 

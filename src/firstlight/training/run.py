@@ -158,7 +158,7 @@ class Run:
 
     def is_due(self, every_steps: int) -> bool:
         """True if an action with a period in steps, which is also done at the end, is due now."""
-        # At the end in any case: the last weights are evaluated and saved whatever their number.
+        # At the end in any case: the last weights are evaluated and saved at any step.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
@@ -182,7 +182,7 @@ class Run:
     @property
     def logged_step(self) -> int:
         """The last step whose lines are in the logs; -1 without any."""
-        # Without a checkpoint of its own, what is there is an earlier attempt's.
+        # Without this run's own checkpoint, the existing files are those of an earlier attempt.
         return -1 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
     def take_up(self, checkpoint: Checkpoint) -> None:
@@ -336,6 +336,6 @@ class Run:
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
         self.require_folder()
-        # In the state too: a checkpoint has the events, so that resuming can write the file anew.
+        # In the state, too: a checkpoint has the events, so that resuming can rewrite the file.
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)

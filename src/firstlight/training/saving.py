@@ -138,7 +138,7 @@ class RunCheckpoints:
         self.saver.saved_step = run.saved_step
         # The checkpoint's own count could end the next attempt at its first bad step.
         run.guard.skipped_in_a_row = 0
-        # The data go on, and what was learned about the machine stays.
+        # The position in the data and the facts learned about the machine stay as they are.
         run.state.rows_seen = run.loader.state_dict()["rows_seen"]
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
         # Texts and statistics of the steps that are gone back on.

@@ -199,7 +199,7 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
         "fp8": torch.bfloat16,
         "fp16": torch.float16,
     }.get(recipe.efficiency.precision)
-    # Its own generator: adapters begin alike whatever was drawn before.
+    # A separate generator: adapters begin alike, independent of earlier random numbers.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
 
@@ -255,7 +255,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     config = read_config(newest)
     multiple = saved_vocab_multiple(newest, state)
     try:
-        # Its files are what they were when they were saved; that they belong together is not said.
+        # The manifest shows that the files are unchanged, but not that they belong together.
         if is_sharded_checkpoint(newest):
             fitting_model(config, newest, multiple)
         else:

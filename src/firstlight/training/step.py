@@ -97,7 +97,7 @@ def train_step(
         several = engine.world.size > 1
         mean = engine.sum(float(total)) / terms if several else float(total / terms)
         return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
-    # Outside of the handler: the error's traceback holds what the passes had in memory.
+    # Outside of the handler: the error's traceback keeps the passes' tensors in memory.
     optimizer.zero_grad()
     raise MicroBatchTooLargeError(problem)
 

@@ -27,7 +27,7 @@ TRACKERS_NAME = "trackers"
 
 #: Seconds that a tracker has after a run's end, and those where it stores a checkpoint.
 _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
-#: Seconds after which a person is told what is waited for.
+#: Seconds after which a message names the awaited tracker.
 _SECONDS_UNSAID = 3.0
 
 _COMMAND = [sys.executable, "-P", "-m", "firstlight.training.tracker_process"]
@@ -172,7 +172,7 @@ class Trackers:
                 make_folder(self._folder / TRACKERS_NAME)
                 process = _TrackerProcess(name, self._folder, self._config, is_new=self._is_new)
             except StorageError as error:
-                # A tracker never ends a run: what it shows stands in the run's own logs.
+                # A tracker never ends a run: the run's own logs have all that it shows.
                 self._tell(f"warning: {name} gets nothing of this run: {error} (the run goes on)")
                 continue
             self._processes.append(process)

@@ -265,7 +265,7 @@ def sample_texts(
         DivergedError: the weights are of no use.
     """
     config = program.recipe.evaluation
-    # One seed for all evaluations: texts differ by what the model has learned alone.
+    # One seed for all evaluations: texts differ only by the model's weights.
     sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
     loaded = _loaded(program.model, tokenizer, run_folder)
     for prompt in config.sample_prompts:

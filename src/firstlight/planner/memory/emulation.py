@@ -328,7 +328,7 @@ def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
         def run(arguments: list[Any]) -> Any:
             return (plain if chosen.runs else fused)(arguments)
 
-        # The list is emptied by who takes it, so that what is in it can go early.
+        # The callee empties the list, so that its tensors can be freed early.
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 

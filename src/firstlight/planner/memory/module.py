@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
 
-#: Operators of libraries (oneDNN, cuDNN) that take memory inside, by what they are called.
+#: Parts of the names of operators of libraries (oneDNN, cuDNN) that take memory inside.
 _OPAQUE = ("convolution", "rnn", "lstm", "gru")
 
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}

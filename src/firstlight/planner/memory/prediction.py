@@ -136,7 +136,7 @@ def predict(
     peaks = timeline.phase_peaks()
     peaks = {name: peaks[name] for name in phases or peaks}
     phase = max(peaks, key=lambda name: peaks[name].bytes)
-    # An evaluation's peak does not contain what the training step before it had freed.
+    # An evaluation's peak does not contain storages that the training step before it freed.
     reserved = timeline.reserved_bytes(timeline.first_tick(phases) if phases else 0)
     peak = peaks[phase].bytes
     return MemoryPrediction(
@@ -362,7 +362,7 @@ class CachingAllocator:
             length = _MIDDLE_SEGMENT
         else:
             length = -(-size // _LARGE_ROUND) * _LARGE_ROUND
-        # Segments are no neighbours, whatever their addresses: no chain leads from one to the next.
+        # Segments are never neighbours: no chain leads from one to the next.
         block = _Block(length, self.reserved, is_small)
         self.reserved += length
         return block

@@ -214,7 +214,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     """
     copies = copies_of(recipe, processes)
     cut, batch, model = recipe.distributed, recipe.batch, recipe.model
-    # Says what is wrong with a batch that does not come out even.
+    # Raises the error of a batch that can't be divided evenly.
     batch.accumulation(recipe.data.seq_len, copies)
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens // copies

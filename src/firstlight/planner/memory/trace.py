@@ -205,7 +205,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten._local_scalar_dense.default:
             return _READ_VALUES[args[0].is_floating_point()]
         if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
-            # Its own code comes first, which calls operators on what it consists of.
+            # Its own code runs first, and calls operators on its inner tensors.
             return NotImplemented
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
             # Not `decompose`, which has code in Python for some that copies where the kernel

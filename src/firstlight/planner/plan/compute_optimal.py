@@ -48,7 +48,7 @@ LAWS = (
 #: Which of them decides: it reproduces the 20 tokens a parameter of the other approaches.
 _DECIDING = LAWS[1]
 
-#: Text that is read again: after so many times, more of it adds nothing (Muennighoff et al. 2023).
+#: Number of repetitions after which reading a text again adds nothing (Muennighoff et al. 2023).
 _WORTH_OF_REPETITION = 15.39
 
 

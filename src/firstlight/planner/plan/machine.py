@@ -99,7 +99,7 @@ class Machine:
     def hardware(self) -> Hardware:
         """The `Hardware` that describes this target to the rest of firstlight."""
         device = torch.device(self.target.kind)
-        # For a GPU of which only the memory is known, nothing is refused.
+        # For a GPU whose memory alone is known, nothing is refused.
         of_table = self.gpu is not None and self.gpu.capability != (0, 0)
         known = self.target.kind == "cuda" and (self.is_here or of_table)
         capability = self.target.capability if known else None

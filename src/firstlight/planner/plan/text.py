@@ -214,7 +214,7 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     )
     if found.epochs is not None:
         read = f"    the prepared text is read {found.epochs:.2g} times"
-        # Less than all by what is left of a step.
+        # Less than all tokens, by the rest of a step.
         is_all = found.epochs > 0.9 * MOST_EPOCHS
         yield f"{read}: more would be worth little, and more text much" if is_all else read
 

@@ -299,7 +299,7 @@ def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shar
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
         busy = sums.phases[phase]
         waited = larger(busy, each * number)
-        # Only what is longer than the kernels: while they run, launching the next ones is free.
+        # Only the time beyond the kernels: while they run, launching the next ones is free.
         extra = Range(*(a - b for a, b in zip(waited, busy, strict=True)))
         sums.add(phase, "launching", extra)
 
