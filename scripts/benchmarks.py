@@ -69,7 +69,7 @@ class Block:
 
     @property
     def is_done(self) -> bool:
-        """Whether this very command is finished."""
+        """True if this very command is finished."""
         done = self.folder / "done"
         return done.is_file() and done.read_text(encoding="utf-8") == self.command
 

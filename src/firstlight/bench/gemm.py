@@ -190,7 +190,7 @@ class GemmRun:
 #: Products of fewer FLOPs, whose operands lie in a cache, don't set a ceiling.
 _CEILING_FLOPS = 1e9
 
-#: For one number format: each product that was measured, and its seconds in each round.
+#: Measured products of one number format, and the seconds of each in each round.
 Times = Mapping[GemmProduct, Sequence[float]]
 
 

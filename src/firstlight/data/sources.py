@@ -35,7 +35,7 @@ SUFFIXES = (
 #: Suffixes of files with one record a line.
 LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
-#: In a prepared corpus: the names of its inputs.
+#: File in a prepared corpus with the names of its inputs.
 SOURCES_NAME = "sources.json"
 #: The input that means the source of the running Python's standard library.
 STANDARD_LIBRARY = "stdlib"

@@ -70,7 +70,7 @@ class LossFunction(Protocol):
     ) -> Tensor: ...
 
 
-#: From a function of (input_ids, labels None, document_ids) to logits [B, T, V] to a loss function.
+#: Maps a function (input_ids, labels None, document_ids) -> logits [B, T, V] to a loss function.
 Objective = Callable[[Callable[..., Tensor]], LossFunction]
 
 

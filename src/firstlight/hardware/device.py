@@ -137,7 +137,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measured_matmul_flops(device, dtype)
 
 
-#: No try begins later than this after the first.
+#: Seconds after the first try in which further tries may begin.
 _MEASURING_SECONDS = 1.0
 
 

@@ -20,9 +20,9 @@ SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 #: take as long to wake: 27 ms instead of 14 to 20 were seen.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
-#: Beside busy programs a thread that spins uses up its time slice, and the others of its parallel
-#: region wait until it gets the next one: steps of 2.8 s with 5000, of 0.35 s with 1000 and of
-#: 0.21 s with 100 were seen on two cores with a load of 12 (0.14 s on free cores).
+#: Setting beside busy programs, where a spinning thread uses up its time slice, and the others of
+#: its parallel region wait for its next one: on two cores with a load of 12, steps took 2.8 s with
+#: 5000, 0.35 s with 1000 and 0.21 s with 100 (0.14 s on free cores).
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
 #: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory that is kept between steps

@@ -134,8 +134,8 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     return product
 
 
-#: Without a grouped kernel the CPU reads how many rows each expert has, which CUDA graphs can't
-#: record: torch.compile records what is before and after.
+#: Without a grouped kernel the CPU reads the number of rows of each expert, which CUDA graphs can't
+#: record: torch.compile records the code before and after.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 

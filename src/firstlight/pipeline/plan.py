@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 #: The time of a run that nobody has given a length, where there is nobody to ask.
 DEFAULT_SECONDS = 600.0
-#: With less text, nothing is left to validate on.
+#: Least bytes of text: less leaves no validation text.
 LEAST_BYTES = 1000
 #: The times that a person is shown when asked.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)

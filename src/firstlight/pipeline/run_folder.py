@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 #: File in the run folder with the texts and options that the run was made for.
 STATE_NAME = "pipeline.json"
-#: In the run folder: tokenizer and shards.
+#: Folder in the run folder with tokenizer and shards.
 DATA_FOLDER = "data"
-#: In the run folder: the lock of a call of `train_texts`.
+#: Lock file in the run folder, held by a call of `train_texts`.
 LOCK_NAME = ".pipeline.lock"
 #: The name of a run's recipe; the module that defines it imports torch.
 RECIPE_NAME = "recipe.yaml"

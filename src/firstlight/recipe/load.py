@@ -280,7 +280,7 @@ def _suggest(key: str, known: Sequence[str]) -> str:
     return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else f" (known: {', '.join(known)})"
 
 
-#: No recipe has more: bytes, values (those of an anchor counted wherever it is named), levels.
+#: Limits that no recipe reaches: bytes, values (those of an anchor count at each use), levels.
 MAX_RECIPE_BYTES, _MAX_VALUES, _MAX_DEPTH = 32_768, 100_000, 50
 
 

@@ -25,7 +25,7 @@ from firstlight.report.records import RunRecord
 from firstlight.report.series import Axis, Series, smoothed
 
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
-#: Those of the dashboard.
+#: Axes of the dashboard.
 _LIVE_AXES: Mapping[Axis, str] = {**AXES, "flops": "FLOPs"}
 _BUCKETS = 350
 #: Keys that don't change a run, only the place of its files.

@@ -23,7 +23,7 @@ from firstlight.console import visible
 from firstlight.report.charts import Chart, data_of, svg, thinned
 from firstlight.report.records import RunRecord
 
-#: By which a page of ours is told from other files.
+#: Mark by which a report is recognised.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
 _HEAD_BYTES = 2000
 

@@ -34,7 +34,7 @@ _CHARACTERS, _MAX_LINES, _FEWEST_LINES = 160, 18, 6
 _SECOND_TICKS = 7
 #: Characters of a text that are looked at.
 _MAX_TEXT = 10_000
-#: By which a picture of ours is told from others.
+#: Mark by which a report's picture is recognised.
 PICTURE_ORIGIN = "firstlight report"
 
 

@@ -14,8 +14,8 @@ from firstlight.recipe.load import MAX_RECIPE_BYTES, parse_yaml
 from firstlight.report.length import decisions, read_length
 from firstlight.report.series import MAX_LOG_BYTES, MAX_STEP, Metrics, read_metrics
 
-#: With a smaller share of learned tokens, their rate is shown beside that of all. Of text all are
-#: learned, but for the padding of an epoch's last row.
+#: Share of learned tokens below which their rate is shown beside that of all tokens. In text all
+#: are learned, except the padding of an epoch's last row.
 MOSTLY_LEARNED = 0.9
 
 METRICS_NAME = "metrics.jsonl"

@@ -109,7 +109,7 @@ class Scheduler:
         self._make_decoder, self._max_queue, self._deliver = make_decoder, max_queue, deliver
         self._changed = threading.Condition()
         self._waiting: deque[ScheduledSequence] = deque()
-        #: In the order of the decoder's rows; changed by the thread alone, holding the lock.
+        #: Sequences in the order of the decoder's rows; only the thread changes it, with the lock.
         self._running: list[ScheduledSequence] = []
         self._stopping = False
         #: Failure of the decoder's last call, if it failed.

@@ -43,7 +43,7 @@ _MOST_ADDED_TOKEN_CHARS = 10_000
 _MOST_UNIGRAM_NODES = 1_500_000
 #: A WordPiece model looks at every part of a word: BERT's take words of 100 characters.
 _LONGEST_WORD = 1000
-#: No vocabulary has as many tokens.
+#: Highest id that is accepted; no vocabulary reaches it.
 _HIGHEST_ID = 1 << 26
 #: Tokens of a vocabulary, some 600 bytes each in the library: the largest models have 262,144.
 _MOST_TOKENS = 500_000

@@ -62,7 +62,7 @@ def _is_simple(pattern: str) -> bool:
     return True
 
 
-#: With what makes it lazy or possessive.
+#: A quantifier with the mark that makes it lazy or possessive.
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d*)(,?)(\d*)\})[+?]?")
 
 

@@ -24,15 +24,15 @@ from firstlight.hardware.resident import reset_peak
 from firstlight.recipe import ResolvedRecipe
 from firstlight.report.records import MOSTLY_LEARNED
 
-#: In the run's folder.
+#: File in the run folder.
 FORECAST_NAME = "forecast.json"
 
 #: Speeds among a step's metrics.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
-#: On a CPU, beside what is resident before the first step: oneDNN's code, buffers of the threads
-#: and other libraries that load late; torch's compiler; and for each byte of tensors that comes,
-#: what the C library keeps between them. docs/benchmarks/planner.md says how they were measured.
+#: Memory on a CPU in addition to the resident memory before the first step: oneDNN's code, buffers
+#: of the threads and other libraries that load late; torch's compiler; and for each further byte of
+#: tensors, the gaps of the C library. docs/benchmarks/planner.md has the measurements.
 _LIBRARY_BYTES = 28 * 2**20
 _COMPILER_BYTES = 110 * 2**20
 _KEPT_SHARE = 0.2

@@ -15,7 +15,7 @@ from firstlight.console import console, notebook_display, say
 from firstlight.training.course import Course
 from firstlight.training.notebook import NotebookView
 
-#: In a log: seconds to the first line, and from then on between two.
+#: Seconds to the first line of a log, and then between two lines.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
 #: Frames of the live view a second.
 _FRAMES_PER_SECOND = 2.0

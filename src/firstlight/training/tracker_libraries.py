@@ -222,7 +222,7 @@ class TrackioTracker:
         self._run.finish()
 
 
-#: By their names in `run.trackers`.
+#: Tracker classes by their names in `run.trackers`.
 LIBRARIES: dict[str, type[Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,

@@ -31,7 +31,7 @@ _NOT_OF_THE_ARCHITECTURE = frozenset(
 _NOT_OF_THE_ARCHITECTURE_ENDS = ("_token_id", "dropout", "_pdrop", "_dropout_prob", "loss_coef")
 _NOT_OF_THE_ARCHITECTURE_STARTS = ("_", "output_", "summary_", "tie_", "num_logits_to_keep")
 
-#: Other families' names of keys -> ours.
+#: Other families' names of keys -> firstlight's.
 _SAME_KEYS = {
     **dict.fromkeys(("n_embd", "d_model", "hidden_dim"), "hidden_size"),
     **dict.fromkeys(("n_layer", "n_layers", "num_layers"), "num_hidden_layers"),

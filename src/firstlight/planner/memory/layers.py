@@ -29,14 +29,14 @@ from firstlight.recipe import ResolvedRecipe
 #: Layers of the shallower of the two models that are traced; the other has one more.
 _FEW = 2
 
-#: Layers that go through inductor of one that is compiled whole, by what is computed again in its
-#: backward pass. With all of it, the peak is often at a layer that is neither first nor last: with
-#: two, up to 4 % was missing. With some, a layer that is first and last keeps what no other does:
-#: with one, up to 7 % was too much.
+#: Layers of a model compiled as a whole that are traced through inductor, by its activation
+#: checkpointing. With "full", the peak is often at a layer that is neither first nor last: with two
+#: layers, up to 4 % was missing. With "selective" and "budget", a layer that is both first and last
+#: keeps tensors that no other does: with one layer, up to 7 % was too much.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
-#: And with attention that takes much inside: inductor, which doesn't know of that, orders the
-#: operators around it otherwise in a layer that is first and last (3 % were missing).
+#: The same with attention that allocates much memory inside: inductor, which doesn't know of it,
+#: orders the operators around it differently in a layer that is first and last (3 % were missing).
 _FEW_BLOCKWISE = 2
 
 #: Phases in which nothing compiled runs.

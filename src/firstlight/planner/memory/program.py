@@ -173,7 +173,7 @@ class _TracedOptimizer:
             return self._optimizer.clip_gradients(*args)
 
 
-#: As in `efficiency.memory`: smaller tensors stay where they are.
+#: Elements of the smallest tensor that is offloaded, as in `efficiency.memory`.
 _OFFLOADED_ELEMENTS = 1024
 
 

@@ -179,7 +179,7 @@ def suggest(
     return best[1]
 
 
-#: For a budget in tokens, or little text (Hoffmann et al. 2022).
+#: Tokens for each parameter with a budget in tokens, or little text (Hoffmann et al. 2022).
 _TOKENS_A_PARAMETER = 20.0
 
 

@@ -24,8 +24,8 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend
 
-#: For timing operators that were never timed on this machine: at least and at most, and what is
-#: left until a plan should be there.
+#: Seconds for timing operators that were never timed on this machine: at least and at most, and the
+#: seconds in which a plan should be complete.
 _LEAST_MEASURING_SECONDS, _MOST_MEASURING_SECONDS = 0.2, 3.0
 _PLANNING_SECONDS = 5.0
 
