@@ -199,7 +199,7 @@ _MEASURED_NAME = "measured_gpus.json"
 def _page(found: Findings) -> Page:
     memory, fit = memory_results(found), fit_speed(found)
     if fit is not None and fit.measured is not None and found.folder is not None:
-        # For everybody, once it stands in the package; and for this machine at once.
+        # For every user, once it is part of the package; for this machine at once.
         save_measured(found.folder / _MEASURED_NAME, fit.gpu.name, fit.measured)
         if not found.machine.dry:
             own = cache_folder() / "calibration" / "gpus.json"

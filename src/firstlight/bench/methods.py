@@ -323,7 +323,7 @@ class MethodRuns:
             }
             changes = changes_up_to(ladder, list(ladder).index(row), left_out)
         recipe = (json.dumps(changes, sort_keys=True), row.huge_pages)
-        # A recipe that stands in both tables has one outcome.
+        # A recipe that is in both tables has one outcome.
         outcome = self._by_recipe.setdefault(recipe, MethodOutcome(changes=changes))
         self.outcomes[label] = outcome
         return outcome

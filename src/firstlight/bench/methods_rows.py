@@ -60,7 +60,7 @@ PLAIN = MethodRow("plain")
 #: Key among a row's changes, no key of a recipe: the parts of the model that are written out.
 WRITTEN_OUT = "bench.written_out"
 
-#: A further such key: the number of processes, which share the threads of a CPU, or have a GPU each.
+#: A further such key: number of processes, which share the threads of a CPU, or have a GPU each.
 PROCESSES = "bench.processes"
 
 

@@ -105,7 +105,7 @@ def _ask_all(
         for environment in environments:
             with signals_waiting():
                 process = subprocess.Popen(
-                    # -P: what lies in the current folder is not imported.
+                    # -P: modules in the current folder are not imported.
                     [sys.executable, "-P", "-m", module, json.dumps(request)],
                     env=dict(environment),
                     stdin=subprocess.DEVNULL,

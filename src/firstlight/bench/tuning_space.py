@@ -298,7 +298,7 @@ def trial_recipe(
     evaluation = {"every_steps": -(-steps // POINTS), "max_rows": found.evaluation.max_rows}
     changes |= {
         "evaluation": {**evaluation, "sample_prompts": []},
-        # Nobody goes on from a trial.
+        # No run is resumed from a trial.
         "checkpoint": {"every_steps": 0, "keep_best": 0},
         "run.max_minutes": None,
         "run.trackers": [],

@@ -120,7 +120,7 @@ def _sample(study: Study, lines: Sequence[Mapping[str, Any]], attempt: int) -> d
     """Values for the next trial by Optuna's TPE sampler, a function of the seed and the lines."""
     import optuna
 
-    # A sampler of its own for each trial: there is no state that a resumed study would lack.
+    # A new sampler for each trial, so that a resumed study lacks no state.
     seed = (study.parsed.run.seed * 1_000_003 + len(lines) * _ATTEMPTS + attempt) % 2**32
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM_TRIALS)
     with _quiet():

@@ -95,7 +95,7 @@ def show_methods(result: Result) -> None:
     ):
         measured = [row for row in result[table] if row["status"] == "measured"]
         if measured:
-            # Each rung stands on those before it.
+            # Each rung includes those before it.
             further = ("to the rung before",) if table == "ladder" else ()
             cells = [
                 (*_method_cells(row), *(_ratio(row["ratio_to_previous"]) for _ in further))

@@ -51,7 +51,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
         asked["rdzv-endpoint"] or "",
         asked["max-restarts"] or 0,
     )
-    # -P: what lies in the current folder is not imported.
+    # -P: modules in the current folder are not imported.
     command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
     return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
 

@@ -121,7 +121,7 @@ def _show(found: Sequence[Step], shown: _Shown, course: Course, progress: Traini
     """Show new steps, and the last texts among them."""
     for record, _ in found:
         if record["step"] <= shown.step and shown.step:
-            # The run goes on from a checkpoint, and its log comes again from the beginning.
+            # The run was resumed from a checkpoint, and its log is read again from the beginning.
             course.restart()
             shown.seconds = 0.0
         shown.add(record)

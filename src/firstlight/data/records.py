@@ -199,7 +199,7 @@ def _first_fields(text: str) -> list[str]:
             place = _past(text, ":", place)
             fields.append(str(field))
             _, place = read(text, place)
-            # After the last field stands another mark, which ends the loop.
+            # Another mark follows the last field and ends the loop.
             place = _past(text, ",", place)
     return fields
 

@@ -295,7 +295,7 @@ def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
         if set(names) >= _RUN_FILES:
-            # A run's samples and metrics are no texts, though they are JSONL.
+            # A run's samples and metrics are JSONL files, but not texts.
             folders.clear()
             continue
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]

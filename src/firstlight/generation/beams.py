@@ -137,7 +137,7 @@ def _next_beams(
         if value == float("-inf"):
             break
         if token_id in ends:
-            # An end that is not among the best is no better than going on.
+            # An ended text that is not among the best is not better than its continuations.
             if rank < config.beams:
                 ended.append(_Beam(beams[row].token_ids, value))
         elif len(following) < config.beams:

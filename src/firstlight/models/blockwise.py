@@ -287,7 +287,7 @@ class _Part:
         for block in reversed(self._blocks):
             self._add_gradients(block, grad, found)
         for result, one in zip(grads, found, strict=True):
-            # Into memory that lies as compiled code expects it, see `_like_projected`.
+            # Into memory with the strides that compiled code expects, see `_like_projected`.
             result.copy_(one.view(result.shape))
 
     def _add_gradients(

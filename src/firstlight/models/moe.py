@@ -53,7 +53,7 @@ class Experts(nn.Module):
         # Stable, as devices break ties in different ways otherwise.
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
-        # A token stands here once for each of its experts.
+        # A token occurs here once for each of its experts.
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
         # The inverse permutation, and not a scatter, which GPUs add up in no fixed order.
@@ -165,7 +165,7 @@ def _grouped_linear_backward(
     # Autograd may give an expanded or transposed view, and the kernel needs rows in order.
     grad_MF = grad_MF.contiguous()
     if _takes_blocks(x_MC, weight_EFC):
-        # In order, as other kernels give it, however the weight lies: compiled code relies on it.
+        # Contiguous, as from other kernels, for any layout of the weight: compiled code relies on it.
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), weight_EFC.new_empty(weight_EFC.shape)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]

@@ -180,7 +180,7 @@ def resolve(
     rows = recipe.batch.micro_batch_size
     if rows in (None, "auto"):
         rows = facts.earlier.get("batch", {}).get("micro_batch_size")
-    # One row stands for a size that is still to be found.
+    # One row takes the place of a size that is not decided yet.
     values["batch"] = {**dict(recipe.batch), "micro_batch_size": rows or 1}
     resolved = ResolvedRecipe.model_validate(values)
     if rows is not None:

@@ -176,7 +176,7 @@ def _divergence(run: RunRecord) -> Finding | None:
         return _above(losses, last, bound, is_preference)
     never_fell = lowest > (1 - _FALL) * first
     is_long = trained >= _FEWEST_TO_FALL and len(losses) >= 2 * _FEWEST_TO_FALL
-    # A good model that goes on with text of its own kind stays where it is.
+    # The loss of a good model that is trained further on text of its own kind hardly changes.
     if not never_fell or not is_long or is_preference or starts_from_model(run):
         return None
     text = (

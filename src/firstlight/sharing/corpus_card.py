@@ -42,7 +42,7 @@ def corpus_card(
         size_categories=next((text for most, text in _SIZES.items() if documents < most), "n>1B"),
         source_datasets=hub_datasets([facts]) or None,
         tags=["firstlight", "tokenized"],
-        # Shards are no table.
+        # Shards are not a table.
         viewer=False,
     ).to_yaml()
     rows = [

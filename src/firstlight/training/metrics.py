@@ -256,7 +256,7 @@ class RunLogs:
             self._tell(f"warning: {problem}; the run goes on without the damaged lines")
         if name != METRICS_NAME:
             return
-        # A run that branched off another one, or goes on in its schedule, begins at a later step.
+        # A run that branched off another one, or continues its schedule, begins at a later step.
         starts, _ = sound_json_lines(self._folder / STARTS_NAME)
         begins = starts[0]["step"] if starts else last_step if self._is_branch else 0
         first = begins + 1 if starts or not steps else min(steps)

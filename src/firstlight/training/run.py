@@ -278,7 +278,7 @@ class Run:
         self.times.count(self.batch.at(state.step - 1))
         # JSON has no infinity and no NaN: a skipped step may have no loss, no norm.
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        # A save's stall stands in one line, that of the step after it.
+        # A save's stall is in the line of the step after it.
         self.save_stall_seconds, self.unsaved = 0.0, True
         self.guard.require_fit()
 

@@ -99,7 +99,7 @@ def set_up(
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell)
-        # A trunk that goes on may delete the checkpoint that is branched off.
+        # An active trunk may delete the checkpoint that is branched off.
         trunk = branch if newest == branch else None
         with contextlib.nullcontext() if trunk is None else reading_checkpoint(trunk):
             goes_on = resume or newest is not None

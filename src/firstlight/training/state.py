@@ -122,7 +122,7 @@ def data_identity(
     document_masking: bool,
 ) -> dict[str, Any]:
     """Which data a run is on, so that it is not resumed on other; of a mix the weights too."""
-    # By its values: the order of keys in a file is no part of the data.
+    # Compare values: the order of keys in a file is not part of the data.
     manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     return {
         "dir": str(dataset.folder.resolve()),

@@ -172,7 +172,7 @@ def _traits(config: Mapping[str, Any]) -> Set[str]:
     if any("head" in key for key in keys):
         found.add("attention")
     elif {"hidden_size", "num_hidden_layers"} <= keys:
-        # RWKV's keys say of its state only that there are no heads.
+        # RWKV's keys show its state only by the absence of heads.
         found.add(_STATE)
     # Baichuan and MiniCPM rotate by the usual base and have no key for it; so does Falcon without
     # ALiBi.
