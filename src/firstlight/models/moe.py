@@ -165,7 +165,7 @@ def _grouped_linear_backward(
     # Autograd may give an expanded or transposed view, and the kernel needs rows in order.
     grad_MF = grad_MF.contiguous()
     if _takes_blocks(x_MC, weight_EFC):
-        # Contiguous, as from other kernels, for any layout of the weight: compiled code relies on it.
+        # Contiguous, as from other kernels, for any layout of the weight: compiled code needs it.
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), weight_EFC.new_empty(weight_EFC.shape)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]

@@ -186,7 +186,7 @@ def gated_delta_rule(
             zeros. None is one document.
     """
     B, T, H, D = k_BTHD.shape
-    # Fewer tokens are padded to a chunk, too, except a single one: the same bits as in transformers.
+    # Fewer tokens are padded to a chunk, too, except a single one: the bits are transformers'.
     size = _CHUNK_TOKENS if T > 1 else 1
     inputs = q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH
     q, k, v, g, beta = (at_least_fp32(x.transpose(1, 2)) for x in inputs)
