@@ -122,7 +122,7 @@ def loss_text(loss: float, decimals: int = 4) -> str:
 
 
 def own_version() -> str:
-    """Which firstlight this is; "unknown" where it is not installed as a package."""
+    """The version of firstlight; "unknown" if it is not installed as a package."""
     try:
         return version("firstlight")
     except PackageNotFoundError:

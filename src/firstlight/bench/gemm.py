@@ -1,12 +1,11 @@
 """`firstlight bench gemm`: this machine's matrix-product rate by shape and by alignment.
 
-How it is measured: the operands are random, made once for each number format, and the result is
-written over the last one, so that no memory is asked for meanwhile. A product that takes less
-than a measurement is multiplied once before it and repeated in it with the same operands: what
-fits into the caches is in them. Each round measures every product once, and three times the small
-ones that are compared; a row shows the median. Compared products are measured shortly after each
-other, and the ratio is the median of such pairs' ratios, so that other work of the machine affects
-both.
+The operands are random and made once for each number format. Each result overwrites the last one,
+so that no memory is allocated during the measurement. A product that takes less than a measurement
+is multiplied once before it and repeated in it with the same operands: what fits into the caches is
+in them. Each round measures every product once, and three times the small ones that are compared; a
+row shows the median. Compared products are measured shortly after each other, and the ratio is the
+median of such pairs' ratios, so that other work of the machine affects both.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A row's process (`python -m firstlight.bench.generation_once REQUEST`) loads a model, and continues
 prompts of random tokens, greedily and never ending early: all of one length, since transformers
-would have to pad others. Of each number of prompts, one continuation is made first that isn't
-timed; then the clock runs until the first token of all prompts is chosen (prefill), and from there
-to the last token of all (decoding). transformers' `generate` is timed from outside, once for one
-new token and once for all of them; the difference is the decoding.
+would have to pad others. For each number of prompts, one continuation is made first without timing.
+Then the time until the first token of all prompts is chosen (prefill) and the time from there to
+the last token of all (decoding) are measured. transformers' `generate` is timed from outside, once
+for one new token and once for all of them; the difference is the decoding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The recipes of `bench learning`, by name.
 
-A row is a complete recipe, or one change of another row. Each has its own learning rate: a baseline
-with a rate that suits another model says nothing.
+A row is a complete recipe, or one change of another row. Each has its own learning rate, because a
+baseline with another model's rate would be no comparison.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`firstlight bench loading`: memory and time that each way to load a model takes.
 
 A checkpoint with random weights is made, of the shape of Qwen2.5-0.5B (or wider or narrower), and
-loaded each way in a process of its own, beside transformers' `from_pretrained`. What is measured
-and how is said at the head of `memory.py`. The file is in the page cache, the number of threads is
-the same for all, the modes take turns (A B C, A B C), and each number is the median over the turns.
+loaded each way in a process of its own, beside transformers' `from_pretrained`. The head of
+`memory.py` describes the measurements. The file is in the page cache, the number of threads is the
+same for all, the modes take turns (A B C, A B C), and each number is the median over the turns.
 """
 
 from __future__ import annotations

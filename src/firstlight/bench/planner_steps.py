@@ -15,11 +15,12 @@ Random weights are made on the device, and the tokens are random. On a GPU, what
 recipe, in this order:
 
 1. Everything of the recipe before is given up: Python's garbage, the allocator's cache, cuBLAS's
-   workspaces. What is still allocated is `left_bytes`, which doesn't count below.
+   workspaces. The bytes that are still allocated are `left_bytes`, which the figures below leave
+   out.
 2. The weights are made (and frozen, and put into 4 bits); the allocator's peak is set back.
 3. Optimizer and loss function are made as `firstlight train` makes them, and three steps are
-   trained. Of a recipe that compiles the peak is set back once more after the first: what
-   compiling itself takes is not the step's.
+   trained. For a recipe that compiles the peak is reset once more after the first, because the
+   memory of compiling itself is not the step's.
 4. `peak_bytes` and `reserved_bytes` are the allocator's peaks, `driver_bytes` what the driver
    says that the GPU holds more than before this process began to use it.
 5. `step_seconds` of each timed step, from the batch on the device to the updated parameters.
@@ -32,7 +33,7 @@ The one line on stdout is a JSON object with "cases", a list of such figures wit
 
 The planner's predictions are made beside the measurement: on a GPU's machine, the processes that
 predict run while the GPU measures. They see no GPU: tensors without memory on a CPU are all that
-the planner needs. Of a step they keep the operators, packed into a text of some kB, so that its
+the planner needs. They keep the operators of a step, packed into a text of some kB, so that its
 speed can be predicted later with other constants.
 """
 

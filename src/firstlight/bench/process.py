@@ -47,7 +47,7 @@ def ask(
 ) -> dict[str, Any]:
     """Run `python -m MODULE REQUEST`, and return the JSON object of its last line on stdout.
 
-    Whatever interrupts this ends the process, and those that it started.
+    An interrupt of this call ends the process, and those that it started.
 
     Args:
         module: name of a module that ends in `answer`.

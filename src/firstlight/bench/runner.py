@@ -1,9 +1,9 @@
 """Runs the rows of every benchmark, each in a fresh process.
 
 A benchmark declares rows and a measurement: a module that takes a row's request and returns a JSON
-object. Whatever becomes of a row's process (out of memory, a crash, its time limit) is the row's
-result, and ends no other. Rows take turns (A B A B), so that other work of the machine affects all
-of them; a row that has failed once is not tried again.
+object. A failure of a row's process (out of memory, a crash, its time limit) is the row's result,
+and does not end the other rows. Rows take turns (A B A B), so that other work of the machine
+affects all of them; a row that has failed once is not tried again.
 
 `bench gpu` runs its rows in calls of some minutes (`run_rows`):
 

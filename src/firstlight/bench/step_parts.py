@@ -9,9 +9,10 @@ the phases, and the profiler, would slow those down.
   optimizer that updates in the backward pass. The GPU is waited for before and after each
   backward pass.
 - Operators are those of torch.profiler. An operator's time is its own, without that of operators
-  that it calls: on a CPU the processor's, on a GPU that of its kernels. What the optimizer, an
-  attention kernel or a normalisation calls is counted as theirs. Kernels that torch.compile made
-  are a separate class ("compiled"), because one of them may do the work of several classes.
+  that it calls: on a CPU the processor's, on a GPU that of its kernels. Operators that the
+  optimizer, an attention kernel or a normalisation calls are counted as theirs. Kernels that
+  torch.compile made are a separate class ("compiled"), because one of them may do the work of
+  several classes.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ many of them see the same tokens. `losses` are those before each update, of all 
 rate rises over the first four steps and then stays.
 
 `total_peak_bytes` is on a CPU the peak of the process's resident memory and `peak_bytes` what of
-that is above the level of step 1; on a GPU both are the peak of what was allocated. Of several
-processes they are the largest one's, and losses are of the sequences of all.
+that is above the level of step 1; on a GPU both are the peak of what was allocated. With several
+processes they are those of the largest process, and losses are over the sequences of all processes.
 
 The one line on stdout is a JSON object of these, and with firstlight `chosen`, the keys of the
 recipe that were left to it; or {"error": {"type", "message"}} where firstlight refuses.

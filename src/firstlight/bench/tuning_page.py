@@ -23,8 +23,8 @@ Line = Mapping[str, Any]
 
 
 def in_order(lines: Sequence[Line]) -> list[Line]:
-    """The trials, the best first: complete ones by their loss, then pruned ones by how far they
-    came, then failed ones."""
+    """The trials, the best first: complete ones by their loss, then pruned ones by their steps,
+    then failed ones."""
     ranks = {"complete": 0, "pruned": 1, "failed": 2}
 
     def place(line: Line) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """A checkpoint's folder and its manifest: a folder appears with all of its files or not at all.
 
-The manifest has the size and SHA-256 of every file. It also says which save of the run folder the
-checkpoint is, counted from 1 (`sequence`), and after which save its run went on (`parent`).
+The manifest has the size and SHA-256 of every file. It also has the number of this save in the run
+folder, counted from 1 (`sequence`), and that of the save from which its run continued (`parent`).
 
 It names the run that wrote it (`run_id`), so that a checkpoint that was copied from another run's
 folder is neither used nor deleted. Manifests of older versions name none, and count as the run's
@@ -131,8 +131,8 @@ def step_folders(run_folder: Path) -> list[Path]:
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
     """The complete checkpoints of a run in the order in which they were saved.
 
-    One whose manifest is damaged stands after those of lower steps. Checkpoints of another run in
-    the folder (see `foreign_checkpoints`) are left out.
+    A checkpoint whose manifest is damaged comes after those of lower steps. Checkpoints of another
+    run in the folder (see `foreign_checkpoints`) are left out.
     """
     found = _complete(run_folder)
     own = (None, _run_id(run_folder, found))

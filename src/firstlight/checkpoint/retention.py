@@ -85,12 +85,13 @@ def prune_checkpoints(
 ) -> None:
     """Delete the checkpoints that the keys do not keep, and unfinished folders of killed runs.
 
-    Checkpoints of a dead branch and checkpoints with a damaged manifest never count, and go. Those
-    of another run stay, and so does one whose damaged manifest does not name this run.
+    Checkpoints of a dead branch and checkpoints with a damaged manifest never count, and go.
+    Checkpoints of another run stay, and so does a checkpoint whose damaged manifest does not name
+    this run.
 
     Args:
         newest: the checkpoint saved last, which has been verified since.
-        config: the recipe's `checkpoint` section, which says which ones stay.
+        config: the recipe's `checkpoint` section, which decides the ones that stay.
         require_folder: called before each deletion; raises an error if the folder is no longer
             this run's.
 

@@ -112,8 +112,8 @@ class BackgroundSaver(Saver):
 
     @contextlib.contextmanager
     def _in_own_folder(self) -> Iterator[None]:
-        """A context whose errors give way to the one of a run folder that is no longer this run's:
-        where that was moved, files are missing, which says nothing of the reason."""
+        """A context whose errors are replaced by that of a run folder that is no longer this run's:
+        if the folder was moved, an error about missing files would not show the reason."""
         try:
             yield
         except FirstlightError:

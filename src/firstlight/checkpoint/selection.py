@@ -46,7 +46,7 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, or None, and the problems of newer ones and of those of
     other runs.
 
-    One of a dead branch (see manifest.py) is taken only where no other verifies.
+    A checkpoint of a dead branch (see manifest.py) is used only if no other verifies.
 
     Raises:
         CheckpointError: there are checkpoints, and every one is damaged.

@@ -108,8 +108,8 @@ def shard_names(names: Iterable[str]) -> list[str]:
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     """This process' shards of tensors, so that each number is written by one process.
 
-    Of copies of a shard (hybrid sharding) one process writes each, taking turns. A tensor that is
-    not sharded is written as it is: give it to one process only.
+    If a shard has copies (hybrid sharding), one process writes it; the processes take turns. A
+    tensor that is not sharded is written as it is: give it to one process only.
 
     Returns:
         Shards whose tensors share memory with those given, on their device.

@@ -138,8 +138,8 @@ class ShardedSaver(BackgroundSaver):
         self._wait_for_deleting()
 
     def close(self) -> None:
-        """Give threads and memory back. What is not a checkpoint yet becomes none: other processes
-        may be gone."""
+        """Give threads and memory back. A save that is not complete yet is given up, because other
+        processes may be gone."""
         try:
             if self._writing is not None:
                 self._writing.result()
@@ -181,7 +181,8 @@ class ShardedSaver(BackgroundSaver):
         return Path(broadcast_object(name))
 
     def _write(self, step: int, folder: Path, shards: _Shards, part: Checkpoint) -> dict[str, Any]:
-        """Write this process' files. What goes wrong is returned: all have to hear of it."""
+        """Write this process' files. An error is returned, because all processes have to know
+        it."""
         rank, size = self._world.rank, self._world.size
         try:
             for own in shards.values():

@@ -83,8 +83,8 @@ def push_command(
 
     RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. Weights,
     tokenizer, recipe, loss curve and card are uploaded, as `convert` writes them: no optimizer
-    state, no paths of this machine. What the hub has already is not sent again: after an
-    upload that broke off, give the same command again.
+    state, no paths of this machine. Files that the hub has already are not sent again: after an
+    interrupted upload, give the same command again.
     """
     from firstlight.sharing.push import push
 

@@ -141,7 +141,7 @@ def train_texts_command(
 
 
 def _ask(plan: RunPlan) -> float:
-    """Ask a person how long the run is to take."""
+    """Ask a person for the duration of the run."""
     from firstlight.pipeline.plan import offers, time_text
 
     say("How long may it take?")

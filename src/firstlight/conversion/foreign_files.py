@@ -65,7 +65,7 @@ _META_CUT = {
 
 @dataclass(frozen=True)
 class Opened:
-    """Another program's model, as its files hold it.
+    """Another program's model, as it is in its files.
 
     Attributes:
         layout: names and shapes of the program's tensors.

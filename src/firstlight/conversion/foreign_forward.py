@@ -1,7 +1,7 @@
 """Logits of other programs' models, from their own tensors, as their own code computes them.
 
-One side of a conversion's check. This module shares no names, layout or model code with the
-conversion, so that a wrong name, order or transposition of a tensor is found. Constants of a
+The source's side of a conversion's check. This module shares no names, layout or model code with
+the conversion, so that a wrong name, order or transposition of a tensor is found. Constants of a
 program's code are constants here, whatever a config says. The computation is in fp32; each weight
 is cast when it is used, so that few of them are in memory at a time.
 

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file, and the Hugging Face tensors that each is made of.
 
-One table a family serves both ways: `gguf_writer` applies it, `gguf_reader` undoes it. Names and
-layouts are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`).
+Each family has one table for both directions: `gguf_writer` applies it, `gguf_reader` undoes it.
+Names and layouts are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`).
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
 
 
 def _header(key: bytes, value: bytes) -> dict[int, Any]:
-    """The first entry, whose name is empty: how many files, which order of bytes."""
+    """The first entry, whose name is empty: number of files and byte order."""
     header = dict(_fields(value))
     if key:
         raise _BundleError("does not begin with a header")

@@ -2,8 +2,8 @@
 
 Each document is cut into pieces of at most a row, and the pieces are packed whole into rows by
 `pack_best_fit` (Ding et al. 2024, arXiv 2404.10830): only documents longer than a row are cut, and
-every token is predicted once an epoch, as in a stream. What is left of a row is padding without
-labels. A row begins with the beginning of a document, unless the row is within one document.
+every token is predicted once an epoch, as in a stream. The rest of a row is padding without labels.
+A row begins with the beginning of a document, unless the row is within one document.
 
 The rows are a function of the documents' lengths and of the row's length, and their order is that
 of all text, so that the loader's state stays one number.

@@ -128,9 +128,9 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 class _Worker:
     """A process that encodes, and this process's end of the pipe to it.
 
-    What a new process needs is sent through the pipe: the few bytes with which `spawn` starts one
-    are written to a pipe that this process itself can read, so that more than the pipe holds would
-    wait for ever where the new process is killed.
+    The data that a new process needs are sent through this pipe. `spawn` itself writes its few
+    bytes to a pipe whose reading end this process holds, too, so a longer content would block for
+    ever if the new process is killed.
     """
 
     def __init__(self, tokenizer_json: str) -> None:

@@ -61,7 +61,8 @@ def _japanese(content: bytes) -> str | None:
 
 
 def _cyrillic(content: bytes) -> str | None:
-    """By the most frequent letters of Russian: Greek and Hebrew use the same bytes otherwise."""
+    """Detection by the most frequent letters of Russian, because Greek and Hebrew use the same
+    bytes for other letters."""
     high = [byte for byte in content if byte > 0x7F]
     if len(high) < 20:
         return None

@@ -4,9 +4,9 @@ An example of n tokens predicts its last n - 1, and takes n - 1 positions of a r
 but the last are inputs. Rows of T positions are packed by `pack_best_fit`. Within a row each
 example is a separate document, so that positions restart and attention ends with it; the remaining
 positions are one more document, whose labels are -100, like those of all tokens outside the loss
-mask. The two examples of a preference pair are in one row, one after the other. Which examples
-share a row depends on the lengths and on T; the order of the rows is another one in each epoch, as
-with text (see `loader`).
+mask. The two examples of a preference pair are in one row, one after the other. The lengths and T
+decide which examples share a row; the order of the rows differs in each epoch, as with text (see
+`loader`).
 """
 
 from __future__ import annotations

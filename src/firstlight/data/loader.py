@@ -157,10 +157,10 @@ class TokenLoader:
     """Endless shuffled batches over the rows of a split, or of a mix of several; each epoch in
     another order.
 
-    A batch may begin in one epoch and end in the next. The following batches are read by
-    threads while the current one is computed on; which batches come does not depend on how
-    many of either there are. With several ranks, the batches of all of them, in the order of
-    the ranks, are the next `micro_batch_size` x `world_size` rows of the one order.
+    A batch may begin in one epoch and end in the next. Threads read the following batches during
+    the computation on the current one; the batches do not depend on the number of threads or of
+    batches read ahead. With several ranks, the batches of all of them, in the order of the ranks,
+    are the next `micro_batch_size` x `world_size` rows of the one order.
 
     Args:
         dataset: the split, or a mix.

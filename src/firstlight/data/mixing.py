@@ -68,7 +68,7 @@ class Turns:
         self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
 
     def at(self, position: int) -> tuple[int, int]:
-        """(corpus, how many rows it has given before) of the row at a position."""
+        """(corpus, number of its earlier rows) of the row at a position."""
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
         before = int(np.searchsorted(self._positions[corpus], within))

@@ -7,7 +7,7 @@ or its node is killed, also when its ids were ready and are lost with the node.
 
 Ray Data works on datasets that are known from the beginning. A corpus of any size goes
 through as one after another of bounded size, of which some are worked on at a time so that no
-processor waits for the next. What is neither read nor written yet stays on the disk.
+processor waits for the next. Text that is not needed yet stays on the disk.
 
 Each node needs firstlight with its extra `ray`, and the same release of `tokenizers`.
 """

@@ -164,7 +164,7 @@ def read_records(
 
 def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
     """The value of `prepare --kind` that reads a source, by the fields of its first records; None
-    for texts, and for a source that can't be read. Of a JSON file, its head is read alone."""
+    for texts, and for a source that can't be read. Only the head of a JSON file is read."""
     damage = (OSError, EOFError, zlib.error, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
         path = source.path

@@ -232,7 +232,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
     Args:
         folder: the corpus.
         inputs: files, folders, globs and names of datasets.
-        options: options of `firstlight prepare` that say how they were read, which no manifest has.
+        options: options of `firstlight prepare` for reading the inputs, which the manifest lacks.
 
     Raises:
         StorageError: the disk refuses.

@@ -168,8 +168,8 @@ def flex_mask(
     always: bool = False,
 ) -> Any:
     """The block mask for `flex_attention`: as `dense_mask`, but blocks of 128 x 128 that nothing
-    is seen in are skipped, and no T x S mask is kept. Where causality is all, or beside a cache,
-    it is `dense_mask`'s.
+    is seen in are skipped, and no T x S mask is kept. For a purely causal mask, or with a cache, it
+    is `dense_mask`'s.
 
     Args:
         positions: positions of the queries in their row, int64 [T] or [B, T].

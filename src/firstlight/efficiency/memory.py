@@ -117,8 +117,8 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     and taking it again, page by page, in every step.
 
     A step makes and frees the same large tensors as the one before. glibc maps each from the
-    system and unmaps it again, which was a third of the time of a step. For the rest of the
-    process; returns whether it was done.
+    system and unmaps it again, which was a third of the time of a step. The setting holds for the
+    rest of the process; returns True if it was made.
 
     Args:
         hardware: hardware of the process.

@@ -81,9 +81,9 @@ def ready_harness(
     Args:
         names: names of tasks, groups or tags.
         items: number of items of each task, the first ones; None is all.
-        task_folder: folder of further tasks, in the harness' YAML. Where it has all of
-            them, those that come with the harness, which take seconds to list, are not looked at.
-            A folder of tasks may hold Python code, which the harness runs.
+        task_folder: folder of further tasks, in the harness' YAML. If it has all tasks, the
+            harness' own tasks, which take seconds to list, are not listed. A folder of tasks may
+            hold Python code, which the harness runs.
 
     Raises:
         MissingDependencyError: the harness is not installed.

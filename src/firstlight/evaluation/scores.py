@@ -114,7 +114,7 @@ def likelihoods(
 ) -> list[Likelihood]:
     """The log-likelihood of each continuation: the sum of the log-softmax at its tokens.
 
-    What doesn't fit into the model's context is cut from the left. A context that several
+    A text that doesn't fit into the model's context is cut from the left. A context that several
     continuations share is computed once, up to its last token, and contexts of one length together;
     this rounds differently from one pass over each pair, in the last digits of fp32.
 
@@ -274,7 +274,7 @@ class RowLoss:
 def sampled_rows(total: int, count: int, seed: int) -> list[int]:
     """`count` different rows of `total`, drawn at random, ascending; all rows if there are no more.
 
-    Those of a smaller sample are among those of a larger one with the same seed.
+    The rows of a smaller sample are among those of a larger one with the same seed.
     """
     return sorted(shuffled_index(i, total, seed, 0) for i in range(min(count, total)))
 
@@ -308,7 +308,7 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
     Args:
         rows: the sample, n of them, at least two.
-        total_rows: N, how many rows there are to draw from.
+        total_rows: N, number of rows that the sample is drawn from.
     """
     n = len(rows)
     assert 2 <= n <= total_rows

@@ -227,8 +227,8 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
 def item_of(row: Any) -> Item:
     """An item as lm-evaluation-harness lays it out (`tasks/hellaswag/utils.py`).
 
-    The context is `activity_label: ctx_a Ctx_b`, the second part with a capital. Of a row with
-    `ctx` alone it is `activity_label: ctx`, or `ctx` where there is no label.
+    The context is `activity_label: ctx_a Ctx_b`, the second part with a capital. For a row with
+    only `ctx` it is `activity_label: ctx`, or `ctx` without a label.
 
     Raises:
         ValueError: a field is missing or of another kind; the text says which.

@@ -1,8 +1,8 @@
 """Files and folders that are whole, or not there.
 
 A file or folder appears under its final name only when it is complete and on the disk:
-it is written under a temporary name beside it, synced, and renamed. Whatever fails in
-between is removed again, so that a reader never meets half of anything.
+it is written under a temporary name beside it, synced, and renamed. After a failure the temporary
+files are removed, so that a reader never sees an incomplete file.
 
 All of it goes through the seam of disk.py.
 """
@@ -246,7 +246,7 @@ def remove_leftovers(folder: Path) -> None:
 def _remove(path: Path) -> None:
     """Delete a file, or a folder with all that is in it, as far as the disk lets it be done.
 
-    What remains has a temporary name, and goes with the next `remove_leftovers`.
+    Remaining files have a temporary name, and the next `remove_leftovers` deletes them.
     """
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():

@@ -31,7 +31,7 @@ class Disk:
         return open(path, "ab", buffering=0)
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes; return how many were taken, which may be fewer."""
+        """Write bytes; return the number of written bytes, which may be smaller."""
         return file.write(data)
 
     def sync(self, file: FileIO) -> None:
@@ -115,7 +115,8 @@ class OutputFile:
         _write_all(self._file, data)
 
     def write_over_start(self, data: bytes) -> None:
-        """Replace the first bytes, as a header that counts what follows. Nothing comes after."""
+        """Replace the first bytes, as a header that counts what follows. Nothing may be written
+        afterwards."""
         self._write_gathered()
         self._file.seek(0)
         _write_all(self._file, data)

@@ -53,7 +53,7 @@ def write_tensors(
     Args:
         file: an open file.
         tensors: tensors by name, on any device, in any layout, of any shape; they may share
-            memory. One that is not contiguous or not on the CPU is copied when its turn comes.
+            memory. A tensor that is not contiguous or not on the CPU is copied when it is written.
         metadata: None writes none.
 
     Raises:

@@ -132,9 +132,9 @@ class ChatSession:
     text that the user and the model write in turn.
 
     The messages are rendered again for each answer, their text never becomes a control token, and
-    only tokens that are not in the cache are computed. What doesn't fit into the context, less
-    `answer_room`, is left out, the oldest turns (a question with its answer) first; the system
-    message stays. `messages` keeps all. Not for several threads, except `stop`.
+    only tokens that are not in the cache are computed. Turns that don't fit into the context
+    without `answer_room` are left out, the oldest (a question with its answer) first; the system
+    message stays. `messages` keeps all. Only `stop` may be called from another thread.
 
     Args:
         loaded: a model from `firstlight.load`.
@@ -187,7 +187,7 @@ class ChatSession:
     @property
     def answer_room(self) -> int:
         """Tokens of the context that the history leaves free: `max_new_tokens`, but at most a
-        quarter of the context. Where there is more room, an answer may take it."""
+        quarter of the context. An answer may take more room if there is more."""
         return min(self.settings.max_new_tokens, max(self.context // 4, 1))
 
     @property

@@ -317,9 +317,9 @@ def generate_batch(
     """Continue several texts at a time, each as if it were alone.
 
     A text that ends makes room for the next one at once. With a seed in the config every text is
-    sampled with this seed, as by `generate`; without one, each text has another seed. What is
-    computed in a batch is rounded otherwise than alone, by the last digit of fp32: where two tokens
-    are as likely as that, one may be taken for the other.
+    sampled with this seed, as by `generate`; without one, each text has another seed. Computing in
+    a batch rounds differently from computing alone, in the last digit of fp32: of two tokens that
+    are equally likely to this digit, the other one may be chosen.
 
     Args:
         loaded: a model from `load`.

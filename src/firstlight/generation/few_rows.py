@@ -259,7 +259,7 @@ _ROW_MULTIPLE = 32
 
 class Int8Linear(nn.Module):
     """A linear layer whose weights are integers from -127 to 127, with a scale for each output:
-    half the bytes of bf16. What is computed with them is bf16.
+    half the bytes of bf16. Computations with them are in bf16.
 
     Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8); rounding to nearest, the
     largest weight of an output being 127.
@@ -311,8 +311,8 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int8(model: Model) -> None:
     """Give a model's linear layers, its head with them, weights of 8 bits, in place.
 
-    What is looked up (embeddings), norms, routers and stacked experts stay as they are. The model
-    can't be trained or saved any more.
+    Embeddings, norms, routers and stacked experts stay as they are. The model can't be trained or
+    saved any more.
 
     Args:
         model: a model in bf16.

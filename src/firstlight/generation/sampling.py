@@ -60,9 +60,9 @@ def shifted(
 def draw(probabilities_V: Tensor, generator: torch.Generator) -> int:
     """An index, drawn with probabilities [V] that need not sum to 1; never one of 0.
 
-    By the inverse of the cumulative distribution: torch.multinomial draws a number for every
-    index, which takes twenty times as long with a vocabulary of 50,000. The generator is the
-    CPU's, so that a seed means the same text on every device.
+    Sampling by the inverse of the cumulative distribution, because torch.multinomial draws a number
+    for every index, which takes twenty times as long with a vocabulary of 50,000. The generator is
+    the CPU's, so that a seed means the same text on every device.
     """
     cumulative_V = probabilities_V.cpu().cumsum(0, dtype=torch.float64)
     total = float(cumulative_V[-1])

@@ -184,7 +184,7 @@ class _Process:
         self._closed = False
 
     def start(self) -> int:
-        """Have it run; return how many times it was started."""
+        """Start the process if it does not run; return the number of starts."""
         with self.lock:
             if self._process is None and not self._closed:
                 script = Path(__file__).with_name("grammar_process.py")

@@ -52,9 +52,9 @@ class GPU:
 
     @property
     def usable_share(self) -> float:
-        """The share of its memory that a run may take. Of others screens, programs and libraries
-        that load late take a part; Metal gives a process two thirds, from 36 GB on three quarters
-        of the memory (recommendedMaxWorkingSetSize)."""
+        """The share of its memory that a run may take. On other GPUs, screens, programs and
+        libraries that load late take a part; Metal gives a process two thirds, from 36 GB on three
+        quarters of the memory (recommendedMaxWorkingSetSize)."""
         if not self.is_apple:
             return 0.98
         return 0.66 if self.memory_bytes < 36 * 2**30 else 0.75

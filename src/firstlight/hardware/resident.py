@@ -1,8 +1,8 @@
 """Resident memory of this process, as the kernel counts it.
 
 Pages of a memory-mapped file count from when they are touched. The numbers are read from
-/proc/self/status, since `ru_maxrss` starts from the parent's peak on Linux. Where the peak can't be
-set back (/proc/self/clear_refs is not writable) it is that of the whole process; without /proc it
+/proc/self/status, since `ru_maxrss` starts from the parent's peak on Linux. If the peak can't be
+reset (/proc/self/clear_refs is not writable), it is that of the whole process; without /proc it
 comes from `ru_maxrss`.
 """
 

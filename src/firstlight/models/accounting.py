@@ -109,8 +109,8 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     token decays it, reads it for the update, writes it and reads it.
 
     Args:
-        frozen: True if the weights get no gradient (LoRA): 4 for each instead of 6. What the
-            adapters add is not counted.
+        frozen: True if the weights get no gradient (LoRA): 4 for each instead of 6. The FLOPs of
+            the adapters are not counted.
     """
     config = model.config
     matrix_weights = 0.0

@@ -1,9 +1,9 @@
 """Causal attention some queries at a time, which keeps no scores for the backward pass.
 
-What is written down in two lines (Vaswani et al. 2017) is done for a block of queries and the keys
-that they may see, so that the scores lie in a core's cache; the backward pass computes them again,
-by the formulas of FlashAttention (Dao et al. 2022). Softmax needs no parts, as a block has all of
-its keys. On CPUs, in bf16 and up to 1,024 tokens, it is faster than torch's fused kernel.
+Attention as in two lines of formulas (Vaswani et al. 2017) is done for a block of queries and the
+keys that they may see, so that the scores lie in a core's cache; the backward pass computes them
+again, by the formulas of FlashAttention (Dao et al. 2022). Softmax needs no parts, as a block has
+all of its keys. On CPUs, in bf16 and up to 1,024 tokens, it is faster than torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ class _Part:
         """Attention weights of a block's queries over the keys that they see, [N, G * t, S], and
         the sinks' weight for each query, [N, G * t, 1]; None without sinks.
 
-        Where scores are capped, the slope of each, 1 - tanh(s / c)^2, is appended to `slopes`, if
-        that is a list.
+        If scores are capped and `slopes` is a list, the slope of each score, 1 - tanh(s / c)^2, is
+        appended to it.
         """
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
@@ -353,7 +353,7 @@ def _parts(
 
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """First query, end, and how many keys they see, of each block."""
+    """(first query, end, number of keys that they see) of each block."""
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
         yield start, end, total - new + end

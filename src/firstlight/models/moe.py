@@ -268,7 +268,8 @@ class RouterStatistics:
 
         `moe/router_loss` is the mean load-balancing loss. An expert's load is its visits over
         the mean of its layer's experts: `moe/max_load` and `moe/min_load` are the extremes over
-        all layers (1 is perfect balance), `moe/unused_experts` how many had none.
+        all layers (1 is perfect balance), `moe/unused_experts` is the number of experts without
+        visits.
         """
         if self.loss_sum is None or self.visits_LE is None:
             return {}

@@ -21,8 +21,8 @@ class MasterWeights:
 
     Args:
         parameters: a model's trained parameters by name.
-        initial: fp32 values by name to start from, which become the masters themselves. What is
-            missing starts from the parameter's own value.
+        initial: fp32 values by name to start from, which become the masters themselves. A missing
+            master weight starts from the parameter's own value.
 
     Attributes:
         updated: tensors that an optimizer updates, by the parameter's name: the master weight, or

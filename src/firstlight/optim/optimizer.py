@@ -128,7 +128,7 @@ class Optimizer:
     def accumulate(self) -> None:
         """After a micro-batch's backward pass: add low-precision gradients up in fp32.
 
-        Nothing for parameters with 32 bits or more, whose gradients add up themselves.
+        Does nothing for parameters with 32 bits or more, whose gradients autograd adds up.
         """
         self._masters.take_gradients()
 

@@ -50,7 +50,7 @@ class NearDuplicates:
         self._found_by: dict[int, int] = {}
 
     def add(self, text: str) -> bool:
-        """Take the next document in; return whether it is similar to an earlier one."""
+        """Add the next document; return True if it is similar to an earlier one."""
         number = len(self.groups)
         self.groups.append(number)
         if len(self._sketches) >= self._most:

@@ -1,4 +1,4 @@
-"""One call of `train_texts`: its run folder, what that remembers for a later call, its time."""
+"""One call of `train_texts`: its run folder, the state in it for a later call, its time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WIDTH = 100
 
 
 class RunCall:
-    """One call of `train_texts`: its run folder, its time, and whom it tells.
+    """One call of `train_texts`: its run folder, its time, and its messages.
 
     Args:
         folder: the run folder.

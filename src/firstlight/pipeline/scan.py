@@ -1,5 +1,5 @@
-"""One pass over texts before anything is decided: how much there is, in which scripts, how often
-the same, and which documents are held out."""
+"""One pass over texts before anything is decided: the amount of text, its scripts, repeated
+documents, and the held-out documents."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CorpusFacts:
         rejected: number of documents that can't be read, by reason (see `records.REASONS`).
         first_rejected: places and faults of the first of them.
         gzip_bits_per_byte: bits per byte of the first 2 MiB by gzip -9.
-        content_key: hash of all text that was read, and of how much of each file that was.
+        content_key: hash of all text that was read, and of the bytes read from each file.
         is_sampled: True where only the first part of each file was read.
     """
 

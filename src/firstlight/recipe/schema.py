@@ -85,9 +85,8 @@ class BatchConfig(Section):
     )
     """rows of a forward pass on a device: more keep the hardware busier, and take more memory for
     activations. "auto" is the largest that fits: found before the run by trying the whole of
-    global_batch_tokens, then half of it, and so on, in a process of its own. null is 8; but on a
-    CPU, which some 1,024 tokens keep busy, no more than that where global_batch_tokens says how
-    large a step is."""
+    global_batch_tokens, then half of it, and so on, in a process of its own. null is 8; on a CPU
+    with global_batch_tokens, at most some 1,024 tokens, which keep it busy."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
     """forward passes a step: the step of a large batch in the memory of a small one, with the same
     gradient."""

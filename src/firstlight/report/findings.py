@@ -118,7 +118,7 @@ def _advice_on_overfitting(run: RunRecord, step: int) -> str:
 
 
 def _kept(run: RunRecord, step: int) -> str:
-    """Which checkpoint has the lowest validation loss, and how it is used."""
+    """A sentence on the checkpoint with the lowest validation loss, and on its use."""
     best = best_checkpoint(run.folder)
     if best is None or best.val_loss is None:
         return (

@@ -142,7 +142,7 @@ def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
 
 
 def _minutes(length: Mapping[str, Any]) -> str:
-    """The length of a run in minutes, and how much of it is used."""
+    """The length of a run in minutes, and the used part of it."""
     used = length.get("seconds_used", 0.0) / 60
     return f"{used:.2f} of {length.get('max_minutes', math.nan):g} minutes"
 

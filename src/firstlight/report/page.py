@@ -144,8 +144,8 @@ _MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
 def chosen_samples(
     samples: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
-    """([(step, [(prompt, text)])], note): all samples, the newest first. Of more than a page can
-    hold, the last step's, the first's and evenly many between."""
+    """([(step, [(prompt, text)])], note): all samples, the newest first. If there are more than a
+    page can hold, those of the last step, of the first, and of steps evenly in between."""
     steps = [(step, list(lines)) for step, lines in groupby(samples, key=lambda line: line["step"])]
     steps.reverse()
     sizes = [sum(_size(line) for line in lines) for _, lines in steps]

@@ -105,7 +105,7 @@ def planned_length(folder: Path) -> tuple[int | None, float | None]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. What is not there (a run that has not come so far) is empty.
+    """Read a run folder. Missing parts (of a run that has not got so far) are empty.
 
     Raises:
         CheckpointError: a file of it is damaged.

@@ -334,8 +334,8 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens by name, and the chosen token. Of several tokens of one name, the
-        likeliest counts: clients see by the highest whether it was the chosen one."""
+        """The likeliest tokens by name, and the chosen token. If several tokens have one name, the
+        likeliest is given, so that clients can compare the highest with the chosen one."""
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             name = self._texts.name(token_id)

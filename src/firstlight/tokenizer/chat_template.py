@@ -160,9 +160,9 @@ def chat_pieces(
 ) -> Iterator[tuple[str, bool]]:
     """The text of `render_chat` cut into (text, whether it is a special token).
 
-    Only what the template writes can be a special token; the same characters in a message are
-    text. Where a template asks whether a message holds a special token's name, it is told so
-    only if it looks for the name within a text (`in`, `split`), not at its ends.
+    Only text of the template itself can be a special token; the same characters in a message are
+    text. A template that looks for a special token's name in a message finds it only within a text
+    (`in`, `split`), not at its ends.
 
     Raises:
         InputError, TokenizerError: as `render_chat`.

@@ -1,9 +1,9 @@
 """Limits on a tokenizer's files: no more memory and time than any real tokenizer needs.
 
 tokenizer.json is a small program: steps that rewrite a text, patterns that cut it, templates that
-put tokens around it. The library runs whatever it says, so its steps, and how much longer they
-make a text, are counted here before the library sees the file. Patterns that no count judges are
-tried on short texts: see `formats.require_fast_patterns`.
+put tokens around it. The library runs every tokenizer.json, so its steps, and the factor by which
+they lengthen a text, are counted here before the library reads the file. Patterns that no count
+judges are tried on short texts: see `formats.require_fast_patterns`.
 """
 
 from __future__ import annotations

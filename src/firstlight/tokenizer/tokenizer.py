@@ -262,7 +262,7 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The Jinja template of conversations, if there is one.
 
-        Of several, which `tokenizer_config.json` lists by name, it is the one called "default".
+        If `tokenizer_config.json` lists several by name, it is the one called "default".
         """
         return chat_template_of(self.config)
 

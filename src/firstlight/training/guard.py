@@ -23,7 +23,7 @@ class DivergedError(TrainingError):
 
 
 class Guard:
-    """Decides, from its loss and gradient norm, whether a step is made.
+    """Accepts or skips a step by its loss and gradient norm.
 
     Attributes:
         skipped_in_a_row: steps refused since the last that was made.

@@ -188,7 +188,7 @@ def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> f
 
 
 class TimeBudget:
-    """The minutes of a run, how many are used, and the number of steps that they have time for.
+    """The minutes of a run, the used part of them, and the number of steps that fit.
 
     Args:
         config: the recipe's `schedule` section.

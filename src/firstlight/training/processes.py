@@ -152,8 +152,8 @@ class Stopping:
 
     def watch(self) -> None:
         """From here on SIGTERM, SIGINT, SIGUSR1 and SIGHUP only ask to stop; a second one has its
-        former effect. One that is ignored (nohup) stays so. Signals are Python's main thread's: in
-        another, only time counts.
+        former effect. A signal that is ignored (nohup) stays ignored. Signals are Python's main
+        thread's: in another, only time counts.
 
         To be called when a step is done: what ends before that has lost nothing, and with a
         limit of time every run gets on by one step at least.

@@ -1,6 +1,6 @@
 """Before the first step: check all that can be checked, build or load all that is needed.
 
-Whatever is refused is refused here, before a run has cost anything or written anything.
+All refusals are made here, before a run has cost time or written a file.
 """
 
 from __future__ import annotations

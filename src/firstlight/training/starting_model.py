@@ -122,8 +122,8 @@ def first_model(
 
 
 def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T]) -> T:
-    """Read the model to start from with `read` (see `read_model_folder`). Of several processes, all
-    read the checkpoint that the main one finds newest, and end with an error if it is deleted."""
+    """Read the model to start from with `read` (see `read_model_folder`). All processes read the
+    checkpoint that the main process finds newest, and end with an error if it is deleted."""
     if engine.world.size == 1:
         return read_model_folder(init_from, read)
 

@@ -121,7 +121,8 @@ def data_identity(
     *,
     document_masking: bool,
 ) -> dict[str, Any]:
-    """Which data a run is on, so that it is not resumed on other; of a mix the weights too."""
+    """Identity of a run's data, so that the run is not resumed on other data; for a mix with its
+    weights."""
     # Compare values: the order of keys in a file is not part of the data.
     manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     return {

@@ -147,8 +147,8 @@ def evaluate_dataset(
 ) -> tuple[Evaluation, dict[str, Evaluation]]:
     """(the loss on a split, that on each corpus of a mix by its name).
 
-    Of a mix, `max_rows` is for each corpus, and the loss is their mean by weight: see
-    `mixed_evaluation`.
+    For a mix, `max_rows` is for each corpus, and the loss is the mean of the corpora's losses by
+    weight: see `mixed_evaluation`.
 
     Args:
         program, seq_len, check, key, max_rows: see `split_loss`.

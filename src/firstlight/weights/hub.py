@@ -53,9 +53,9 @@ def find_model_folder(
     contains, so that it may itself contain "@" and "/" (`OWNER/NAME@refs/pr/1`).
 
     huggingface_hub does the downloading, with its cache (`HF_HOME`), its token (`HF_TOKEN` or
-    `hf auth login`) and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). What the cache
-    holds is not downloaded again, and is used without a word when the hub can't be reached.
-    With `pickled`, a `pytorch_model.bin` is downloaded where there are no safetensors. Without
+    `hf auth login`) and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache
+    are not downloaded again, and are used without a message if the hub can't be reached. With
+    `pickled`, a `pytorch_model.bin` is downloaded where there are no safetensors. Without
     `weights`, only the other files are: config.json and the tokenizer.
 
     A name that was `typed` by a person and looks like a mistyped path (see `_is_mistyped_path`) is

@@ -365,7 +365,7 @@ def grow_vocabulary(
     tied.
 
     Args:
-        model: changed in place, its `config` too. Where it has rows beyond `tokens_before`
+        model: changed in place, its `config` too. If the model has rows beyond `tokens_before`
             already, as padded vocabularies do, those of new tokens are overwritten.
         tokens_before: ids that the old tokenizer had.
         tokens_now: ids that the new one has.

@@ -305,8 +305,8 @@ class Graphs:
 def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
     """Context in which the graphs of compiled code are kept.
 
-    What is saved for the backward pass is decided by then, so each layer of a model adds the same
-    to both.
+    The tensors that are saved for the backward pass are decided by then, so each layer of a model
+    adds the same to both.
 
     Args:
         fuses: True compiles the graphs with inductor as well; False only runs the graphs.

@@ -1,9 +1,9 @@
 """The operators that a trace counts, and the memory of a target's kernels for them.
 
 A trace on fake CPU tensors sees shapes, not the memory that a kernel allocates inside
-(`workspace_bytes`): each such difference is a separate function with its own test. Which kernels a
-GPU takes where a CPU takes others, so that autograd keeps other things for the backward pass:
-`emulation.py`.
+(`workspace_bytes`): each such difference is a separate function with its own test. `emulation.py`
+has the kernels of a GPU that differ from a CPU's, so that autograd keeps other tensors for the
+backward pass.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ the number of layers. But the peak may be at another place with more of them, ea
 pass, where all activations are there, or late, where all gradients are. So lines are drawn through
 stretches of the step, and the highest counts.
 
-What torch.compile makes of a model with a layer more costs seconds. But a layer's addition to it is
-known before inductor fuses operators: the tensors saved for the backward pass, and gradients. So
-the line begins at a model that is compiled to the end, and has the slope of its graphs.
+Compiling a model with one more layer costs seconds. But a layer's addition to it is known before
+inductor fuses operators: the tensors saved for the backward pass, and gradients. So the line begins
+at a model that is compiled to the end, and has the slope of its graphs.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def plan_module(
         target: the device to predict for; None is this machine's CPU.
 
     Returns:
-        The prediction. What the libraries of convolutions and recurrent layers take inside is not
-        in it; its notes say so where their operators are in the trace.
+        The prediction. Memory inside the libraries of convolutions and recurrent layers is not
+        included; the notes say so if their operators are in the trace.
 
     Raises:
         ConfigError: an argument is invalid, or the model has no loss or no

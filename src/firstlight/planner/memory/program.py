@@ -281,9 +281,9 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
 
 
 def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
-    """The keys of a section that compiles that have another value without torch.compile: what says
-    how to compile goes with it. What is computed again within a memory budget is the compiler's own
-    choice; nothing is taken for that."""
+    """The changes of a section that remove torch.compile, including the keys that configure
+    compiling. Recomputation within a memory budget is the compiler's own choice and has no
+    replacement."""
     plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
     if config.activation_checkpointing == "budget":
         plain["activation_checkpointing"] = "none"

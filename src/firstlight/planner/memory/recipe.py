@@ -94,7 +94,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
 
     Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
     second has up to two micro-batches: with the second of those, the gradients of the first are
-    there. Of a compiled step, the second is traced once more with the graphs that were compiled.
+    there. For a compiled step, the second one is traced once more with the compiled graphs.
 
     A deep model is planned from the same with few layers: see `layers.py`.
 

@@ -3,11 +3,11 @@ and its operators.
 
 Torch's `FakeTensorMode` gives every operator's outputs their shapes and none their memory; `Tracer`
 is pushed above it and records, by a clock that ticks once for each operator, when each storage is
-made and freed. What was in memory at any tick, and as what, is worked out afterwards
+made and freed. The storages in memory at each tick, and their parts, are computed afterwards
 (`prediction.py`), so that tracing costs a dictionary look-up for each tensor.
 
 A storage made by operator k and given up before operator k + 1 begins is alive at tick k only.
-What kernels allocate inside is not seen here: see `kernels.py`.
+Memory that kernels allocate inside is not in the trace: see `kernels.py`.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._watched[identity]
 
     def finish(self) -> Trace:
-        """The trace, complete. What is alive stays so."""
+        """The trace, complete. Storages that are alive stay alive."""
         if self._recomputed_since >= 0:
             self.trace.recomputations.append((self._recomputed_since, self.tick))
             self._recomputed_since = -1

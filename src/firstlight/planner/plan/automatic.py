@@ -72,7 +72,7 @@ def run_phases(
     average of its last weights.
 
     On a CPU, a checkpoint that is written in the background is a copy of the state, which is kept
-    from the first save on; a GPU's is in the host's memory.
+    from the first save on; with a GPU this copy is in the host's memory.
 
     Args:
         training, evaluation: predictions for one process.

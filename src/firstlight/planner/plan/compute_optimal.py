@@ -248,7 +248,7 @@ def model_ladder(
     Args:
         ties: True ties the embedding and the head up to a width of 1,024.
         cuts: processes that share the key-value heads evenly; there are as many of them as come
-            nearest to the usual. Where no number of them does, they are as usual.
+            nearest to the usual. If no number of them does, they keep the usual number.
     """
     for hidden, layers in _SHAPES:
         head_dim = 64 if hidden < 2048 else 128

@@ -243,8 +243,8 @@ def method_table(
     estimator: Estimator | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Estimate]:
-    """Each method that the recipe does not have, alone beside it. Of those that compile, memory is
-    that without torch.compile, unless it is the method.
+    """Each method that the recipe does not have, alone beside it. For candidates that compile,
+    memory is that without torch.compile, unless compiling is the method.
 
     Args:
         recipe: the resolved recipe.
@@ -384,7 +384,8 @@ _ATTENTION = {
 
 
 def _logits_bytes(recipe: ResolvedRecipe) -> int:
-    """Not from a trace: of a compiled step that doesn't say which bytes are logits."""
+    """Computed without a trace, because the trace of a compiled step does not show which bytes are
+    logits."""
     return 4 * recipe.batch.micro_batch_size * recipe.data.seq_len * recipe.model.vocab_size
 
 

@@ -75,7 +75,8 @@ class WorkerProcesses:
             arguments: the arguments of each call; they have to be picklable.
 
         Raises:
-            TrainingError: a process was killed or crashed. What a function raises is raised here.
+            TrainingError: a process was killed or crashed. An exception of the function is raised
+                here.
         """
         # A single call goes there, too: a crash must not end this process.
         if not self._ends:

@@ -110,7 +110,7 @@ def in_words(one: Estimate) -> str:
 
 
 def memory_table(one: Estimate) -> Table:
-    """By part, for training and evaluation."""
+    """Rows of memory by part, for training and evaluation."""
     columns = [
         (name, p)
         for name, p in (("training", one.training), ("evaluation", one.evaluation))

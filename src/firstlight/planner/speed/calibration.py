@@ -279,9 +279,9 @@ class Calibration:
     def _interpolated(self, features: Features, near: list[Entry]) -> OperatorTime:
         """From the rates of others: exact at known points, between the lowest and the highest.
 
-        Of one size, along the straight line between the logarithms of the two around it; beyond
-        all, the last one's rate. Of several sizes, by the inverse square of the distance of the
-        four nearest in the logarithms of sizes (Shepard 1968).
+        With one size, along the straight line between the logarithms of the two entries around it;
+        beyond all entries, at the last one's rate. With several sizes, by the inverse square of the
+        distance of the four nearest entries in the logarithms of sizes (Shepard 1968).
         """
         timed = [entry for entry in near if entry.ratios]
         if not timed:
@@ -338,7 +338,7 @@ class Calibration:
 
 
 def _line(ranked: Sequence[Entry], size: float) -> list[tuple[Entry, float]]:
-    """The nearest entry below a size and the nearest above, and how much each counts.
+    """The nearest entry below a size and the nearest above, with their weights.
 
     Args:
         ranked: entries with one size each, the nearest first.

@@ -250,7 +250,7 @@ _LEAST_ERROR = 0.03
 
 @dataclass(frozen=True)
 class MeasuredGpu:
-    """The constants of one kind of GPU, and how far they carry.
+    """The constants of one kind of GPU, and their range of error.
 
     Attributes:
         constants: values by the names in `BOUNDS`.

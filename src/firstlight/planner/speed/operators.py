@@ -153,7 +153,7 @@ def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False
 
 
 def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[bool, bool]]:
-    """For each matrix product, whether its factors lie transposed in memory.
+    """For each matrix product, True for each factor that is transposed in memory.
 
     A layer with tokens T and weight W computes x @ W.T where W is stored [out, in], x @ W where it
     is stored [in, out], and autograd gives the weight's gradient the weight's own layout (torch's

@@ -3,9 +3,9 @@
 Three machines: a GPU that is only known by its data sheet (`gpu.py`, a wide range), a CPU whose
 operators were timed (`calibration.py`, a narrow range), and several GPUs (`Exchange`).
 
-What torch.compile makes of a step is not in a trace of it: its kernels fuse everything between
-matrix products and attention. These have to be fed and read, so the memory that fused kernels move
-is estimated from the operands and results of products and attention (`fused_bytes`).
+The kernels of torch.compile are not in a step's trace: they fuse everything between matrix products
+and attention. These have to be fed and read, so the memory that fused kernels move is estimated
+from the operands and results of products and attention (`fused_bytes`).
 """
 
 from __future__ import annotations
