@@ -152,9 +152,7 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
     if is_run:
         newest, problems = best_checkpoint(path) if best else newest_checkpoint(path)
         for problem in problems:
-            say(
-                f"warning: {problem}: {'the next best' if best else 'an older'} checkpoint is used"
-            )
+            say(f"warning: {problem}: {'the next best' if best else 'an older'} checkpoint is used")
         if newest is None:
             raise CheckpointError(f"run folder {path} has no complete checkpoint yet")
         return newest

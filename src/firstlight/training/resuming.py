@@ -248,9 +248,7 @@ def _newest_checkpoint(
     newest, problems = newest_checkpoint(run_folder)
     for folder in step_folders(run_folder):
         if not (folder / MANIFEST_NAME).is_file():
-            tell(
-                f"warning: {folder} has no {MANIFEST_NAME}: it is not a checkpoint and is ignored"
-            )
+            tell(f"warning: {folder} has no {MANIFEST_NAME}: it is not a checkpoint and is ignored")
     for problem in problems:
         # A damaged checkpoint costs the steps since the one before, and not the run.
         tell(f"warning: {problem}: an older checkpoint is used")
