@@ -756,9 +756,9 @@ def test_a_log_that_is_damaged_while_the_run_goes_on_does_not_end_it(
         ({"rng.cpu": torch.zeros(5056)}, "random-number states are damaged"),
         ({"rng.python": torch.full((625,), -1)}, "random-number states are damaged"),
         ({"rng.python": torch.zeros(625, dtype=torch.int64)}, "Python's words are all zeros"),
-        ({"rng.numpy": torch.ones(10_000, dtype=torch.int64)}, "no 624 words of 32 bits"),
-        ({"rng.numpy": torch.zeros(624, dtype=torch.int64)}, "no 624 words of 32 bits"),
-        ({"rng.numpy": torch.full((624,), -1)}, "no 624 words of 32 bits"),
+        ({"rng.numpy": torch.ones(10_000, dtype=torch.int64)}, "not 624 words of 32 bits"),
+        ({"rng.numpy": torch.zeros(624, dtype=torch.int64)}, "not 624 words of 32 bits"),
+        ({"rng.numpy": torch.full((624,), -1)}, "not 624 words of 32 bits"),
     ],
 )
 def test_a_sealed_checkpoint_of_bad_values_is_refused_in_one_line(
