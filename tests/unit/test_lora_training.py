@@ -102,7 +102,7 @@ def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(CheckpointError, match="its base .* has changed"):
+    with pytest.raises(CheckpointError, match=r"its base .* has changed"):
         train(parse_recipe(lora_recipe(recipe)), resume=True)
 
 
