@@ -5,12 +5,11 @@ Tips for Faster LLM Training" in its order, each method added to those before it
 mask, LayerNorm and GELU are written out (`written_out`). Plain is fp32, attention as two matrix
 products, AdamW parameter by parameter, nothing compiled, one micro-batch a step.
 
-Every row is trained for a few steps by fresh processes (`training_once` says what they measure;
-with `quick` on a CPU they are forks of one that has only imported what all need); the rows take
-turns (A B C, A B C); the number of threads, the data and the initial weights are
-the same for all. Rates are medians over the timed steps of all turns. A row that can't run on this
-machine is skipped with the reason; a row that fails is shown with its error, and the ladder
-continues without it.
+Fresh processes train every row for a few steps (`training_once` describes the measurements). With
+`quick` on a CPU they are forks of one process that has only done the imports. The rows take turns
+(A B C, A B C). The number of threads, the data and the initial weights are the same for all. Rates
+are medians over the timed steps of all turns. A row that can't run on this machine is skipped with
+the reason; a row that fails is shown with its error, and the ladder continues without it.
 
 MFU has one base for all rows, so that rows compare: the machine's rate of bf16 matrix products, or
 of fp32 ones where a CPU multiplies those faster, as measured at the start and at the end, whichever

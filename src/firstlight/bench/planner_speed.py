@@ -159,9 +159,9 @@ def row_of(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
     Returns:
         "name"; "problem" where it went wrong; else seconds of a step: "measured" (the median),
         "worked" (of this thread, the median), "predicted" (the median) and "first" of that; "error"
-        of the prediction against what was measured, "error_worked" against what was worked,
-        "error_first" of the first prediction against what was measured (positive is too slow);
-        "in_range", whether what was worked lies in a predicted range; and what was found.
+        of the prediction against "measured", "error_worked" against "worked", "error_first" of the
+        first prediction against "measured" (positive is too slow); "in_range", True if "worked" is
+        in a predicted range; and the result of the process.
     """
     if outcome.problem:
         return {"name": case.name, "problem": outcome.problem}

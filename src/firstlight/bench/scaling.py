@@ -7,8 +7,8 @@ on GPUs each has its own. Those that compute the same sequences together (tensor
 tokens of one process. The rows take turns; numbers are medians over the turns.
 
 A rank (`python -m firstlight.bench.scaling REQUEST`) trains a model of random weights on random
-tokens, first by the row's engine, and then alone, all ranks at the same time: the additional time
-of the engine's step goes to exchanging gradients and weights, and to waiting for each other.
+tokens, first by the row's engine, and then alone, all ranks at the same time. The additional time
+of the engine's step is for exchanging gradients and weights, and for waiting for each other.
 """
 
 from __future__ import annotations

@@ -348,10 +348,9 @@ def rope_factors(shape: ModelShape, rope: Rope) -> dict[str, Tensor]:
 
 
 def yarn_factors(shape: ModelShape) -> tuple[float, float]:
-    """YaRN's factor of cos and sin for llama.cpp, which multiplies it by YaRN's own magnitude; and
-    the logarithm's factor m of DeepSeek's scores, which llama.cpp multiplies by the square of the
-    factor of cos and sin and of 1 + 0.1 m ln(factor); with m other than 0 it leaves the magnitude
-    out."""
+    """YaRN's factor of cos and sin for llama.cpp, and the logarithm's factor m of DeepSeek's
+    scores. llama.cpp multiplies the first by YaRN's own magnitude, unless m is other than 0. It
+    multiplies the scores by the square of the factor of cos and sin and of 1 + 0.1 m ln(factor)."""
     model, rope = shape.model, shape.model.rope_scaling
     wanted, own = rope_magnitude(rope, shape.max_positions), yarn_magnitude(rope.factor)
     if not isinstance(model, DeepseekConfig) or rope.factor == 1:

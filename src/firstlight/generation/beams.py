@@ -62,8 +62,9 @@ def beam_search(
     """Ids of the best continuation without its end token, and "stop" or "length".
 
     In each step the likeliest tokens of all beams compete by the sum of log-probabilities; ended
-    texts are kept by their mean log-probability a token, and the search ends when no beam can come
-    above the worst of as many ended ones (transformers' beam search with length_penalty 1).
+    texts are kept by their mean log-probability for each token. The search ends when no beam can
+    exceed the worst of the same number of ended texts (transformers' beam search with
+    length_penalty 1).
 
     Args:
         model: a model in evaluation mode.

@@ -1,10 +1,10 @@
 """Llama and its kin: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
 
 Parameter names are those of Hugging Face's classes. One architecture by configuration
-(`llama_config.py`) and by facts of its family (`llama_families.py`): which norms a layer has, what
-is normalised and how it is rounded, the MLP's activation and gate, matrices that lie in one,
-windows and rotary tables of each layer, caps of scores and logits. The layers are in
-`llama_layers.py`, experts in `moe.py`.
+(`llama_config.py`) and by facts of its family (`llama_families.py`). The facts are the norms of a
+layer and their rounding, the MLP's activation and gate, fused matrices, windows and rotary tables
+of each layer, and caps of scores and logits. The layers are in `llama_layers.py`, experts in
+`moe.py`.
 
 Shape letters as in `llama_layers.py`.
 """

@@ -2,9 +2,9 @@
 
 torch's agent gives ranks over several machines, restarts, and a store that outlives them.
 Differences from torch's agent: a rank that fails is announced to the others at once, which end by
-themselves and say why, instead of being interrupted; a run that was stopped and saved is no failure
-and is not started again; a launcher that is killed leaves no process behind; the terminal shows
-rank 0's messages, and of another rank its messages when it failed.
+themselves and say why, instead of being interrupted. A run that was stopped and saved is not a
+failure and is not started again. A killed launcher leaves no process behind. The terminal shows
+rank 0's messages, and those of another rank if it failed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A template often comes with a downloaded model, so it is treated as somebody else's program: it sees
 only plain JSON data, can change nothing, and can't reach Python through these data (Jinja's
-sandbox). Its time, the text it makes and the values it keeps are limited, against loops in loops,
-multiplied and doubled strings, lists of themselves, endless macros; and so is what goes into each
-operator, filter, test and method that takes time by the length of its input (`chat_meter`,
+sandbox). Its time, its text and its values are limited, against loops in loops, multiplied and
+doubled strings, lists of themselves, and endless macros. The input of each operator, filter, test
+and method that takes time by the length of its input is limited, too (`chat_meter`,
 `chat_filters`).
 """
 

@@ -291,9 +291,9 @@ _KEEPING = {
 
 
 def most_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of a text that become one token, so that a text of n bytes has at least n
-    divided by it tokens; None if there may be no bound: a step can leave out characters (spaces,
-    accents), or an unknown character, or many of them, can become no token or one."""
+    """The most bytes of a text that become one token: a text of n bytes has at least n divided by
+    this number of tokens. None if there may be no bound, because a step can leave out characters
+    (spaces, accents), or because one or many unknown characters can become no token or one."""
     state = json.loads(backend.to_str())
     model, added = state["model"], state["added_tokens"]
     most, kinds = 1, set()

@@ -164,9 +164,9 @@ def steps_in_time(
 
 
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
-    """Seconds that a sequence takes in a step: the mean over the last steps, half as far back as is
-    to be looked ahead and at most half of all steps, so that a machine that has become slower soon
-    counts as slow, and the first seconds of a run, when processors are cool, not at all.
+    """Seconds that a sequence takes in a step. It is the mean over the last steps, over half of the
+    number of steps to predict and at most half of all steps. So a machine that has become slower
+    soon counts as slow, and the first seconds of a run, when processors are cool, don't count.
 
     A step that took more than twice the median counts as twice the median: a machine that stood
     still for a moment is not expected to do so again.

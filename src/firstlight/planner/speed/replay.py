@@ -1,8 +1,8 @@
 """A counted operator run again on random tensors of its shapes, and timed.
 
-It is timed as it runs in a step: its inputs have not been touched for a while, its results go
-into memory that was something else before, and between two calls there is as much Python as
-between two of a step, in which waiting threads fall asleep.
+It is timed under the conditions of a step: its inputs have not been used for a while, and its
+results go into memory that other tensors had before. Between two calls there is as much Python as
+in a step, during which waiting threads fall asleep.
 
 The clock is the calling thread's own: it works as long as each of the others does and more, and
 does not run while another program has its core. So times are those of a machine that does nothing
