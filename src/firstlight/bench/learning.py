@@ -115,7 +115,8 @@ class LearningCase:
     @property
     def budget(self) -> str:
         """Length of a run in words, and the number of held-out tokens if they are a sample."""
-        length = f"{self.minutes:g} minutes" if self.tokens is None else f"{self.tokens:,} tokens"
+        unit = "minute" if self.minutes == 1 else "minutes"
+        length = f"{self.minutes:g} {unit}" if self.tokens is None else f"{self.tokens:,} tokens"
         if self.held_out_tokens is None:
             return length
         return f"{length}, {self.held_out_tokens:,} held-out tokens"

@@ -228,7 +228,7 @@ def page(result: Mapping[str, Any], picture: str) -> str:
     decided = verdicts(groups)
     parts = [
         _HEAD.format(
-            machine=f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}"
+            machine=f"{machine['name']}, torch {machine['torch']}, threads: {machine['threads']}"
         )
     ]
     parts.append("\n".join(recipes) + "\n")
@@ -247,6 +247,9 @@ _HEAD = """\
 # Learning: recipes at equal tokens or equal time
 
     firstlight bench learning --out DIR --page docs/benchmarks/learning.md
+
+adds a page such as this one to the results in DIR; the page of the documentation is made by
+`make benchmarks NAMES="learning-shakespeare learning-stdlib"`.
 
 Each run is `firstlight train` in a separate process.
 
