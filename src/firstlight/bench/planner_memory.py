@@ -24,7 +24,7 @@ from firstlight.bench.runner import RowOutcome, run_bench
 from firstlight.data.loader import Batch
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
-from firstlight.generation.few_rows import quantize_int8, use_few_rows
+from firstlight.generation.few_rows import lay_out, quantize_int8, use_few_rows
 from firstlight.hardware.device import find_hardware
 from firstlight.models import Model, empty_model
 from firstlight.planner.memory.kernels import Target
@@ -333,6 +333,8 @@ def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredM
     if options["dtype"] == "int8":
         quantize_int8(model)
     use_few_rows(model)
+    # The decoder would do it, and what it replaces was allocated before the measurement.
+    lay_out(model)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     with measured_memory() as found, torch.inference_mode():
         decode(model, options)
