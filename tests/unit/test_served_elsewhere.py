@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from firstlight.models import FAMILIES
-from firstlight.models.llama_families import ROUTED
 from firstlight.tokenizer import train_tokenizer
 from firstlight.weights.huggingface import model_files
 
@@ -31,6 +30,8 @@ VLLM: tuple[str, ...] = (
 VLLM += ("hidden_size", "dtype", "max_position_embeddings")
 VLLM_HEADS = ("num_key_value_heads", "head_dim")
 VLLM_EXPERTS = ("num_experts_per_tok",)
+#: Keys of the number of experts; a family has one of them.
+VLLM_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 _MLX: tuple[str, ...] = (
     "model_type",
@@ -58,13 +59,17 @@ MLX = {
 }
 
 
-def written(kind: str) -> dict[str, str]:
-    """The JSON files of a checkpoint of a small model."""
-    tokenizer = train_tokenizer(["hello there"], 280)
+def small(kind: str) -> Any:
+    """The config of a small model."""
     shape: dict[str, Any] = {"vocab_size": 280, "hidden_size": 64, "num_hidden_layers": 2}
     shape["num_attention_heads"] = 4
     config: Any = FAMILIES[kind].config
-    return model_files(config(model_type=kind, **shape), tokenizer)
+    return config(model_type=kind, **shape)
+
+
+def written(kind: str) -> dict[str, str]:
+    """The JSON files of a checkpoint of a small model."""
+    return model_files(small(kind), train_tokenizer(["hello there"], 280))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -76,10 +81,11 @@ def test_transformers_config_has_what_vllm_and_sglang_read(kind: str, tmp_path: 
     names = VLLM if kind == "gpt2" else VLLM + VLLM_HEADS
     # Where heads follow from the other sizes, they compute them, too.
     names = tuple(name for name in names if name not in FAMILIES[kind].spec.derived_keys)
-    for name in names + (VLLM_EXPERTS if kind in ROUTED else ()):
+    count = small(kind).expert_count
+    for name in names + (VLLM_EXPERTS if count else ()):
         assert getattr(config, name, None) is not None, name
-    if kind in ROUTED:
-        assert any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts"))
+    if count:
+        assert any(getattr(config, name, 0) == count for name in VLLM_EXPERT_COUNTS)
     (architecture,) = config.architectures
     assert getattr(transformers, architecture).config_class is type(config)
     generation = transformers.GenerationConfig.from_pretrained(tmp_path)
