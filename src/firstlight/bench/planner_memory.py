@@ -132,7 +132,8 @@ def _cases() -> Iterator[PlannerCase]:
         ("llama", "int8", 1),
     ):
         options = {"prompt_tokens": 256, "max_new_tokens": 256, "sequences": count, "dtype": dtype}
-        title = f"{family} medium, generation, {dtype}, {count} texts"
+        texts = "1 text" if count == 1 else f"{count} texts"
+        title = f"{family} medium, generation, {dtype}, {texts}"
         model = f"{family} medium"
         yield PlannerCase(model, 1, 1024, kind="generation", generation=options, title=title)
 
