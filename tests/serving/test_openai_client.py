@@ -66,7 +66,7 @@ def test_the_models_are_the_one_there_is(client: Any) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("tiny", "model", "firstlight")
     assert client.models.retrieve("tiny").created == model.created
-    with pytest.raises(openai.NotFoundError, match="only 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="no such model: use 'tiny'"):
         client.models.retrieve("gpt-4")
 
 
