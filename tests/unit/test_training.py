@@ -870,7 +870,7 @@ def test_a_schedule_that_can_not_be_gone_on_in_is_refused(
     other = changed(
         recipe, run={"dir": str(tmp_path / "other")}, schedule={"resume": True, "max_steps": 12}
     )
-    refused(other, ConfigError, "name that .--init-from.")
+    refused(other, ConfigError, "name that run with --init-from")
     refused(other, ConfigError, "at step 12 .* and schedule.max_steps is 12", init_from=base)
     longer = changed(other, schedule={"max_steps": 20})
     refused(changed(longer, optimizer={"name": "muon"}), CheckpointError, "muon", init_from=base)
@@ -1263,7 +1263,7 @@ def test_a_checkpoint_without_its_manifest_is_named_and_passed_over(
     (last / "manifest.json").unlink()
     result = train(recipe, resume=True, progress=True)
     said = capsys.readouterr().err
-    assert f"warning: {last} has no manifest.json: it is no checkpoint" in said
+    assert f"warning: {last} has no manifest.json: it is not a checkpoint and is ignored" in said
     assert f"resuming from {older}" in said
     assert (result.checkpoint / WEIGHTS_NAME).read_bytes() == before
 
