@@ -112,7 +112,7 @@ def test_tokens_that_the_base_lacks_are_refused(
     prepare([corpus], tokenizer.extended(["<new>"]), tmp_path / "more")
     settings = lora_recipe(recipe)
     settings["data"] = {**settings["data"], "dir": str(tmp_path / "more")}
-    with pytest.raises(ConfigError, match="has 1 tokens more than .* lora freezes the embedding"):
+    with pytest.raises(ConfigError, match=r"has 1 tokens more than .* lora freezes the embedding"):
         train(parse_recipe(settings), init_from=base)
 
 
