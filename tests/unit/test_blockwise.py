@@ -110,6 +110,8 @@ def test_half_precision_is_as_near_as_torchs_kernel(dtype: torch.dtype, scores: 
         assert ours < 2 * theirs
 
 
+# In torch 2.14, opcheck itself reads .grad of tensors that are not leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dropped", [False, True])
 def test_torch_finds_nothing_wrong_with_the_operator(masked: bool, dropped: bool) -> None:
