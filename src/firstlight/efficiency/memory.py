@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,15 @@ _KEPT = [
 _OFFLOADED_ELEMENTS = 1024
 
 
+#: From torch 2.14 on, a caller chooses whether tensors that selective checkpointing keeps are
+#: offloaded, too; they stay on the device, as in the versions before.
+_CHOICE: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+
+
 def checkpoint_layers(model: Model, selective: bool) -> None:
     """Let the backward pass compute every layer's activations again (Chen et al. 2016), the
     matrix products' and attention's excepted where `selective`.
@@ -75,7 +85,7 @@ def _recomputed(
     if not selective:
         return checkpoint(forward, *arguments, use_reentrant=False)
     contexts = functools.partial(create_selective_checkpoint_contexts, _KEPT)
-    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts)
+    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **_CHOICE)
 
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
