@@ -15,8 +15,7 @@ Random weights are made on the device, and the tokens are random. On a GPU, what
 recipe, in this order:
 
 1. Everything of the recipe before is given up: Python's garbage, the allocator's cache, cuBLAS's
-   workspaces. The bytes that are still allocated are `left_bytes`, which the figures below leave
-   out.
+   workspaces. The bytes still allocated are `left_bytes`, which the figures below leave out.
 2. The weights are made (and frozen, and put into 4 bits); the allocator's peak is set back.
 3. Optimizer and loss function are made as `firstlight train` makes them, and three steps are
    trained. For a recipe that compiles the peak is reset once more after the first, because the

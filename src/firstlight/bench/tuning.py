@@ -103,8 +103,7 @@ def tune(
     init_from: str | None = None,
     on_trial: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> TuneResult:
-    """Search a recipe's keys for the lowest held-out loss. A second call continues the study in the
-    folder.
+    """Search a recipe's keys for the lowest held-out loss. A second call continues the study.
 
     Args:
         recipe: a recipe, its values, or its file.

@@ -178,10 +178,8 @@ def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
         for name, box, dtype in _shards_of(path):
             boxes.setdefault(name, []).append(box)
             if dtypes.setdefault(name, dtype) != dtype:
-                raise CheckpointError(
-                    f"{path} is damaged: '{name}' is {dtype} in this file and "
-                    f"{dtypes[name]} in another"
-                )
+                other = dtypes[name]
+                raise CheckpointError(f"{path} is damaged: '{name}' is {dtype}, elsewhere {other}")
     wholes = {}
     for name, parts in boxes.items():
         shape = _union(parts)

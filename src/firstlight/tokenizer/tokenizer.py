@@ -385,8 +385,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text that was held back. Bytes that never became a character show as
-        U+FFFD."""
+        """Return the text held back. Bytes that never became a character show as U+FFFD."""
         piece = self._tokenizer.decode(self._ids)[self._emitted :]
         self._shrink()
         return piece

@@ -57,8 +57,7 @@ def train_step(
         scaler: the loss scale of fp16; None leaves the loss as it is.
         accepts: called with the loss and the gradient's norm before the update; False skips it.
             Not called for a step that the scaler skips.
-        engine: the engine of several processes; all of them call this function and get the same
-            result.
+        engine: the engine of several processes, which all call this and get the same result.
 
     Raises:
         DivergedError: the loss or gradient is not finite and nothing was given to skip the step;

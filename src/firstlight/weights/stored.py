@@ -172,8 +172,7 @@ class StoredTensor:
         """The file at the tensor's first byte.
 
         Raises:
-            ModelError: the file can't be read, or is another file than the one whose header was
-                read.
+            ModelError: the file can't be read, or was replaced after its header was read.
         """
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -266,9 +265,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 )
             content = file.read(length) if length <= MAX_JSON_BYTES else b""
             if (count := content.count(b"{")) > _MOST_TENSORS:
-                raise ModelError(
-                    f"{path} has {count:,} tensors, more than the {_MOST_TENSORS:,} that are read"
-                )
+                raise ModelError(f"{path} has {count:,} tensors: the limit is {_MOST_TENSORS:,}")
             # The library checks the header against the file's length, but does not give offsets.
             with safetensors.safe_open(path, framework="pt"):
                 header = json.loads(content, object_pairs_hook=unique_keys)

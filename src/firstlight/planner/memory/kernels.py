@@ -2,8 +2,7 @@
 
 A trace on fake CPU tensors sees shapes, not the memory that a kernel allocates inside
 (`workspace_bytes`): each such difference is a separate function with its own test. `emulation.py`
-has the kernels of a GPU that differ from a CPU's, so that autograd keeps other tensors for the
-backward pass.
+has those kernels of a GPU for which autograd keeps other tensors than for a CPU's.
 """
 
 from __future__ import annotations

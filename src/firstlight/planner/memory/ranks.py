@@ -109,9 +109,8 @@ def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPredict
 def _of_fsdp(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe, processes: int
 ) -> MemoryPrediction:
-    """FSDP2: shards of the state, and in addition the parameters that are gathered at the moment.
-    Parameters outside of the layers are whole from the forward pass to the end of the backward
-    pass."""
+    """FSDP2: shards of the state, and the parameters that are gathered at the moment. Parameters
+    outside of the layers are whole from the forward pass to the end of the backward pass."""
     pieces = part.distributed.shard or copies_of(recipe, processes)
     offloads = part.distributed.offload == "cpu"
     state = 0 if offloads else 1

@@ -226,8 +226,7 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
 
 
 def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Sequences of an optimizer step for each group of devices that shares one copy of the
-    model."""
+    """Sequences of an optimizer step for each group of devices with one copy of the model."""
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
         return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
