@@ -194,7 +194,7 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
     """Draw `measure_loops`'s result: into the axes `passes` the rates of passes, with the ends of
     the caches, into `blocks` those of products in blocks, into `waves` the times of several."""
     rows = loops["passes"]
-    _draw_rates(passes, rows, "bytes", "bytes_per_second", "C0", "passes, fp32")
+    _draw_medians(passes, rows, "bytes", "bytes_per_second", "C0", "passes, fp32")
     for name, size in loops["caches"].items():
         passes.axvline(size, color="black", linestyle="--", linewidth=0.8)
         passes.annotate(name, (size, 0.02), xycoords=("data", "axes fraction"))
@@ -202,7 +202,7 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
     passes.set(xlabel="bytes of the array, read by one thread", ylabel="GB/s", ylim=(0, None))
     for number, cut in enumerate(_CUTS):
         these = [row for row in loops["blocks"] if row["cut"] == cut]
-        _draw_rates(blocks, these, "block", "flops_per_second", f"C{number}", cut)
+        _draw_medians(blocks, these, "block", "flops_per_second", f"C{number}", cut)
     blocks.set_xscale("log", base=2)
     edge = loops["edge"]
     blocks.set(
@@ -213,9 +213,7 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
     blocks.legend()
     found = loops["waves"]
     places = [row["products"] for row in found["rows"]]
-    waves.plot(places, [row["time_ratio"] for row in found["rows"]], "o-", color="C0")
-    low, high = ([row[end] for row in found["rows"]] for end in ("lowest", "highest"))
-    waves.fill_between(places, low, high, color="C0", alpha=0.2)
+    _draw_medians(waves, found["rows"], "products", "time_ratio", "C0", "time", unit=1)
     waves.plot(
         places,
         [-(-place // found["threads"]) for place in places],
@@ -230,10 +228,16 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
     )
 
 
-def _draw_rates(
-    axes: Any, rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, label: str
+def _draw_medians(
+    axes: Any,
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    color: str,
+    label: str,
+    unit: float = 1e9,
 ) -> None:
     places = [row[x] for row in rows]
-    axes.plot(places, [row[y] / 1e9 for row in rows], "o-", color=color, label=label)
-    low, high = ([row[end] / 1e9 for row in rows] for end in ("lowest", "highest"))
+    axes.plot(places, [row[y] / unit for row in rows], "o-", color=color, label=label)
+    low, high = ([row[end] / unit for row in rows] for end in ("lowest", "highest"))
     axes.fill_between(places, low, high, color=color, alpha=0.2)
