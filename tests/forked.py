@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
@@ -60,6 +61,8 @@ _MAY_DIFFER = {
     "KMP_INIT_AT_FORK",
     # Ray sets it. Each call of `breakpoint` reads it.
     "PYTHONBREAKPOINT",
+    # A fork turns it on itself.
+    "PYTHONFAULTHANDLER",
 }
 
 _PRELOADED = (
@@ -273,6 +276,8 @@ def _become(request: Mapping[str, Any], given: Sequence[int]) -> types.ModuleTyp
         stream = _text_stream(number, getattr(sys, f"__{name}__"))
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if request["environment"].get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     importlib.invalidate_caches()
     sys.orig_argv[:] = request["command"]
     _set_title(" ".join(request["command"]))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import select
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from spawned import run_ranks
 
 import conftest
 from waiting import processes_waited_for
@@ -35,6 +38,19 @@ def test_a_process_that_was_waited_for_is_described_with_its_output() -> None:
 
 
 #: Tests of processes that say a word and wait then, so that the time of each test is over.
+def test_a_rank_of_a_test_is_a_fork_and_a_crash_says_where(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import os, signal, sys\n"
+        "print('torch' in sys.modules, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    (crashed,) = run_ranks(driver, [], 1)
+    assert (crashed.returncode, crashed.stdout) == (-signal.SIGSEGV, "True\n")
+    assert "Fatal Python error: Segmentation fault" in crashed.stderr
+    assert f'File "{driver}", line 3' in crashed.stderr
+
+
 _TESTS = """
 import select, signal, subprocess, sys
 import pytest
