@@ -93,10 +93,12 @@ docs: .venv/docs-ready
 benchmarks: .venv/test-ready
 	$(BIN)/python scripts/benchmarks.py $(NAMES)
 
-# The head of the file and torch's version stay. Each build of torch names its own CUDA packages and triton.
+# The head of the file and torch's version stay. Each build of torch names its own CUDA packages and triton;
+# torch 2.11, which `make test-torch` tests too, needs setuptools below 82.
 constraints: .venv/demo-ready
 	$(PIP) uv
 	sed -n '/^torch==/p' constraints.txt > .venv/torch.txt
+	echo 'setuptools<82' >> .venv/torch.txt
 	sed -n '/^#/p' constraints.txt > .venv/constraints.txt
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade \
 		--no-header --no-annotate --quiet --constraint .venv/torch.txt --output-file .venv/resolved.txt
