@@ -357,6 +357,22 @@ _PLAIN_LLAMA = {
             "llama, which has the same keys in config.json and another class (",
         ),
         (
+            {"model_type": "olmo", **_PLAIN_LLAMA, "hidden_act": "silu", "rope_theta": 5e5}
+            | {"rms_norm_eps": 1e-6, "clip_qkv": None, "qkv_clipping": False},
+            "llama, which has no clip_qkv, qkv_clipping (off here) and another class (",
+        ),
+        (
+            {"model_type": "glm", **_PLAIN_LLAMA, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+            | {"attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "glm4, which has the same keys in config.json and another class (",
+        ),
+        (
+            {"model_type": "other", **_PLAIN_LLAMA, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+            | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+            | {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "mixtral, which has no partial_rotary_factor (",
+        ),
+        (
             {"model_type": "minicpm", **_PLAIN_LLAMA, "hidden_act": "silu", "rms_norm_eps": 1e-6}
             | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
             "granite, which has the same keys in config.json, other names for dim_model_base, "

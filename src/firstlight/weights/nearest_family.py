@@ -26,6 +26,7 @@ _NOT_OF_THE_ARCHITECTURE = frozenset(
         *("n_ctx", "sliding_window_pattern", "use_mamba_kernels", "use_mambapy"),
         *("attn_implementation", "model_max_length", "rotary_emb_base"),
         *("forced_eos_token_id", "forced_bos_token_id", "layerdrop"),
+        *("use_bidirectional_attention", "router_jitter_noise", "input_jitter_noise"),
     )
 )
 _NOT_OF_THE_ARCHITECTURE_ENDS = ("_token_id", "dropout", "_pdrop", "_dropout_prob", "loss_coef")
@@ -90,7 +91,7 @@ def nearest_family(content: Mapping[str, Any]) -> str:
         # A model that keeps a state is far from all that keep none, however few its keys.
         if (_STATE in _traits(asked)) != (_STATE in _traits(known)):
             continue
-        has, all_keys = _keys_of(known), {_SAME_KEYS.get(key, key) for key in known}
+        has, all_keys = _keys_of(known), _all_keys_of(known)
         apart = sum(
             weight * (2 if trait in _traits(asked) else 1)
             for trait, (_, weight) in _TRAITS.items()
@@ -101,10 +102,10 @@ def nearest_family(content: Mapping[str, Any]) -> str:
         found.append((alike - _TRAIT_KEYS * apart, name))
     _, name = max(found, key=lambda one: one[0])
     known = FAMILIES[name].config.from_hf({"model_type": name}).to_hf()
-    all_keys = {_SAME_KEYS.get(key, key) for key in known}
+    all_keys = _all_keys_of(known)
     if not keys & all_keys:
         return ""
-    lacks = sorted(key for key in asked if _our_name(key, asked) in keys - all_keys)
+    lacks = sorted(key for key in _with_rope(asked) if _our_name(key, asked) in keys - all_keys)
     differs = [f"has no {_listed(lacks)}"] if lacks else []
     act = _act_of(known)
     if _act_of(asked) not in (None, act):
@@ -115,13 +116,29 @@ def nearest_family(content: Mapping[str, Any]) -> str:
         more_traits = [trait for trait in more_traits if trait != "LayerNorm"]
     differs += [f"has {', '.join(more_traits)}"] if more_traits else []
     own = "; of its parts only the text_config was compared" if asked is text else ""
-    renamed = sorted(
-        key for key in asked if key not in known and _our_name(key, asked) in keys & all_keys
+    said = " and ".join(differs) or _small_differences(asked, name, known)
+    return f": the nearest is {name}, which {said}{own}{_no_decoder(content)}"
+
+
+def _small_differences(asked: Mapping[str, Any], name: str, known: Mapping[str, Any]) -> str:
+    """The differences from a family whose config.json has all keys of `asked` that are set.
+
+    Args:
+        asked: the object in config.json.
+        name: the family.
+        known: a config.json of the family.
+    """
+    all_keys = _all_keys_of(known)
+    # OLMo's clip_qkv and SeedOSS' attention_out_bias are null or false by default.
+    unset = sorted(
+        key for key in asked if _is_of_the_architecture(key) and _our_name(key, asked) not in all_keys
     )
+    if unset:
+        return f"has no {_listed(unset)} (off here) and another class"
+    shared = _keys_of(asked) & all_keys
+    renamed = sorted(key for key in asked if key not in known and _our_name(key, asked) in shared)
     others = f", other names for {_listed(renamed)}," if renamed else ""
-    same = f"has the same keys in config.json{others} and another class"
-    said = f": the nearest is {name}, which {' and '.join(differs) or same}"
-    return said + own + _no_decoder(content)
+    return f"has the same keys in config.json{others} and another class"
 
 
 def _listed(names: list[str]) -> str:
@@ -153,12 +170,31 @@ def _keys_of(config: Mapping[str, Any]) -> set[str]:
     empty is the same as a missing key."""
     return {
         _our_name(key, config)
-        for key, value in config.items()
-        if value
-        and key not in _NOT_OF_THE_ARCHITECTURE
+        for key, value in _with_rope(config).items()
+        if value and _is_of_the_architecture(key)
+    }
+
+
+def _all_keys_of(known: Mapping[str, Any]) -> set[str]:
+    """The keys of a known family's config.json, under firstlight's names."""
+    return {_SAME_KEYS.get(key, key) for key in _with_rope(known)}
+
+
+def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json with the rotated part of a head beside the rotary settings, as transformers 4
+    wrote it, where it is not the whole head."""
+    rope = config.get("rope_parameters")
+    part = rope.get("partial_rotary_factor", 1) if isinstance(rope, Mapping) else 1
+    return {**config, "partial_rotary_factor": part} if part != 1 else config
+
+
+def _is_of_the_architecture(key: str) -> bool:
+    """True if a key of config.json describes an architecture."""
+    return (
+        key not in _NOT_OF_THE_ARCHITECTURE
         and not key.startswith(_NOT_OF_THE_ARCHITECTURE_STARTS)
         and not key.endswith(_NOT_OF_THE_ARCHITECTURE_ENDS)
-    }
+    )
 
 
 def _traits(config: Mapping[str, Any]) -> Set[str]:
