@@ -102,3 +102,18 @@ def test_flex_works_with_the_methods_around_it(train: Train, further: dict[str, 
     found = difference(train({**settings, **further}), train(plain))
     assert found.loss <= 2e-5
     assert found.weights <= 2e-3
+
+
+@pytest.mark.parametrize(
+    "backend", ["blockwise", pytest.param("flex", marks=pytest.mark.cuda_only("attention flex"))]
+)
+@pytest.mark.parametrize("documents", [False, True])
+def test_sinks_are_computed_as_two_products_and_a_softmax_do(
+    train: Train, backend: str, documents: bool
+) -> None:
+    model = {"model.model_type": "gpt_oss", "model.sliding_window": 40, "model.num_experts": 2}
+    settings = {**model, "data.document_masking": documents}
+    expected = train({**settings, "efficiency.attention": "plain"})
+    found = difference(train({**settings, "efficiency.attention": backend}), expected)
+    assert found.loss <= _BOUNDS["fp32"][0]
+    assert found.weights <= _BOUNDS["fp32"][1]

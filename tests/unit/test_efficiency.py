@@ -630,7 +630,7 @@ def test_sinks_take_their_share_in_every_backend_that_has_them_and_others_are_re
         attend = attention_layer.attend
         found = attend(q, k, v, dropout=0.0, mask=None, scale=0.5, sinks_H=sinks)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    for way in ("sdpa", "flash", "efficient", "cudnn", "math", "flex"):
+    for way in ("sdpa", "flash", "efficient", "cudnn", "math"):
         said = f"attention '{way}' can't compute the attention sinks of gpt_oss models: use blockw"
         with pytest.raises(ConfigError, match=said):
             choose_attention(model, way)
@@ -647,6 +647,39 @@ def test_sinks_take_their_share_in_every_backend_that_has_them_and_others_are_re
             )
             == "blockwise"
         )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("window", [None, 5], ids=["causal", "window"])
+def test_flex_computes_sinks_and_their_gradients_from_its_log_sum_exp(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import flex_attention as of_torch
+
+    # Uncompiled, and without the check that keeps gradients from CPUs: torch's formulas alone.
+    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(
+        "firstlight.efficiency.attention._compiled_flex", lambda: of_torch.flex_attention
+    )
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 40, 8, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(2, 2, 40, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 5.0], dtype=torch.float64)
+    weights = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
+    model = empty_model(GptOssConfig(vocab_size=31, num_hidden_layers=1))
+    attention_layer = model.layers[0].self_attn
+    assert isinstance(attention_layer, LlamaAttention)
+    results = []
+    for way in ("plain", "flex"):
+        choose_attention(model, way)
+        mask = model.make_mask(torch.arange(40), 40, window, None)
+        attend = attention_layer.attend
+        found = attend(q, k, v, dropout=0.0, mask=mask, scale=0.5, sinks_H=sinks)
+        results.append((found, *torch.autograd.grad((found * weights).sum(), inputs)))
+    assert not isinstance(mask, torch.Tensor | None), "no block mask: another backend was taken"
+    for expected, one in zip(*results, strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("way", ["plain", "blockwise", "flash", "math"])

@@ -18,6 +18,7 @@ from firstlight.models.ops import (
     AttentionFunction,
     MaskFunction,
     SelfAttention,
+    at_least_fp32,
     attention,
     dense_mask,
     for_each_query_head,
@@ -48,7 +49,8 @@ def resolve_attention(
 ) -> str:
     """The attention backend; "auto" is torch's own choice, except in three cases.
 
-    Capped scores and sinks, which torch's fused kernels do not have, take flex or blockwise.
+    Capped scores, which torch's fused kernels do not have, take flex or blockwise; sinks take
+    blockwise.
 
     Documents on CUDA take flex, whose mask costs no memory, where nothing is dropped out and
     there is triton; see `takes_blockwise` for CPUs.
@@ -62,10 +64,14 @@ def resolve_attention(
     if config.attention != "auto":
         return config.attention
     able = able_backends(model)
+    # All layers of a family drop attention weights out alike, and have sinks alike.
+    spec = model.attention_spec(0)
+    dropout = spec.dropout
     if able is not None:
-        return "flex" if "flex" in able and device == "cuda" and compiles else "blockwise"
-    # A family that drops attention weights out does so in all layers alike.
-    dropout = model.attention_spec(0).dropout
+        # The sinks of flex are computed from the kernel's log-sum-exp, whose backward pass was not
+        # run on a GPU yet.
+        takes_flex = "flex" in able and not spec.sinks
+        return "flex" if takes_flex and device == "cuda" and compiles else "blockwise"
     if documents and device == "cuda":
         return "flex" if not dropout and compiles else "sdpa"
     return "blockwise" if device == "cpu" and takes_blockwise(model, dtype, seq_len) else "sdpa"
@@ -90,7 +96,7 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
     where all do."""
     spec = model.attention_spec(0)
     if spec.sinks:
-        return ("blockwise", "plain")
+        return ("blockwise", "plain", "flex")
     if spec.value_dim not in (None, model.head_dim):
         return ("blockwise", "plain", "math")
     return None if spec.softcap is None else ("flex", "blockwise", "plain")
@@ -118,8 +124,9 @@ def choose_attention(model: Model, backend: str) -> None:
     if problem:
         raise ConfigError(f"attention '{backend}' {problem}")
     attend, make_mask = _backends()[backend]
-    if backend == "flex" and model.config.attention_spec(0).softcap is not None:
-        # The fused kernels, which know causality without a mask, have no cap.
+    spec = model.config.attention_spec(0)
+    if backend == "flex" and (spec.softcap is not None or spec.sinks):
+        # The fused kernels, which know causality without a mask, have no cap and no sinks.
         make_mask = functools.partial(flex_mask, always=True)
     model.make_mask = make_mask
     for module in model.modules():
@@ -212,22 +219,30 @@ def flex_attention(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et al.
-    2024); over another mask, or none, by torch's fused kernels, or with a cap by blockwise
+    2024); over another mask, or none, by torch's fused kernels, or with a cap or sinks by blockwise
     attention. Arguments: `AttentionFunction`'s.
     """
-    assert sinks_H is None, "flex attention has no sinks"
     if mask is None or isinstance(mask, Tensor):
-        other = attention if softcap is None else blockwise_attention
-        return other(
-            q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, scale=scale, softcap=softcap
-        )
+        other = attention if softcap is None and sinks_H is None else blockwise_attention
+        more = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H}
+        return other(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, **more)
     assert dropout == 0.0, "flex attention has no dropout"
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
     options = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
     if softcap is not None:
         options["score_mod"] = _capping(softcap)
-    result: Tensor = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, **options)
-    return result
+    if sinks_H is None:
+        result: Tensor = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, **options)
+        return result
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out_BHTD, found = _compiled_flex()(
+        q_BHTD, k_BKSD, v_BKSD, **options, return_aux=AuxRequest(lse=True)
+    )
+    # A sink s adds exp(s) to the softmax's divisor exp(lse), and nothing to the values' sum:
+    # the result shrinks by exp(lse) / (exp(lse) + exp(s)).
+    left_BHT1 = torch.sigmoid(found.lse - at_least_fp32(sinks_H)[:, None])[..., None]
+    return (out_BHTD * left_BHT1).to(out_BHTD.dtype)
 
 
 @functools.cache
