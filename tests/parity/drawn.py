@@ -238,6 +238,8 @@ def _draw_gpt2(choose: Choose) -> GPT2Config:
         activation_function=choose(("gelu_new", "gelu")),
         layer_norm_epsilon=choose((1e-5, 1e-3)),
         tie_word_embeddings=choose((True, False)),
+        scale_attn_weights=choose((True, True, False)),
+        scale_attn_by_inverse_layer_idx=choose((False, False, True)),
     )
 
 
@@ -290,7 +292,7 @@ def _draw_latent(family: str, layers: int, choose: Choose) -> dict[str, Any]:
     return {
         "kv_lora_rank": choose((4, 10)),
         "q_lora_rank": choose((None, 5, 8)),
-        "qk_nope_head_dim": choose((2, 6)),
+        "qk_nope_head_dim": choose((2, 3, 6) if is_v3 else (2, 6)),
         "qk_rope_head_dim": choose((2, 4, 6)),
         "v_head_dim": choose((3, 8)),
         "num_experts": groups * per_group,
@@ -357,6 +359,8 @@ def hf_config(config: ModelConfig) -> Any:
             n_positions=config.max_position_embeddings,
             layer_norm_epsilon=config.layer_norm_epsilon,
             activation_function=config.activation_function,
+            scale_attn_weights=config.scale_attn_weights,
+            scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
             resid_pdrop=0.0,

@@ -19,7 +19,13 @@ from firstlight.errors import FirstlightError, ModelError, TokenizerError
 from firstlight.models import FAMILIES, GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.hub import find_model_folder
-from firstlight.weights.huggingface import load_model, model_files, read_config
+from firstlight.weights.huggingface import (
+    config_from_hf,
+    load_model,
+    model_files,
+    read_config,
+    training_notes,
+)
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import stored_tensors
 
@@ -441,20 +447,70 @@ def test_a_config_that_would_change_the_outputs_is_refused(
         read_config(tmp_path)
 
 
+def test_a_gpt2_config_that_would_change_the_outputs_is_refused(tmp_path: Path) -> None:
+    change = {"activation_function": "relu"}
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2.to_hf(), **change}))
+    with pytest.raises(ModelError, match="activation_function 'relu' is not supported"):
+        read_config(tmp_path)
+
+
+def test_later_keys_of_gpt2_are_in_a_recipe_and_in_a_hash_only_where_they_are_set() -> None:
+    assert "scale_attn" not in GPT2.model_dump_json()
+    scaled = GPT2Config.from_hf({**GPT2.to_hf(), "scale_attn_by_inverse_layer_idx": True})
+    assert scaled.model_dump()["scale_attn_by_inverse_layer_idx"] is True
+    assert GPT2Config.from_hf(scaled.to_hf()) == scaled
+    halved, whole = scaled.attention_spec(1).scale, scaled.attention_spec(0).scale
+    assert halved is not None
+    assert whole is not None
+    assert halved == whole / 2 == scaled.head_dim**-0.5 / 2
+
+
+_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "windows", "rotated"),
     [
-        {"activation_function": "relu"},
-        {"scale_attn_weights": False},
-        {"scale_attn_by_inverse_layer_idx": True},
+        # The list of layers counts, as in transformers' class, whatever the switch says.
+        ({"layer_types": _WINDOWS}, [True, False, True], [True, True, True]),
+        ({}, [False] * 3, [True] * 3),
+        ({"no_rope_layer_interval": 2}, [False] * 3, [True, False, True]),
+        (
+            {"no_rope_layer_interval": 2, "use_sliding_window": True},
+            [False, True, False],
+            [True, False, True],
+        ),
+        (
+            {"no_rope_layer_interval": 2, "no_rope_layers": [0, 1, 1]},
+            [False] * 3,
+            [False, True, True],
+        ),
     ],
 )
-def test_a_gpt2_config_that_would_change_the_outputs_is_refused(
-    change: dict[str, Any], tmp_path: Path
+def test_layers_of_a_smollm3_are_those_of_transformers(
+    change: dict[str, Any], windows: list[bool], rotated: list[bool]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**GPT2.to_hf(), **change}))
-    with pytest.raises(ModelError, match="is not supported"):
-        read_config(tmp_path)
+    shape = {"model_type": "smollm3", "num_hidden_layers": 3, "sliding_window": 4}
+    config = FAMILIES["smollm3"].config.from_hf({**shape, "use_sliding_window": False, **change})
+    assert isinstance(config, LlamaConfig)
+    assert [config.has_window(i) for i in range(3)] == windows
+    assert [config.has_rope(i) for i in range(3)] == rotated
+
+
+@pytest.mark.parametrize("like", ["gemma3_text", "qwen3_next", "smollm3"])
+def test_a_number_of_layers_beyond_all_bounds_is_refused_before_lists_are_made(like: str) -> None:
+    many = {"model_type": like, "num_hidden_layers": 10**15, "sliding_window_pattern": 6}
+    with pytest.raises(ModelError, match="num_hidden_layers 1000000000000000 is more than 10,000"):
+        config_from_hf({**many, "no_rope_layer_interval": 2}, "config.json")
+
+
+def test_dropout_of_a_phi3_is_noted(tmp_path: Path) -> None:
+    content = {"model_type": "phi3", "resid_pdrop": 0.1, "embd_pdrop": 0.0}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    said = f"{tmp_path / 'config.json'} has resid_pdrop 0.1, which is not applied"
+    assert training_notes(tmp_path) == [said]
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2.to_hf(), "resid_pdrop": 0.1}))
+    assert training_notes(tmp_path) == []
 
 
 @given(

@@ -515,6 +515,12 @@ def test_what_a_config_leaves_out_follows_from_the_rest() -> None:
     assert LlamaConfig(hidden_size=200, num_attention_heads=4).intermediate_size == 544
 
 
+def test_only_what_is_rotated_must_be_even() -> None:
+    DeepseekConfig(qk_nope_head_dim=3, qk_rope_head_dim=2)
+    with pytest.raises(ValidationError, match="qk_rope_head_dim 3 must be even"):
+        DeepseekConfig(qk_nope_head_dim=3, qk_rope_head_dim=3)
+
+
 @pytest.mark.parametrize(
     "family, values, problem",
     [

@@ -313,7 +313,10 @@ def test_a_sliding_window_saves_flops() -> None:
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
         ({"moe_intermediate_size": 9}, "mixtral models have one intermediate_size"),
         ({"norm_topk_prob": False}, "mixtral models have"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]},
+            "leave no layer with experts",
+        ),
         (
             {"mlp_bias": True},
             "mlp_bias is not a key of mixtral models (of llama, granite, smollm3, arcee)",

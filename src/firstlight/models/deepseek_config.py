@@ -111,7 +111,7 @@ class DeepseekConfig(DecoderConfig):
     q_lora_rank: int | None = Field(None, gt=0)
     """size of the compressed vector of queries; null is a full projection."""
     qk_nope_head_dim: int = Field(32, gt=0)
-    """part of a query's and key's head that is not rotated, even."""
+    """part of a query's and key's head that is not rotated."""
     qk_rope_head_dim: int = Field(16, gt=0)
     """part that is rotated, even; of the keys one for all heads."""
     v_head_dim: int = Field(32, gt=0)

@@ -14,7 +14,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from torch import Tensor, nn
 
 from firstlight.errors import ModelError
@@ -24,7 +29,13 @@ from firstlight.models.language_model import LanguageModel, token_positions
 from firstlight.models.ops import Embedding, SelfAttention, attention
 
 #: Hugging Face's names of the activations -> ours
-_ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu"}
+_ACTIVATIONS = {
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_new"),
+    "gelu": "gelu",
+}
+
+#: Keys that came after the first versions: a model's hash in a run with `lora` stays what it was.
+_LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(
     "gpt2",
@@ -62,6 +73,7 @@ class GPT2Config(FamilyConfig):
         "resid_pdrop": "resid_pdrop",
         "tie_word_embeddings": "tie_word_embeddings",
         "initializer_range": "initializer_range",
+        **{name: name for name in _LATER_KEYS},
     }
     has_rotary = False
     stores_transposed = True
@@ -84,6 +96,10 @@ class GPT2Config(FamilyConfig):
     """"gelu_new" (tanh form, GPT-2's own) or "gelu" (exact, nanoGPT's)."""
     qkv_bias: bool = True
     """queries, keys and values have biases; OpenAI's have, LLMs-from-scratch's have none."""
+    scale_attn_weights: bool = True
+    """the scores are divided by the root of a head's size."""
+    scale_attn_by_inverse_layer_idx: bool = False
+    """the scores are divided by the layer's number, counted from 1, too (Stanford's Mistral)."""
     layer_norm_epsilon: float = Field(1e-5, gt=0)
     """term added to the variance in LayerNorm."""
     embd_pdrop: float = Field(0.0, ge=0, lt=1)
@@ -115,6 +131,15 @@ class GPT2Config(FamilyConfig):
             )
         return self
 
+    @model_serializer(mode="wrap")
+    def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        usual = {name: type(self).model_fields[name].default for name in _LATER_KEYS}
+        return {
+            name: value
+            for name, value in dump(self).items()
+            if name not in usual or value != usual[name]
+        }
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GPT2Config:
         """From a Hugging Face `config.json`.
@@ -128,13 +153,6 @@ class GPT2Config(FamilyConfig):
             raise ModelError(
                 f"activation_function '{activation}' is not supported: "
                 "only 'gelu_new' and 'gelu' are"
-            )
-        # Both would change the logits without any error.
-        if not config.get("scale_attn_weights", True) or config.get(
-            "scale_attn_by_inverse_layer_idx"
-        ):
-            raise ModelError(
-                "attention without 1/sqrt(head size) or scaled by layer is not supported"
             )
         known = {
             ours: config[theirs]
@@ -160,13 +178,16 @@ class GPT2Config(FamilyConfig):
             **{theirs: getattr(self, ours) for ours, theirs in self.hf_names.items()},
             "n_ctx": self.max_position_embeddings,
             "activation_function": self.activation_function,
-            "scale_attn_weights": True,
             **({} if self.qkv_bias else {"qkv_bias": False}),
         }
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Attention of a layer, counted from 0: the same in all."""
-        return AttentionSpec(dropout=self.attn_pdrop)
+        """Attention of a layer, counted from 0."""
+        scale = None
+        if not self.scale_attn_weights or self.scale_attn_by_inverse_layer_idx:
+            scale = self.head_dim**-0.5 if self.scale_attn_weights else 1.0
+            scale /= layer + 1 if self.scale_attn_by_inverse_layer_idx else 1
+        return AttentionSpec(dropout=self.attn_pdrop, scale=scale)
 
     @property
     def head_dim(self) -> int:
@@ -205,7 +226,8 @@ class GPT2Attention(SelfAttention):
         super().__init__()
         C = config.hidden_size
         self.layer, self.heads = layer, config.num_attention_heads
-        self.dropout = config.attention_spec(layer).dropout
+        spec = config.attention_spec(layer)
+        self.dropout, self.scale = spec.dropout, spec.scale
         self.c_attn = Conv1D(C, 3 * C, bias=config.qkv_bias)
         self.c_proj = Conv1D(C, C)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
@@ -221,7 +243,7 @@ class GPT2Attention(SelfAttention):
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
         # A function and not a module: it does not know of `eval()`.
         dropout = self.dropout if self.training else 0.0
-        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, dropout=dropout, mask=mask)
+        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, dropout=dropout, mask=mask, scale=self.scale)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
         return self.resid_dropout(y_BTC)  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec
 from firstlight.models.llama_families import DENSE, LATER_KEYS, OWN_KEYS, ROUTED
-from firstlight.models.llama_json import config_json, values_from_json
+from firstlight.models.llama_json import MOST_LAYERS, config_json, values_from_json
 from firstlight.models.rope import RopeScaling, check_rope
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -39,7 +39,7 @@ class DecoderConfig(FamilyConfig):
     intermediate_size: int = Field(0, ge=0)
     """width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32. In models with
     experts, width in the layers without experts."""
-    num_hidden_layers: int = Field(4, gt=0, le=10_000)
+    num_hidden_layers: int = Field(4, gt=0, le=MOST_LAYERS)
     """number of layers."""
     num_attention_heads: int = Field(4, gt=0)
     """query heads."""
@@ -156,7 +156,7 @@ class DecoderConfig(FamilyConfig):
                 raise ValueError(
                     f"{name} {getattr(self, name)} must be {derived[name]} in {self.model_type}"
                 )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.rotary_dim == self.head_dim:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
         # The family's config.json has no such key: the file would describe another model.
         for name in sorted(OWN_KEYS - set(self.family.own_keys)):
@@ -313,7 +313,7 @@ def _open_default_lists(values: dict[str, Any], spec: FamilySpec) -> None:
 
 def _is_count(values: Mapping[str, Any], key: str) -> bool:
     value = values.get(key)
-    return isinstance(value, int) and 0 < value <= 10_000
+    return isinstance(value, int) and 0 < value <= MOST_LAYERS
 
 
 class LlamaConfig(DecoderConfig):
@@ -376,7 +376,10 @@ class MoEConfig(DecoderConfig):
                 "every layer: model_type qwen3_moe has the choice"
             )
         if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
-            raise ValueError("no layer has experts: use a dense model_type")
+            raise ValueError(
+                f"decoder_sparse_step {self.decoder_sparse_step} and mlp_only_layers "
+                f"{self.mlp_only_layers} leave no layer with experts: use a dense model_type"
+            )
         return self
 
     def has_experts(self, layer: int) -> bool:

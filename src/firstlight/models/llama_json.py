@@ -10,6 +10,9 @@ from firstlight.models.family import FamilySpec
 from firstlight.models.llama_families import HF_DEFAULTS, OWN_KEYS
 from firstlight.models.rope import ROPE_KINDS
 
+#: Greatest number of layers that a model may have.
+MOST_LAYERS = 10_000
+
 #: Keys whose null in config.json is a value of its own, where others' null is the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
 
@@ -50,9 +53,15 @@ def values_from_json(
     for name in set(spec.own_keys) - set(_READ_APART):
         if config.get(name) is not None or (name in _NULLABLE and name in config):
             values[name] = config[name]
+    layers, every = values["num_hidden_layers"], config.get("no_rope_layer_interval")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        # Lists of all layers are made before the field is checked.
+        raise ModelError(f"num_hidden_layers {layers} is more than {MOST_LAYERS:,}")
+    if spec.no_rope_every and every and values.get("no_rope_layers") is None:
+        values["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(layers)]
     if values.get("no_rope_layers") is not None:
         # transformers lets the list be longer than the layers are many.
-        values["no_rope_layers"] = list(values["no_rope_layers"])[: values["num_hidden_layers"]]
+        values["no_rope_layers"] = list(values["no_rope_layers"])[:layers]
     values |= _windows_from_json(spec, config, values)
     return {**values, **_rope_from_json(spec, config, values)}
 
@@ -65,9 +74,6 @@ def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: boo
         )
     if config.get("use_bidirectional_attention"):
         raise ModelError("use_bidirectional_attention is not supported: only causal attention is")
-    for key in ("resid_pdrop", "embd_pdrop"):
-        if config.get(key):
-            raise ModelError(f"{key} {config[key]} is not supported: only 0 is")
 
 
 def _windows_from_json(
@@ -77,11 +83,13 @@ def _windows_from_json(
     if "sliding_window" not in spec.own_keys:
         return {}
     window = config.get("sliding_window", spec.hf_defaults.get("sliding_window"))
+    kinds = config.get("layer_types")
     if spec.has_window_switch:
-        if not config.get("use_sliding_window"):
+        # SmolLM3's class reads the switch only to make the list of layers.
+        is_on = config.get("use_sliding_window") or (spec.no_rope_every and kinds is not None)
+        if not is_on:
             return {}
         window = config.get("sliding_window", spec.hf_defaults.get("sliding_window", 4096))
-    kinds = config.get("layer_types")
     period = config.get(spec.period_key) if spec.period_key else None
     layers = values["num_hidden_layers"]
     if kinds is None and isinstance(period, int) and period > 0:

@@ -296,10 +296,14 @@ def training_notes(folder: Path) -> list[str]:
     """Training settings of a model folder that firstlight does not apply: one line each."""
     path = _config_path(folder)
     content = _read_model_json(path)
+    family = FAMILIES.get(str(content.get("model_type")))
+    # GPT-2 has the last two.
+    applied = {} if family is None else family.config.model_fields
+    names = ("attention_dropout", "hidden_dropout", "router_jitter_noise")
     return [
         f"{path} has {name} {content[name]}, which is not applied"
-        for name in ("attention_dropout", "hidden_dropout", "router_jitter_noise")
-        if content.get(name)
+        for name in (*names, "resid_pdrop", "embd_pdrop")
+        if content.get(name) and name not in applied
     ]
 
 

@@ -131,7 +131,9 @@ def _small_differences(asked: Mapping[str, Any], name: str, known: Mapping[str, 
     all_keys = _all_keys_of(known)
     # OLMo's clip_qkv and SeedOSS' attention_out_bias are null or false by default.
     unset = sorted(
-        key for key in asked if _is_of_the_architecture(key) and _our_name(key, asked) not in all_keys
+        key
+        for key in asked
+        if _is_of_the_architecture(key) and _our_name(key, asked) not in all_keys
     )
     if unset:
         return f"has no {_listed(unset)} (off here) and another class"

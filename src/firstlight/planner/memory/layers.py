@@ -210,8 +210,12 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 def _are_alike(config: ModelConfig) -> bool:
     """True if all layers attend to as many tokens, and all or none have experts."""
-    layers = range(config.num_hidden_layers)
-    return len({(config.attention_spec(i), config.has_experts(i)) for i in layers}) == 1
+    # GPT-2 may scale the scores of each layer by another number, which takes no memory.
+    kinds = {
+        (replace(config.attention_spec(i), scale=None), config.has_experts(i))
+        for i in range(config.num_hidden_layers)
+    }
+    return len(kinds) == 1
 
 
 def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
