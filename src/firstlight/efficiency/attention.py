@@ -224,25 +224,26 @@ def flex_attention(
     """
     if mask is None or isinstance(mask, Tensor):
         other = attention if softcap is None and sinks_H is None else blockwise_attention
-        more = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H}
+        more: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H}
         return other(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, **more)
     assert dropout == 0.0, "flex attention has no dropout"
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
     options = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
     if softcap is not None:
         options["score_mod"] = _capping(softcap)
+    result: Tensor
     if sinks_H is None:
-        result: Tensor = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, **options)
+        result = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, **options)
         return result
     from torch.nn.attention.flex_attention import AuxRequest
 
-    out_BHTD, found = _compiled_flex()(
+    result, found = _compiled_flex()(
         q_BHTD, k_BKSD, v_BKSD, **options, return_aux=AuxRequest(lse=True)
     )
     # A sink s adds exp(s) to the softmax's divisor exp(lse), and nothing to the values' sum:
     # the result shrinks by exp(lse) / (exp(lse) + exp(s)).
     left_BHT1 = torch.sigmoid(found.lse - at_least_fp32(sinks_H)[:, None])[..., None]
-    return (out_BHTD * left_BHT1).to(out_BHTD.dtype)
+    return (result * left_BHT1).to(result.dtype)
 
 
 @functools.cache
