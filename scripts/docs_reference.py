@@ -1,8 +1,9 @@
 """Pages of the documentation site that are made from the code: a hook of mkdocs (`mkdocs.yml`).
 
-Keys of a recipe come from its schema, commands from click, Python names from the package's list.
-README.md, CHANGELOG.md and SECURITY.md become pages of the site, with their links into docs/
-turned, and CITATION.cff becomes a BibTeX entry.
+Keys of a recipe come from its schema, commands from click, Python names from the package's list;
+the first paragraphs of these pages stand in docs/reference/, where readers of the repository find
+them. README.md, CHANGELOG.md and SECURITY.md become pages of the site, and CITATION.cff becomes a
+BibTeX entry; links between them and docs/ are changed to the site's paths.
 """
 
 from __future__ import annotations
@@ -67,6 +68,17 @@ PARTS = {
     "Memory": ["efficiency.memory.checkpoint_layers"],
     "A step": ["training.step.train_step"],
 }
+
+#: Pages of the site that are made of the repository's other files, by file.
+ROOT_PAGES = {
+    "README.md": "overview.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "CITATION.cff": "citing.md",
+}
+
+#: Begins the part of a page in docs/reference/ that says where the list is without the site.
+_WITHOUT_SITE = "<!-- without the site -->"
 
 #: Pages that name everything, and that the search shows after those that explain it.
 _FOUND_LAST = ("architecture.md", "changelog.md", "contributing.md")
@@ -176,17 +188,19 @@ def _entry(name: str, owners: list[tuple[type, FieldInfo]], families: int) -> It
         yield f"\n{text}\n"
 
 
+def _head(name: str) -> str:
+    """The beginning of docs/reference/NAME.md, which the page of the site has, too."""
+    text = (ROOT / "docs" / "reference" / f"{name}.md").read_text(encoding="utf-8")
+    head, mark, _ = text.partition(_WITHOUT_SITE)
+    assert mark, f"docs/reference/{name}.md lacks {_WITHOUT_SITE}"
+    return head
+
+
 def recipe_page() -> str:
     """The page of all sections but `model`."""
     from firstlight.recipe import Recipe
 
-    lines = [
-        "# Keys of a recipe\n",
-        "A recipe is a YAML file of sections. Each key is also an option of `firstlight train`, "
-        "`plan` and `tune`: `--section.key VALUE`. `firstlight train --help-all` prints this list. "
-        "An unknown key is an error that names the nearest real one. The keys of `model` stand on "
-        "[a page of their own](model.md).\n",
-    ]
+    lines = [_head("recipe")]
     for section, entries in keys().items():
         if section == "model":
             continue
@@ -203,13 +217,7 @@ def model_page() -> str:
     """The page of the `model` section: the keys of all families."""
     entries = keys()["model"]
     families = max(len(owners) for owners in entries.values())
-    lines = [
-        "# Keys of a model\n",
-        "The `model` section of a recipe. `model.model_type` names the family "
-        "([model families](../model-families.md)). A key without a list of families belongs to "
-        "all.\n",
-        "## model {#model}\n",
-    ]
+    lines = [_head("model"), "## model {#model}\n"]
     for key, owners in entries.items():
         lines += _entry(f"model.{key}", owners, families)
     return "\n".join(lines)
@@ -227,12 +235,7 @@ def commands_page() -> str:
     """The page of all commands with all options."""
     from firstlight.cli.main import firstlight
 
-    lines = [
-        "# Commands\n",
-        "CHECKPOINT is a run folder (its newest complete checkpoint), one checkpoint folder, a "
-        "Hugging Face model folder, or a hub id. `train`, `plan` and `tune` also take every "
-        "[key of a recipe](recipe.md) as `--section.key VALUE`.\n",
-    ]
+    lines = [_head("commands")]
     for name, command in commands(firstlight, "firstlight"):
         lines += _command(name, command)
     return "\n".join(lines)
@@ -284,10 +287,7 @@ def python_page() -> str:
     for name in firstlight.__all__:
         package = firstlight._MODULES[name].split(".")[1]
         by_title[_TITLES[package]].append(name)
-    lines = [
-        "# Python: public names\n",
-        "`import firstlight` has these names and loads each when it is first used.\n",
-    ]
+    lines = [_head("python")]
     for title, names in by_title.items():
         if names:
             lines += [f"## {title}\n", *(f"::: firstlight.{name}\n" for name in names)]
@@ -296,11 +296,7 @@ def python_page() -> str:
 
 def parts_page() -> str:
     """The page of the parts of a training loop of one's own."""
-    lines = [
-        "# Python: parts of a run\n",
-        "What a loop of your own is made of; `examples/parts.py` puts them together, and "
-        "`examples/accelerate_loop.py` trains with them. Tensors have the shapes in brackets.\n",
-    ]
+    lines = [_head("parts")]
     for title, names in PARTS.items():
         lines += [f"## {title}\n", *(f"::: firstlight.{name}\n" for name in names)]
     return "\n".join(lines)
@@ -309,7 +305,20 @@ def parts_page() -> str:
 def _root_page(name: str) -> str:
     """A Markdown file of the repository's root with its links as seen from docs/."""
     text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
-    return re.sub(r"\]\((SECURITY|CHANGELOG)\.md", lambda link: link[0].lower(), text)
+    return re.sub(
+        r"\]\(([\w.]+)(?=[)#])", lambda link: f"]({ROOT_PAGES.get(link[1], link[1])}", text
+    )
+
+
+def site_links(text: str) -> str:
+    """A page of docs/ whose links to README.md and other files of the root lead to their pages."""
+    files = "|".join(re.escape(name) for name in ROOT_PAGES)
+    # The repository's root is one folder above docs/, where the site has these pages.
+    return re.sub(
+        rf"\]\(\.\./((?:\.\./)*)({files})(?=[)#])",
+        lambda link: f"]({link[1]}{ROOT_PAGES[link[2]]}",
+        text,
+    )
 
 
 def citing_page() -> str:
@@ -350,10 +359,12 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the made pages."""
+    """Add the made pages, in place of those of docs/reference/."""
     from mkdocs.structure.files import File
 
     for path, text in pages().items():
+        if written := files.get_file_from_path(path):
+            files.remove(written)
         files.append(File.generated(config, path, content=text))
 
 
@@ -379,4 +390,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Read each page as GitHub does, name pages by their titles, and let the search find guides
     before pages for developers."""
     page.meta["search"] = {"boost": 0.3 if page.file.src_uri in _FOUND_LAST else 1}
-    return titled_links(github_markdown(markdown), ROOT / "docs" / Path(page.file.src_uri).parent)
+    text = site_links(github_markdown(markdown))
+    return titled_links(text, ROOT / "docs" / Path(page.file.src_uri).parent)

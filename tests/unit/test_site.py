@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
+from itertools import chain, count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,12 @@ from firstlight.recipe import recipe_fields
 _ROOT = Path(__file__).parents[2]
 _DOCS = _ROOT / "docs"
 _WRITTEN = sorted(path.relative_to(_DOCS).as_posix() for path in _DOCS.rglob("*.md"))
+#: What a reader of the repository opens, README.md as the others.
+_IN_REPOSITORY = sorted(
+    path.relative_to(_ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", ".github/**/*.*")
+    for path in _ROOT.glob(pattern)
+)
 
 
 @cache
@@ -47,7 +54,8 @@ def _hook() -> ModuleType:
 def _pages() -> dict[str, str]:
     """Text of every page of the site by its path."""
     written = {path: (_DOCS / path).read_text(encoding="utf-8") for path in _WRITTEN}
-    return {**written, **_hook().pages()}
+    made = {**written, **_hook().pages()}
+    return {path: _hook().site_links(text) for path, text in made.items()}
 
 
 def _in_nav(entry: Any) -> Iterator[str]:
@@ -65,15 +73,24 @@ def _without_code(text: str) -> str:
 
 
 def _anchors(text: str) -> set[str]:
-    """Anchors of a page's headings as GitHub names them."""
-    found = set()
+    """Anchors of a page's headings as GitHub names them: the second of a title ends in -1."""
+    found: set[str] = set()
     for title in re.findall(
         r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M
     ):
         given = re.search(r" \{#(\S+)\}$", title)
         plain = re.sub(r"[^\w\- ]", "", title.lower())
-        found.add(given[1] if given else plain.strip().replace(" ", "-"))
+        name = given[1] if given else plain.strip().replace(" ", "-")
+        ends = chain([""], (f"-{number}" for number in count(1)))
+        found.add(next(name + end for end in ends if name + end not in found))
     return found
+
+
+def _links(text: str) -> list[tuple[str, str]]:
+    """(path, anchor) of each relative link of a page."""
+    found = re.findall(r'\]\(\s*([^)\s]+)(?: "[^"]*")?\s*\)', _without_code(text))
+    parts = [link.partition("#") for link in found if not re.match(r"\w+:", link)]
+    return [(path, anchor) for path, _, anchor in parts]
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -81,21 +98,27 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(_in_nav(nav)) == sorted(_pages())
 
 
-_MADE = ["overview.md", "changelog.md", "security.md", "citing.md", "reference/recipe.md"]
-
-
-@pytest.mark.parametrize("path", [*_WRITTEN, *_MADE])
+@pytest.mark.parametrize("path", sorted({*_WRITTEN, *_hook().ROOT_PAGES.values()}))
 def test_every_link_of_a_page_leads_somewhere(path: str) -> None:
     lost = []
-    for link in re.findall(r'\]\(\s*([^)\s]+)(?: "[^"]*")?\s*\)', _without_code(_pages()[path])):
-        if re.match(r"https?://", link):
-            continue
-        name, _, anchor = link.partition("#")
+    for name, anchor in _links(_pages()[path]):
         target = (_DOCS / path).parent / name if name else _DOCS / path
         page = target.resolve().relative_to(_DOCS).as_posix()
         known = _anchors(_pages()[page]) if page in _pages() else None
         if (known is None and not target.is_file()) or (anchor and anchor not in (known or ())):
-            lost.append(link)
+            lost.append((name, anchor))
+    assert lost == []
+
+
+@pytest.mark.parametrize("path", _IN_REPOSITORY)
+def test_every_link_leads_somewhere_in_the_repository(path: str) -> None:
+    lost = []
+    for name, anchor in _links((_ROOT / path).read_text(encoding="utf-8")):
+        target = (_ROOT / path).parent / name if name else _ROOT / path
+        if not target.exists() or (
+            anchor and anchor not in _anchors(target.read_text(encoding="utf-8"))
+        ):
+            lost.append((name, anchor))
     assert lost == []
 
 
