@@ -27,6 +27,7 @@ from firstlight.models import (
     LlamaConfig,
     Model,
     MoEConfig,
+    NanoChatConfig,
     empty_model,
 )
 from firstlight.optim.dtensors import full_tensor
@@ -103,6 +104,9 @@ def model_of(family: str, dtype: torch.dtype, vocab_multiple: int) -> Model:
             for name, more in _GROUPED.items()
         },
         "gpt_neox": lambda: GPTNeoXConfig(**{**sizes, "num_attention_heads": 2}),
+        "nanochat": lambda: NanoChatConfig(
+            **{**sizes, "num_attention_heads": 4}, num_key_value_heads=2, attention_bias=True
+        ),
         "moe": lambda: MoEConfig(
             **sizes,
             model_type="mixtral",

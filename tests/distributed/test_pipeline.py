@@ -65,7 +65,7 @@ def test_two_stages_give_the_gradient_of_one_process() -> None:
         _case("biases", 2, dtype="float32", efficiency=methods),
         *(_case(family, 2) for family in ("smollm3", "phi3", "olmo3", "arcee", "glm4")),
         _case("gemma3_text", 2),
-        *(_case(family, 2) for family in ("stablelm", "gpt_neox")),
+        *(_case(family, 2) for family in ("stablelm", "gpt_neox", "nanochat")),
         _case("gemma2", 2, efficiency={"attention": "blockwise"}),
     ]
     _require_equal(cases, 2)
@@ -141,7 +141,7 @@ def test_impossible_stages_are_refused(processes: int, config: dict[str, Any], s
     [
         (
             GPT2Config(**_SIZES),
-            "cuts llama, .*stablelm and gpt_neox, and the model is gpt2",
+            "cuts llama, .*stablelm, gpt_neox and nanochat, and the model is gpt2",
         ),
         (MoEConfig(**_SIZES, model_type="mixtral"), "the model is mixtral"),
         (GptOssConfig(**_SIZES), "the model is gpt_oss: .* distributed.engine to fsdp"),

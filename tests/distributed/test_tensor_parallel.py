@@ -25,6 +25,7 @@ _DRIVER = Path(__file__).with_name("gradient_driver.py")
 
 _FAMILIES = ["grouped", "grouped-tied", "biases", "qwen2", "qwen3", "mistral", "granite"]
 _FAMILIES += ["smollm3", "arcee", "gemma3_text", "stablelm", "stablelm-parallel", "gpt_neox"]
+_FAMILIES += ["nanochat"]
 
 
 def _case(family: str, distributed: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
         (
             "model",
             {"model_type": "gpt2"},
-            "smollm3, arcee, gemma2, gemma3_text, stablelm and gpt_neox, and the model is gpt2",
+            "arcee, gemma2, gemma3_text, stablelm, gpt_neox and nanochat, and the model is gpt2",
         ),
         ("model", {"model_type": "mixtral"}, "the model is mixtral: .* distributed.engine to fsdp"),
         (

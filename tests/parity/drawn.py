@@ -54,6 +54,7 @@ _HF_CONFIGS = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "stablelm": transformers.StableLmConfig,
     "gpt_neox": transformers.GPTNeoXConfig,
+    "nanochat": transformers.NanoChatConfig,
     "gpt_oss": transformers.GptOssConfig,
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
@@ -99,6 +100,7 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "gemma3_text": _GEMMA,
     "stablelm": ("attention_bias", "qk_layernorm", "use_parallel_residual"),
     "gpt_neox": ("attention_bias", "use_parallel_residual", "hidden_act"),
+    "nanochat": ("attention_bias", "final_logit_softcapping"),
     "gpt_oss": ("attention_bias", "sliding_window", "swiglu_alpha", "swiglu_limit", *_EXPERTS),
     "deepseek_v2": ("attention_bias", "mlp_bias", *_LATENT),
     "deepseek_v3": ("attention_bias", "rope_interleave", *_LATENT),
@@ -189,6 +191,8 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     if family in ("gemma2", "gemma3_text"):
         keys["query_pre_attn_scalar"] = choose((None, 6, 24))
         keys["final_logit_softcapping"] = choose((None, 2.0, 30.0))
+    if family == "nanochat":
+        keys["final_logit_softcapping"] = choose((None, 2.0, 15.0))
     if family == "gemma2":
         keys["attn_logit_softcapping"] = choose((None, 0.5, 50.0))
     if family == "smollm3":

@@ -28,6 +28,7 @@ from firstlight.models import (
     LlamaConfig,
     Model,
     ModelConfig,
+    NanoChatConfig,
     empty_model,
 )
 from firstlight.models.ops import cross_entropy_sum
@@ -52,6 +53,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**_SIZES),
     "qwen2": LlamaConfig(**_SIZES, model_type="qwen2", tie_word_embeddings=True),
     "gpt_neox": GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": 4}, partial_rotary_factor=0.5),
+    "nanochat": NanoChatConfig(**_SIZES),
 }
 TARGETS: dict[str, list[list[str] | str]] = {
     "gpt2": ["all-linear", ["c_attn"], ["attn.c_proj", "h.1.mlp.c_fc"]],
@@ -62,6 +64,7 @@ TARGETS: dict[str, list[list[str] | str]] = {
     ],
     "qwen2": [["k_proj", "lm_head"]],
     "gpt_neox": [["query_key_value", "layers.1.mlp.dense_4h_to_h"]],
+    "nanochat": ["all-linear", ["q_proj", "layers.1.mlp.fc2"]],
 }
 CASES = [
     (family, targets, dora)

@@ -38,6 +38,7 @@ from firstlight.models import (
     LlamaConfig,
     ModelConfig,
     MoEConfig,
+    NanoChatConfig,
     Qwen3NextConfig,
 )
 from firstlight.models.rope import LinearRope
@@ -179,6 +180,11 @@ _DIVISIBLE: dict[str, ModelConfig] = {
         partial_rotary_factor=0.5,
         hidden_act="gelu_fast",
     ),
+    "nanochat": NanoChatConfig(
+        **_SHAPE | {"hidden_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6},
+        attention_bias=True,
+        final_logit_softcapping=3.0,
+    ),
     "mixtral": MoEConfig(**_SHAPE, sliding_window=77, num_experts=4),
     "qwen3_moe": MoEConfig(
         **_SHAPE, model_type="qwen3_moe", sliding_window=77, num_experts=9, moe_intermediate_size=8
@@ -283,7 +289,7 @@ def test_yarn_is_truncated_wherever_transformers_truncates_it(family: str, tmp_p
 @pytest.mark.parametrize("family", NAMES)
 def test_weights_in_several_files_are_read_through_their_index(family: str, tmp_path: Path) -> None:
     theirs = hf_model(draw(family, 4), 4)
-    theirs.save_pretrained(tmp_path, max_shard_size="4KB")
+    theirs.save_pretrained(tmp_path, max_shard_size="2KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert not (tmp_path / "model.safetensors").exists()
     assert_same_logits(load_model(tmp_path).model, theirs)

@@ -17,6 +17,7 @@ from firstlight.models import (
     LlamaConfig,
     Model,
     ModelConfig,
+    NanoChatConfig,
     build_model,
     empty_model,
 )
@@ -557,3 +558,17 @@ def test_granites_multipliers_stand_in_no_other_familys_section() -> None:
         ValidationError, match=r"logits_scaling is not a key of llama models .of granite"
     ):
         LlamaConfig(logits_scaling=2.0)
+
+
+def test_nanochats_cap_is_15_where_no_other_or_none_is_given() -> None:
+    sections: list[tuple[dict[str, Any], float | None]] = [
+        ({}, 15.0),
+        ({"final_logit_softcapping": None}, None),
+    ]
+    for values, cap in sections:
+        config = NanoChatConfig(hidden_size=24, **values)
+        assert config.intermediate_size == 4 * 24
+        assert config.logit_softcap == cap
+        # As a run's recipe and config.json keep it.
+        assert NanoChatConfig(**config.model_dump()) == config
+        assert NanoChatConfig.from_hf(config.to_hf()) == config

@@ -239,6 +239,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_WINDOW, "rope_local_base_freq": 100.0},
     "stablelm": {"qk_layernorm": True},
     "gpt_neox": {"num_key_value_heads": 2},
+    "nanochat": {},
 }
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _METHODS: dict[str, dict[str, Any]] = {

@@ -60,7 +60,7 @@ _NANOGPT: dict[str, Any] = {
     "schedule.min_lr_ratio": 0.1,
 }
 
-# nanochat's other settings have no Hugging Face layout: squared ReLU, softcap, value embeddings.
+# In Qwen3's layout, as the other rows: without squared ReLU, softcap and value embeddings.
 _NANOCHAT: dict[str, Any] = {
     "model.model_type": "qwen3",
     "model.tie_word_embeddings": False,

@@ -142,8 +142,10 @@ def require_known(config: Mapping[str, Any]) -> str:
     """
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
+        why = ": llama.cpp does not know it" if model_type in FAMILIES else ""
         raise ModelError(
-            f"model_type '{model_type}' can't be put into GGUF (can: {', '.join(ARCHITECTURES)})"
+            f"model_type '{model_type}' can't be put into GGUF{why} (can: "
+            f"{', '.join(ARCHITECTURES)})"
         )
     return model_type
 

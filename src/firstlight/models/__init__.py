@@ -16,6 +16,7 @@ from firstlight.models.gpt_neox import GPTNeoX, GPTNeoXConfig
 from firstlight.models.gpt_oss import GptOss, GptOssConfig
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import LlamaConfig, MoEConfig
+from firstlight.models.nanochat import NanoChat, NanoChatConfig
 from firstlight.models.qwen3_next import Qwen3Next
 from firstlight.models.qwen3_next_config import Qwen3NextConfig
 
@@ -38,6 +39,8 @@ __all__ = [
     "MoEConfig",
     "Model",
     "ModelConfig",
+    "NanoChat",
+    "NanoChatConfig",
     "Qwen3Next",
     "Qwen3NextConfig",
     "RaggedCache",
@@ -54,6 +57,7 @@ ModelConfig = (
     | LlamaConfig
     | MoEConfig
     | GPTNeoXConfig
+    | NanoChatConfig
     | GptOssConfig
     | DeepseekConfig
     | Qwen3NextConfig
@@ -75,6 +79,7 @@ FAMILIES: dict[str, Family] = {
     **{name: Family(LlamaConfig, Llama, spec) for name, spec in LlamaConfig.families.items()},
     **{name: Family(MoEConfig, Llama, spec) for name, spec in MoEConfig.families.items()},
     **{name: Family(GPTNeoXConfig, GPTNeoX, s) for name, s in GPTNeoXConfig.families.items()},
+    **{name: Family(NanoChatConfig, NanoChat, s) for name, s in NanoChatConfig.families.items()},
     **{name: Family(GptOssConfig, GptOss, spec) for name, spec in GptOssConfig.families.items()},
     **{name: Family(DeepseekConfig, Deepseek, s) for name, s in DeepseekConfig.families.items()},
     **{name: Family(Qwen3NextConfig, Qwen3Next, s) for name, s in Qwen3NextConfig.families.items()},

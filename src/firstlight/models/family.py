@@ -176,7 +176,7 @@ class FamilySpec:
         norms: names of a layer's norms.
         norm_kind: "rounded" where a norm's result is rounded before its weight w is multiplied in,
             "wide" where after it, "one_plus" where the factor is 1 + w, and rounded after it;
-            "layer" for LayerNorm with a bias in place of RMSNorm.
+            "bare" where there is no weight; "layer" for LayerNorm with a bias in place of RMSNorm.
         activation: config.json's name of the MLP's activation.
         activation_key: config.json's key of the activation.
         gated: True where the MLP has a gate, as in SwiGLU and GeGLU.
@@ -212,7 +212,7 @@ class FamilySpec:
     output_bias: bool = True
     qk_norm: Literal["head", "width"] | None = None
     norms: BlockNorms = BlockNorms()
-    norm_kind: Literal["rounded", "wide", "one_plus", "layer"] = "rounded"
+    norm_kind: Literal["rounded", "wide", "one_plus", "bare", "layer"] = "rounded"
     activation: Literal["silu", "relu2", "gelu_pytorch_tanh", "gelu"] = "silu"
     activation_key: str = "hidden_act"
     gated: bool = True

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from firstlight.models.cache import Cache
@@ -79,15 +78,10 @@ class GPTNeoXConfig(DecoderConfig):
     use_parallel_residual: bool = True
     """attention and MLP read the same residual stream, and both are added to it."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in_width(cls, values: Any) -> Any:
-        # Runs before the base's, which takes 8/3 of the width.
-        if isinstance(values, dict) and not values.get("intermediate_size"):
-            hidden = values.get("hidden_size", 256)
-            if isinstance(hidden, int):
-                return {**values, "intermediate_size": 4 * hidden}
-        return values
+    def usual_width(cls, hidden_size: int) -> int:
+        """Default width inside the MLP."""
+        return 4 * hidden_size
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model."""

@@ -37,8 +37,8 @@ class DecoderConfig(FamilyConfig):
     hidden_size: int = Field(256, gt=0)
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
-    """width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32. In models with
-    experts, width in the layers without experts."""
+    """width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32 (4 hidden_size in
+    gpt_neox and nanochat). In models with experts, width in the layers without experts."""
     num_hidden_layers: int = Field(4, gt=0, le=MOST_LAYERS)
     """number of layers."""
     num_attention_heads: int = Field(4, gt=0)
@@ -109,13 +109,19 @@ class DecoderConfig(FamilyConfig):
     @model_serializer(mode="wrap")
     def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # The sections of other families stay what they were before there were these keys, and so
-        # do the hashes that runs with `lora` know their bases by.
-        own = self.family.own_keys
+        # do the hashes that runs with `lora` know their bases by. None is left out as the default.
+        own, fields = self.family.own_keys, type(self).model_fields
         return {
             name: value
             for name, value in dump(self).items()
-            if name not in LATER_KEYS or (name in own and value is not None)
+            if name not in LATER_KEYS
+            or (name in own and (value is not None or fields[name].default is not None))
         }
+
+    @classmethod
+    def usual_width(cls, hidden_size: int) -> int:
+        """Default width inside the MLP: SwiGLU has three matrices, as large as two of 4 widths."""
+        return math.ceil(hidden_size * 8 / 3 / 32) * 32
 
     @model_validator(mode="before")
     @classmethod
@@ -135,10 +141,7 @@ class DecoderConfig(FamilyConfig):
                 )
             values["head_dim"] = values.get("head_dim") or hidden // heads
             values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
-            values["intermediate_size"] = (
-                # SwiGLU has three matrices: 8/3 gives them the parameters of a plain MLP with 4.
-                values.get("intermediate_size") or math.ceil(hidden * 8 / 3 / 32) * 32
-            )
+            values["intermediate_size"] = values.get("intermediate_size") or cls.usual_width(hidden)
         _fill_in_own_keys(values, spec)
         return values
 
@@ -287,7 +290,8 @@ def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
         values["partial_rotary_factor"] = spec.rope.partial_factor
     if "rope_local_base_freq" in own and values.get("rope_local_base_freq") is None:
         values["rope_local_base_freq"] = values.get("rope_theta", 10_000.0)
-    if spec.has_default_types and _is_count(values, "num_hidden_layers"):
+    layers = values.get("num_hidden_layers")
+    if spec.has_default_types and isinstance(layers, int) and 0 < layers <= MOST_LAYERS:
         _open_default_lists(values, spec)
 
 
@@ -309,11 +313,6 @@ def _open_default_lists(values: dict[str, Any], spec: FamilySpec) -> None:
     kinds = values.get("layer_types") or usual
     if values.get("sliding_window") is None or "sliding_attention" not in kinds:
         values |= {"layer_types": None, "sliding_window": None}
-
-
-def _is_count(values: Mapping[str, Any], key: str) -> bool:
-    value = values.get(key)
-    return isinstance(value, int) and 0 < value <= MOST_LAYERS
 
 
 class LlamaConfig(DecoderConfig):
@@ -358,7 +357,7 @@ class MoEConfig(DecoderConfig):
         # Runs before the base's, which works intermediate_size out the same way.
         if not isinstance(values, dict) or not isinstance(values.get("hidden_size", 256), int):
             return values
-        size = math.ceil(values.get("hidden_size", 256) * 8 / 3 / 32) * 32
+        size = cls.usual_width(values.get("hidden_size", 256))
         size = values.get("moe_intermediate_size") or values.get("intermediate_size") or size
         shared = {name: values.get(name) or size for name in cls.shared_sizes}
         return {**values, "moe_intermediate_size": size, **shared}

@@ -37,6 +37,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, [..., size] to [..., size], in fp32 or more and then
+    rounded."""
+    return F.rms_norm(at_least_fp32(x), x.shape[-1:], None, eps).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, [..., size] to [..., size], the mean of squares
     taken in fp32 (Zhang and Sennrich 2019).
@@ -49,10 +55,13 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, kind: str = "rounded") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        if kind != "bare":
+            self.weight = nn.Parameter(torch.ones(size))
         self.eps, self.kind = eps, kind
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "bare":
+            return rms_norm(x, self.eps)
         normal = F.rms_norm(at_least_fp32(x), self.weight.shape, None, self.eps)
         # Each rounds where its class in transformers does: the logits are the same.
         if self.kind == "rounded":

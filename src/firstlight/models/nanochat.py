@@ -1,0 +1,121 @@
+"""nanochat's first form (karpathy/nanochat until January 2026): a Llama whose norms have no
+weights, with a norm behind the embedding, queries and keys normalised after a rotation in the other
+direction, squared ReLU without a gate, and capped logits.
+
+Parameter names are those of Hugging Face's `NanoChatForCausalLM`. Shape letters as in `llama.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from firstlight.models.family import FamilySpec
+from firstlight.models.llama import Llama, LlamaDecoder
+from firstlight.models.llama_config import DecoderConfig
+from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, LlamaBlock, rms_norm
+from firstlight.models.rope import apply_rope
+
+_NANOCHAT = FamilySpec(
+    "NanoChatForCausalLM",
+    own_keys=("attention_bias", "final_logit_softcapping"),
+    hf_defaults={
+        "vocab_size": 50304,
+        "hidden_size": 768,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 2048,
+    },
+    norm_kind="bare",
+    activation="relu2",
+    gated=False,
+)
+
+
+class NanoChatConfig(DecoderConfig):
+    """Shape of a model of nanochat's first form."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {"nanochat": _NANOCHAT}
+    default_type: ClassVar[str] = "nanochat"
+    tensor_parallel_sizes = ("num_key_value_heads", "intermediate_size")
+    has_pipeline = True
+
+    model_type: Literal["nanochat"] = "nanochat"
+    """"nanochat"."""
+    final_logit_softcapping: float | None = Field(15.0, gt=0)
+    """bound c of the logits z, which become c tanh(z / c); null is none."""
+
+    @classmethod
+    def usual_width(cls, hidden_size: int) -> int:
+        """Default width inside the MLP."""
+        return 4 * hidden_size
+
+
+def _turned_and_normalised(x_BHTD: Tensor, cos: Tensor, sin: Tensor, *, eps: float) -> Tensor:
+    """Rotate as `apply_rope`, and normalise each head afterwards, without a weight."""
+    turned_BHTD = apply_rope(x_BHTD, cos, sin)
+    return rms_norm(turned_BHTD.to(x_BHTD.dtype), eps)
+
+
+class NanoChatAttention(LlamaAttention):
+    """Grouped-query attention that normalises queries and keys after their rotation."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.turn = functools.partial(_turned_and_normalised, eps=config.rms_norm_eps)
+
+
+class NanoChatMLP(nn.Module):
+    """Two matrices with the square of ReLU between, [B, T, C] to [B, T, C]."""
+
+    def __init__(self, config: NanoChatConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = ACTIVATIONS[config.family.activation]
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x_BTC)))  # type: ignore[no-any-return]
+
+
+class NanoChatBlock(LlamaBlock):
+    """One layer, as in Llama."""
+
+    def make_attention(self, config: NanoChatConfig, layer: int) -> NanoChatAttention:
+        """The attention of a layer."""
+        return NanoChatAttention(config, layer)
+
+    def make_mlp(self, config: NanoChatConfig, layer: int) -> NanoChatMLP:  # type: ignore[override]
+        """The MLP of a layer."""
+        return NanoChatMLP(config)
+
+
+class NanoChat(Llama):
+    """A language model of nanochat's first form; see `LanguageModel`."""
+
+    config: NanoChatConfig  # type: ignore[assignment]
+
+    residual_projections = ("o_proj.", "fc2.")
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
+        **{name: kind for name, kind in Llama.tensor_parallel_plan.items() if ".mlp" not in name},
+        "model.layers.*.mlp.fc1": "columns",
+        "model.layers.*.mlp.fc2": "rows",
+    }
+
+    def add_decoder(self, rows: int) -> None:
+        """Make embedding (with this number of rows), layers and final norm."""
+        self.model = LlamaDecoder(self.config, rows, NanoChatBlock)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The first layer's input [B, T, C]: see `Llama.embed`."""
+        # Not by the final norm, as in transformers: a pipeline's first stage does not have it.
+        return rms_norm(super().embed(input_ids), self.config.rms_norm_eps)
+
+    def _ropes(self, positions: Tensor, length: int | Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Rotary tables of the other direction: see `Llama._ropes`."""
+        return tuple((cos, -sin) for cos, sin in super()._ropes(positions, length))
