@@ -1,4 +1,5 @@
-"""Folders as OpenAI's GPT-2, Meta's Llama, litgpt and torchtune have them, of random tensors."""
+"""Folders as OpenAI's GPT-2, Meta's Llama, litgpt, torchtune and nanochat have them, of random
+tensors."""
 
 from __future__ import annotations
 
@@ -242,4 +243,31 @@ def litgpt_model(folder: Path, **changed: Any) -> dict[str, Tensor]:
     tensors = draw({**shapes, "transformer.ln_f.weight": (WIDTH,)})
     torch.save(tensors, folder / "lit_model.pth")
     (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
+    return tensors
+
+
+NANOCHAT: dict[str, int] = {
+    "sequence_len": CONTEXT,
+    "vocab_size": VOCABULARY,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_kv_head": GROUPS,
+    "n_embd": WIDTH,
+}
+
+
+def nanochat_model(folder: Path, step: int = 650, **changed: Any) -> dict[str, Tensor]:
+    """A folder as nanochat's first form saves a step, with settings changed; gives its tensors.
+    Embedding and head have `VOCABULARY` rows, whatever the vocabulary."""
+    config = {**NANOCHAT, **changed}
+    C, K = WIDTH, WIDTH // HEADS * config["n_kv_head"]
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (VOCABULARY, C)}
+    for i in range(LAYERS):
+        sizes = {"attn.c_q": (C, C), "attn.c_k": (K, C), "attn.c_v": (K, C)}
+        sizes |= {"attn.c_proj": (C, C), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
+        shapes |= {f"transformer.h.{i}.{name}.weight": size for name, size in sizes.items()}
+    tensors = draw({**shapes, "lm_head.weight": (VOCABULARY, C)})
+    torch.save(tensors, folder / f"model_{step:06}.pt")
+    meta = {"step": step, "val_bpb": 0.81, "model_config": config, "user_config": {"run": "dummy"}}
+    (folder / f"meta_{step:06}.json").write_text(json.dumps(meta))
     return tensors

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from foreign_folders import nanochat_model
 from foreign_programs import (
     CONTEXT,
     HEADS,
@@ -29,7 +30,7 @@ from firstlight.conversion import foreign, foreign_files, foreign_forward
 from firstlight.conversion.foreign import ForeignModel, read_foreign
 from firstlight.conversion.foreign_layouts import LAYOUTS, TRANSPOSED
 
-KINDS = ["nanoGPT", "GPT", "fast GPT", "Llama"]
+KINDS = ["nanoGPT", "GPT", "fast GPT", "Llama", "nanochat"]
 LLAMA = {
     "num_attention_heads": 6,
     "max_position_embeddings": CONTEXT,
@@ -40,6 +41,9 @@ LLAMA = {
 def saved(folder: Path, kind: str) -> Path:
     """A file of a random model in which every tensor differs from every other."""
     content: dict[str, Any]
+    if kind == "nanochat":
+        nanochat_model(folder, n_kv_head=4)
+        return folder / "model_000650.pt"
     if kind == "nanoGPT":
         model = NanoGPT()
         model.lm_head.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
@@ -53,7 +57,7 @@ def saved(folder: Path, kind: str) -> Path:
 
 
 def read(folder: Path, kind: str) -> ForeignModel:
-    configs: dict[str, dict[str, Any]] = {"nanoGPT": {}, "Llama": LLAMA}
+    configs: dict[str, dict[str, Any]] = {"nanoGPT": {}, "Llama": LLAMA, "nanochat": {}}
     return read_foreign(saved(folder, kind), config=configs.get(kind, {"n_head": HEADS}))
 
 
@@ -90,7 +94,7 @@ def test_swapping_any_two_tensors_of_one_shape_shows(tmp_path: Path, kind: str) 
 def test_a_forgotten_transpose_shows(tmp_path: Path, kind: str) -> None:
     check = Check(read(tmp_path, kind))
     square = {n: t for n, t in check.tensors.items() if t.dim() == 2 and len(t) == t.shape[1]}
-    assert len(square) == (8 if kind == "Llama" else 2)
+    assert len(square) == (8 if kind in ("Llama", "nanochat") else 2)
     assert all(check.difference({name: square[name].t()}) > 1e-2 for name in square)
 
 
@@ -110,6 +114,7 @@ def test_queries_keys_and_values_that_were_stacked_wrongly_show(tmp_path: Path, 
         ("GPT", ("transformer.h.{}.ln_1", "transformer.h.{}.ln_2")),
         ("fast GPT", ("transformer.h.{}.ln_2", "transformer.h.{}.ln_1")),
         ("Llama", ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj")),
+        ("nanochat", ("model.layers.{}.self_attn.q_proj", "model.layers.{}.self_attn.o_proj")),
     ],
 )
 def test_a_mistake_in_a_table_of_names_shows(

@@ -1,4 +1,4 @@
-"""Models of OpenAI, Meta, litgpt and torchtune compute the same after they were read.
+"""Models of OpenAI, Meta, litgpt, torchtune and nanochat compute the same after they were read.
 
 The program's own logits, computed from its own tensors, must agree with transformers' and with
 this package's.
@@ -18,10 +18,12 @@ from foreign_folders import (
     CONTEXT,
     GROUPS,
     HEADS,
+    LAYERS,
     LITGPT_CONFIG,
     VOCABULARY,
     litgpt_model,
     meta_llama,
+    nanochat_model,
     openai_gpt2,
     torchtune_llama,
     write_bundle,
@@ -261,7 +263,7 @@ def test_openais_weights_of_several_matrices_are_refused(
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("transformer.h.0.attn.c_q.weight", "is of nanochat.*NanoChatForCausalLM"),
+        ("transformer.h.0.attn.c_q.weight", "is of nanochat, and its settings are missing: name"),
         ("transformer.h.0.attn.qkv.weight", "is of litgpt: name the folder"),
         ("layers.0.attention.wq.weight", "is of Meta: name the folder"),
     ],
@@ -274,10 +276,100 @@ def test_a_file_without_its_settings_names_what_is_missing(
         read_foreign(tmp_path / "model.pt")
 
 
-def test_a_folder_of_nanochat_is_refused_by_name(tmp_path: Path) -> None:
-    for name in ("model_000100.pt", "meta_000100.json"):
-        (tmp_path / name).touch()
-    with pytest.raises(ModelError, match=r"is of nanochat.*NanoChatForCausalLM"):
+@pytest.mark.parametrize("name", ["", "model_000650.pt"])
+@pytest.mark.parametrize("groups", [1, GROUPS, HEADS])
+def test_nanochats_first_form_computes_the_same(tmp_path: Path, name: str, groups: int) -> None:
+    tensors = nanochat_model(tmp_path, n_kv_head=groups)
+    foreign = read_foreign(tmp_path / name)
+    assert (foreign.program, foreign.config["model_type"]) == ("nanochat", "nanochat")
+    assert foreign.config["num_key_value_heads"] == groups
+    assert foreign.config["max_position_embeddings"] == CONTEXT
+    assert foreign.config["final_logit_softcapping"] == 15
+    assert foreign.notes == ()
+    assert torch.equal(foreign.tensors["lm_head.weight"], tensors["lm_head.weight"])
+    assert_computes_the_same(foreign, tmp_path)
+
+
+def test_a_folder_of_nanochat_gives_its_last_step(tmp_path: Path) -> None:
+    nanochat_model(tmp_path, 90)
+    last = nanochat_model(tmp_path, 1_000_000)
+    torch.save({"state": {}}, tmp_path / "optim_1000000_rank0.pt")
+    last = {name: -tensor for name, tensor in last.items()}
+    torch.save(last, tmp_path / "model_1000000.pt")
+    weight = read_foreign(tmp_path).tensors["model.embed_tokens.weight"]
+    assert torch.equal(weight, last["transformer.wte.weight"])
+    weight = read_foreign(tmp_path / "model_000090.pt").tensors["model.embed_tokens.weight"]
+    assert torch.equal(weight, -last["transformer.wte.weight"])
+
+
+def test_nanochats_padding_is_left_out_and_its_bf16_embedding_widened(tmp_path: Path) -> None:
+    tensors = nanochat_model(tmp_path, vocab_size=60)
+    path, embedding = tmp_path / "model_000650.pt", "transformer.wte.weight"
+    tensors[embedding] = tensors[embedding].bfloat16()
+    torch.save({f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}, path)
+    foreign = read_foreign(path)
+    assert {tensor.dtype for tensor in foreign.tensors.values()} == {torch.float32}
+    assert torch.equal(foreign.tensors["model.embed_tokens.weight"], tensors[embedding][:60])
+    ids = IDS % 60
+    assert foreign.logits(ids).shape == (*ids.shape, 60)
+    theirs = in_transformers(foreign)(ids).logits.detach()
+    torch.testing.assert_close(theirs, foreign.logits(ids), rtol=0, atol=1e-4)
+    torch.save({name: tensor.bfloat16() for name, tensor in tensors.items()}, path)
+    assert {t.dtype for t in read_foreign(path).tensors.values()} == {torch.bfloat16}
+
+
+def test_nanochats_folder_is_converted_with_a_way_to_its_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "d2").mkdir()
+    nanochat_model(tmp_path / "d2")
+    (tmp_path / "d2" / "tokenizer.pkl").write_bytes(b"not opened")
+    assert main(["convert", str(tmp_path / "d2"), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert "nanochat, nanochat" in printed.out
+    assert "tokenizer.pkl is a pickle" in printed.err
+    assert load_model(tmp_path / "out").model.config.num_hidden_layers == LAYERS
+
+
+def test_later_forms_of_nanochat_are_refused_by_what_they_have(tmp_path: Path) -> None:
+    tensors = nanochat_model(tmp_path, window_pattern="SSSL")
+    more = {f"transformer.h.{i}.attn.ve_gate.weight": torch.ones(2, 12) for i in range(LAYERS)}
+    more |= {f"value_embeds.{i}.weight": torch.ones(VOCABULARY, 24) for i in range(LAYERS)}
+    more |= {"resid_lambdas": torch.ones(LAYERS)}
+    torch.save({**tensors, **more}, tmp_path / "model_000650.pt")
+    with pytest.raises(ModelError) as caught:
+        read_foreign(tmp_path)
+    message = str(caught.value)
+    assert "is of a later nanochat, whose model no Hugging Face class computes" in message
+    assert message.endswith(
+        "it also has transformer.h.*.attn.ve_gate.weight, value_embeds.*.weight, resid_lambdas, "
+        "window_pattern; use it with nanochat"
+    )
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"n_head": "6"}, "meta_000650.json: n_head is no whole number"),
+        ({"n_kv_head": None}, "meta_000650.json: n_kv_head is no whole number"),
+        ({"n_layer": 10**30}, r"meta_000650.json: n_layer is infinite or 2\^63 or more"),
+        ({"n_layer": 3}, "its settings say num_hidden_layers 3, its tensors 2"),
+        ({"n_head": 5}, "num_attention_heads is 5, expected a divisor of the width 48"),
+        ({"vocab_size": 65}, "its settings say vocab_size 65, its tensors 64"),
+    ],
+)
+def test_nanochats_settings_that_dont_fit_are_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    nanochat_model(tmp_path)
+    content = json.loads((tmp_path / "meta_000650.json").read_text())
+    content["model_config"] |= changed
+    (tmp_path / "meta_000650.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=message):
+        read_foreign(tmp_path)
+    (tmp_path / "meta_000650.json").write_text("{}")
+    with pytest.raises(ModelError, match="has no model_config: it is not of nanochat"):
         read_foreign(tmp_path)
 
 

@@ -158,3 +158,14 @@ def test_ranks_of_other_known_vocabularies_are_refused(
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(TokenizerError, match=f"holds the ranks of {name}"):
         Tokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.pkl"])
+def test_nanochats_pickle_is_refused_with_a_way_to_a_tokenizer(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokenizer.pkl").write_bytes(b"\x80\x04.")
+    (tmp_path / "token_bytes.pt").write_bytes(b"PK")
+    with pytest.raises(TokenizerError, match=r"is a pickle, which could run code, and is not read"):
+        Tokenizer.from_pretrained(tmp_path / name)
+    # Beside it, a tokenizer that can be read is read.
+    tiny("tokenizer.json").save_pretrained(tmp_path)
+    assert Tokenizer.from_pretrained(tmp_path).vocab_size == tiny("tokenizer.json").vocab_size

@@ -59,9 +59,9 @@ def convert_command(
 
     SRC is a run, a checkpoint, a Hugging Face model folder or a hub id; or another program's
     checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's GPT-2
-    (TensorFlow), Meta's Llama or litgpt. The result is read back and compared with the source:
-    tensors, logits on a fixed prompt, the chat template on a fixed conversation. If they differ,
-    --out is not written.
+    (TensorFlow), Meta's Llama, litgpt or nanochat. The result is read back and compared with the
+    source: tensors, logits on a fixed prompt, the chat template on a fixed conversation. If they
+    differ, --out is not written.
     """
     from firstlight.conversion.convert import convert
 

@@ -1,5 +1,5 @@
-"""Checkpoints of other programs: nanoGPT, LLMs-from-scratch, OpenAI's GPT-2, Meta's Llama, litgpt,
-torchtune.
+"""Checkpoints of other programs: nanoGPT, nanochat, LLMs-from-scratch, OpenAI's GPT-2, Meta's
+Llama, litgpt, torchtune.
 
 The tensors get Hugging Face's names and layout; settings that the files lack are given by the
 caller, or filled in and noted. Tables of names: `foreign_layouts`; files: `foreign_files`.
@@ -40,7 +40,7 @@ class ForeignModel:
     """A model of another program, in Hugging Face's terms.
 
     Attributes:
-        config: a config.json object, of a GPT-2 or a Llama-like model.
+        config: a config.json object, of a GPT-2, a nanochat or a Llama-like model.
         tensors: tensors by their names in model.safetensors, without a tied head. Tensors that
             needed no rearranging are the file itself, memory-mapped, and change when it does.
         program: name of the program.
@@ -62,7 +62,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 
     Args:
         path: the file of nanoGPT, LLMs-from-scratch or torchtune; the folder, or the file with
-            weights, of OpenAI's GPT-2, Meta's Llama or litgpt.
+            weights, of OpenAI's GPT-2, Meta's Llama, litgpt or nanochat.
         config: settings that the file lacks, as keys of a Hugging Face config.json: for a GPT of
             LLMs-from-scratch `n_head`, if heads are not of size 64; for its Llamas and torchtune's
             `num_attention_heads`, `max_position_embeddings` and `rope_parameters`.
@@ -111,7 +111,7 @@ def _config(
     """The config.json, and notes on the settings that were assumed."""
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
-    if layout.kind == "llama":
+    if layout.kind != "gpt2":
         return llama_config(path, shape, given, settings, layout.program)
     if layout.program != NANOGPT.program:
         return gpt2_config(path, shape, given, settings, "gelu_new")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -17,10 +17,8 @@ from torch import Tensor
 
 from firstlight.conversion.foreign_settings import Settings
 from firstlight.errors import ModelError, nearest
-from firstlight.models import GPT2Config, LlamaConfig
+from firstlight.models import FAMILIES, GPT2Config, ModelConfig
 from firstlight.models.rope import rope_frequencies
-
-_AnyConfig = TypeVar("_AnyConfig", GPT2Config, LlamaConfig)
 
 #: In GPT-2's config.json some keys have a second name.
 _GPT2_ALIASES = {
@@ -203,7 +201,8 @@ def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
 def llama_config(
     path: Path, shape: Shape, given: dict[str, Any], settings: Settings, program: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json of a Llama-like model, and notes on the settings that were assumed.
+    """The config.json of a Llama-like or nanochat model, and notes on the settings that were
+    assumed.
 
     Args:
         path, shape, given, settings: see `gpt2_config`.
@@ -242,7 +241,7 @@ def llama_config(
         if found.get(key, value) != value:
             raise ModelError(f"{path}: its settings say {key} {found[key]!r}, its tensors {value}")
     config = _merged(path, assumed, given, {**found, **shown})
-    checked = _checked(path, LlamaConfig.from_hf, config)
+    checked = _checked(path, FAMILIES[config["model_type"]].config.from_hf, config)
     if settings.sines is not None and len(settings.sines) > 1:
         _check_rope(path, checked, settings.sines)
     notes = [note for key, note in settings.notes.items() if key not in given]
@@ -265,8 +264,8 @@ def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _checked(
-    path: Path, from_hf: Callable[[dict[str, Any]], _AnyConfig], config: dict[str, Any]
-) -> _AnyConfig:
+    path: Path, from_hf: Callable[[dict[str, Any]], ModelConfig], config: dict[str, Any]
+) -> Any:
     try:
         return from_hf(config)
     except ValidationError as error:
@@ -278,7 +277,7 @@ def _checked(
         raise ModelError(f"{path}: config: {error}") from error
 
 
-def _check_rope(path: Path, config: LlamaConfig, sines: Tensor) -> None:
+def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
     """Compare the config with the tables that older models save in each layer, maybe in bf16."""
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     saved = sines[1, : len(frequencies)].float()

@@ -18,6 +18,7 @@ from firstlight.conversion.foreign_forward import (
     book_gpt_logits,
     book_llama_logits,
     litgpt_logits,
+    nanochat_logits,
     nanogpt_logits,
     openai_logits,
     pairs_llama_logits,
@@ -25,6 +26,7 @@ from firstlight.conversion.foreign_forward import (
 from firstlight.conversion.foreign_layouts import (
     LAYOUTS,
     META,
+    NANOCHAT,
     NANOGPT,
     OPENAI,
     TORCHTUNE,
@@ -32,10 +34,12 @@ from firstlight.conversion.foreign_layouts import (
     litgpt_layout,
 )
 from firstlight.conversion.foreign_settings import (
+    NANOCHAT_KEYS,
     Settings,
     book_llama_settings,
     litgpt_settings,
     meta_settings,
+    nanochat_settings,
     openai_settings,
 )
 from firstlight.conversion.pickled import is_whole, named_weights, read_pickle
@@ -53,6 +57,11 @@ _LITGPT_CONFIG = "model_config.yaml"
 _META_FILE = re.compile(r"consolidated\.(\d\d)\.pth")
 _META_CONFIG = "params.json"
 _OPENAI_CONFIG = "hparams.json"
+_NANOCHAT_FILE = re.compile(r"model_(\d+)\.pt")
+#: The rows of nanochat's embedding and head are a multiple of this.
+_NANOCHAT_ROWS = 64
+#: Most names in a message.
+_SHOWN = 12
 #: Bytes of a file of settings.
 _MAX_CONFIG_BYTES = 1_000_000
 
@@ -83,10 +92,7 @@ class Opened:
 
 def foreign_folder(path: Path) -> Path | None:
     """The folder of a model of several files, from its path or that of one of its files; None for a
-    model of one file, or of an unknown program.
-
-    Raises:
-        ModelError: the folder is nanochat's.
+    model of one file (of nanochat's steps, the one that is named), or of an unknown program.
     """
     folder = path if path.is_dir() else path.parent
     is_named = path.name == LITGPT_NAME or ".ckpt" in path.name
@@ -99,8 +105,8 @@ def foreign_folder(path: Path) -> Path | None:
         return folder
     if (folder / _META_CONFIG).is_file() and _meta_files(folder):
         return folder
-    if path.is_dir() and any(path.glob("model_*.pt")) and any(path.glob("meta_*.json")):
-        raise _of_nanochat(path)
+    if path.is_dir() and _nanochat_files(folder) and any(path.glob("meta_*.json")):
+        return folder
     return folder if (folder / _OPENAI_CONFIG).is_file() and _bundles(folder) else None
 
 
@@ -116,14 +122,19 @@ def open_foreign(path: Path) -> Opened:
         return _open_file(path)
     if (folder / LITGPT_NAME).is_file():
         return _open_litgpt(folder)
-    return _open_meta(folder) if _meta_files(folder) else _open_openai(folder)
+    if _meta_files(folder):
+        return _open_meta(folder)
+    steps = _nanochat_files(folder)
+    return _open_file(steps[-1]) if steps else _open_openai(folder)
 
 
 def _open_file(path: Path) -> Opened:
-    """A checkpoint of nanoGPT, LLMs-from-scratch or torchtune."""
+    """A checkpoint of nanoGPT, LLMs-from-scratch, torchtune or nanochat."""
     content = read_pickle(path)
     everything = named_weights(path, content)
     layout = _layout_of(path, everything)
+    if layout.program == NANOCHAT.program:
+        return _open_nanochat(path, everything, layout)
     weights = _without_buffers(everything)
     tensors = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     if layout.program == NANOGPT.program:
@@ -162,12 +173,57 @@ def _open_file(path: Path) -> Opened:
     )
 
 
-def _of_nanochat(path: Path) -> ModelError:
-    return ModelError(
-        f"{path} is of nanochat, whose model (norms without weights, squared ReLU, capped "
-        "logits) is no family that is read here: transformers has its first form as "
-        "NanoChatForCausalLM, later forms have no class there"
+def _nanochat_files(folder: Path) -> list[Path]:
+    """nanochat's models in a folder, by step."""
+    steps = {
+        int(match[1]): path
+        for path in folder.iterdir()
+        if (match := _NANOCHAT_FILE.fullmatch(path.name))
+    }
+    return [steps[step] for step in sorted(steps)]
+
+
+def _open_nanochat(path: Path, weights: Mapping[str, Any], layout: Layout) -> Opened:
+    """A model of nanochat's first form: `model_STEP.pt`, and `meta_STEP.json` beside it."""
+    match = _NANOCHAT_FILE.fullmatch(path.name)
+    meta = path.with_name(f"meta_{match[1]}.json") if match else None
+    if meta is None or not meta.is_file():
+        raise ModelError(
+            f"{path} is of nanochat, and its settings are missing: name a model_STEP.pt that has "
+            "its meta_STEP.json beside it, or their folder"
+        )
+    settings = nanochat_settings(meta, read_json(meta))
+    _require_first_form(path, weights, settings)
+    size, own = settings.found["vocab_size"], dict(weights)
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        rows = own.get(name)
+        if isinstance(rows, Tensor) and rows.dim() == 2 and 0 < len(rows) - size < _NANOCHAT_ROWS:
+            own[name] = rows[:size]
+    tensors = [one for one in own.values() if isinstance(one, Tensor) and is_whole(one)]
+    # On a GPU nanochat keeps the embedding in bf16 beside fp32. All in fp32 rounds no number, and
+    # transformers loads it as it is.
+    is_mixed = {tensor.dtype for tensor in tensors} == {torch.float32, torch.bfloat16}
+    is_widened = is_mixed and len(tensors) == len(own)
+    return Opened(
+        layout,
+        {name: tensor.float() for name, tensor in own.items()} if is_widened else own,
+        settings,
+        lambda config, ids: nanochat_logits(own, config["num_attention_heads"], ids),
     )
+
+
+def _require_first_form(path: Path, weights: Mapping[str, Any], settings: Settings) -> None:
+    """Refuse later forms of nanochat, and name what they have beside the first."""
+    known = {name.replace("{}", "*") for names in NANOCHAT.names.values() for name in names}
+    found = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in weights)
+    more = [name for name in found if name not in known]
+    more += [str(key) for key in settings.model_args or () if key not in NANOCHAT_KEYS]
+    if more:
+        raise ModelError(
+            f"{path} is of a later nanochat, whose model no Hugging Face class computes "
+            f"(NanoChatForCausalLM is that of before 11 January 2026): it also has "
+            f"{', '.join(more[:_SHOWN])}; use it with nanochat"
+        )
 
 
 def _without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,8 +240,6 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
     for layout in LAYOUTS:
         if any(name.endswith(layout.mark) for name in weights):
             return layout
-    if "transformer.h.0.attn.c_q.weight" in weights:
-        raise _of_nanochat(path)
     if any(name.startswith("transformer.h.0.attn.qkv.") for name in weights):
         raise ModelError(
             f"{path} is of litgpt: name the folder that has it as {LITGPT_NAME} "
@@ -199,7 +253,7 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
     raise ModelError(
         f"{path} is of an unknown layout, it begins with '{next(iter(weights))}': GPTs of "
         "nanoGPT, GPTs and Llamas of LLMs-from-scratch and Llamas of torchtune are read, and "
-        "folders of OpenAI's GPT-2, Meta's Llama and litgpt"
+        "folders of OpenAI's GPT-2, Meta's Llama, litgpt and nanochat"
     )
 
 

@@ -211,6 +211,26 @@ def pairs_llama_logits(
     return torch.cat([_head(shard, "output", x) for shard in shards], -1)
 
 
+@torch.no_grad()
+def nanochat_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
+    """Logits [B, T, V], fp32, of nanochat's first form; see `nanogpt_logits`. Its rotary tables are
+    fp32 here, bf16 in its code."""
+    x = _bare_norm(F.embedding(ids, weights["transformer.wte.weight"]).float())
+    size = x.shape[-1] // heads
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    angles = (torch.arange(ids.shape[1])[:, None] * _frequencies(size, rope)).repeat(1, 2)
+    # The other direction: (a cos + b sin, b cos - a sin) of the halves a and b of a head.
+    cos, sin = angles.cos(), -angles.sin()
+    for block in _blocks(weights, "transformer.h.", "attn.c_q.weight"):
+        y = _bare_norm(x)
+        q, k, v = (_split(_linear(weights, f"{block}attn.c_{n}", y), size) for n in "qkv")
+        q, k = (_bare_norm(_turned(part, cos, sin)) for part in (q, k))
+        x = x + _linear(weights, block + "attn.c_proj", _attend(q, k, v))
+        inner = F.relu(_linear(weights, block + "mlp.c_fc", _bare_norm(x))).square()
+        x = x + _linear(weights, block + "mlp.c_proj", inner)
+    return 15 * torch.tanh(_head(weights, "lm_head", _bare_norm(x)) / 15)
+
+
 def _embedded(parts: Sequence[Tensor], ids: Tensor, width: int) -> Tensor:
     """The embeddings [B, T, C], from parts of their width, or of the vocabulary."""
     if parts[0].shape[1] != width:
@@ -297,6 +317,10 @@ def _rms_norm(
 ) -> Tensor:
     root = (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
     return x / root * weights[f"{module}.{scale}"].float()
+
+
+def _bare_norm(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
 
 
 def _split(x: Tensor, size: int) -> Tensor:

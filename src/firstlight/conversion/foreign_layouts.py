@@ -4,7 +4,7 @@ From a Hugging Face name to the names it is made of ("{}" is the layer's number)
 karpathy/nanoGPT `model.py`; rasbt/LLMs-from-scratch `pkg/llms_from_scratch/ch04.py` and
 `llama3.py`, and `ch05/07_gpt_to_llama`; openai/gpt-2 `src/model.py`; meta-llama/llama
 `llama/model.py`; pytorch/torchtune `torchtune/models/convert_weights.py`; Lightning-AI/litgpt
-`litgpt/model.py`.
+`litgpt/model.py`; karpathy/nanochat `nanochat/gpt.py` of before 11 January 2026.
 
 Shapes are Hugging Face's, as letters:
     V  vocabulary    P  positions    C  hidden size    F  MLP size    D  size of a head
@@ -89,6 +89,17 @@ _LLAMA = (
     ("model.norm", "C", "final_norm", "norm", "norm", "transformer.ln_f"),
     ("lm_head", "V C", "out_head", "output", "output", "lm_head"),
 )
+#: Hugging Face's module of a nanochat model, the shape of its weight, and nanochat's module.
+_NANOCHAT = (
+    ("model.embed_tokens", "V C", "transformer.wte"),
+    ("model.layers.{}.self_attn.q_proj", "Q C", "transformer.h.{}.attn.c_q"),
+    ("model.layers.{}.self_attn.k_proj", "K C", "transformer.h.{}.attn.c_k"),
+    ("model.layers.{}.self_attn.v_proj", "K C", "transformer.h.{}.attn.c_v"),
+    ("model.layers.{}.self_attn.o_proj", "C Q", "transformer.h.{}.attn.c_proj"),
+    ("model.layers.{}.mlp.fc1", "F C", "transformer.h.{}.mlp.c_fc"),
+    ("model.layers.{}.mlp.fc2", "C F", "transformer.h.{}.mlp.c_proj"),
+    ("lm_head", "V C", "lm_head"),
+)
 _GPT2_SHAPES = {
     f"{module}.{kind}": shape
     for module, weight, bias, _, _ in _GPT2
@@ -111,6 +122,7 @@ SIZES = {
         "K": ("model.layers.{}.self_attn.k_proj.weight", 0),
     },
 }
+SIZES["nanochat"] = SIZES["llama"] | {"F": ("model.layers.{}.mlp.fc1.weight", 0)}
 #: Hugging Face's and OpenAI's GPT-2 keep these [in, out]; `nn.Linear`, which the others use,
 #: [out, in].
 TRANSPOSED = frozenset(
@@ -127,8 +139,8 @@ class Layout:
 
     Attributes:
         program: name of the program.
-        kind: Hugging Face's family whose names the tensors get, "gpt2" or "llama" (Mistral's,
-            Qwen2's and Qwen3's are Llama's).
+        kind: Hugging Face's family whose names the tensors get, "gpt2", "nanochat" or "llama"
+            (Mistral's, Qwen2's and Qwen3's are Llama's).
         mark: end of a tensor's name that identifies the layout.
         names: the program's tensors that each Hugging Face tensor is made of; several are stacked
             along the outputs.
@@ -243,6 +255,14 @@ TORCHTUNE = Layout(
     shapes=_LLAMA_SHAPES,
     rotates_pairs=True,
 )
+#: The form without value embeddings, factors of the residual stream and windows.
+NANOCHAT = Layout(
+    program="nanochat",
+    kind="nanochat",
+    mark=".attn.c_q.weight",
+    names={f"{row[0]}.weight": (f"{row[2]}.weight",) for row in _NANOCHAT},
+    shapes={f"{row[0]}.weight": row[1] for row in _NANOCHAT},
+)
 #: Queries, keys and values are one matrix, which is cut at opening. Qwen2 has biases of them,
 #: Qwen3 norms of queries and keys.
 _LITGPT_BIASES = {
@@ -269,4 +289,4 @@ def litgpt_layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
 
 #: Layouts of single files. The first one whose mark a file has applies: the fast GPT has the plain
 #: one's mark as well.
-LAYOUTS = (NANOGPT, BOOK_GPT_FAST, BOOK_GPT, BOOK_LLAMA, TORCHTUNE)
+LAYOUTS = (NANOGPT, BOOK_GPT_FAST, BOOK_GPT, BOOK_LLAMA, TORCHTUNE, NANOCHAT)

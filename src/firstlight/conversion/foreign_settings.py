@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
@@ -21,7 +22,7 @@ class Settings:
         found: keys of a Hugging Face config.json that the files tell.
         assumed: keys that the program's code has values for, which a caller may change.
         notes: sentence about an assumed key, for people, by key.
-        model_args: a GPT's settings by nanoGPT's names, to compare with its tensors.
+        model_args: settings by the program's own names: a GPT's to compare with its tensors.
         where: place of `model_args`, for messages.
         sines: rotary table [positions, head size] that older Llamas of LLMs-from-scratch save.
     """
@@ -143,6 +144,44 @@ def _require_range(path: Path, values: Mapping[Any, Any]) -> None:
     for key, value in values.items():
         if isinstance(key, str) and _is_number(value) and not abs(value) < 2**63:
             raise ModelError(f"{path}: {key} is infinite or 2^63 or more: copy the file again")
+
+
+#: nanochat's keys of a model's shape -> Hugging Face's.
+NANOCHAT_KEYS = {
+    "vocab_size": "vocab_size",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "sequence_len": "max_position_embeddings",
+}
+
+
+def nanochat_settings(path: Path, meta: Any) -> Settings:
+    """Settings of a nanochat model, from meta_STEP.json; its code has one value of the others.
+
+    Raises:
+        ModelError: a setting is missing, or no number that it can be.
+    """
+    values = meta.get("model_config") if isinstance(meta, Mapping) else None
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{path} has no model_config: it is not of nanochat")
+    _require_range(path, values)
+    for key in NANOCHAT_KEYS:
+        if type(values.get(key)) is not int or values[key] < 1:
+            raise ModelError(f"{path}: {key} is no whole number: copy the file again")
+    found = {ours: values[key] for key, ours in NANOCHAT_KEYS.items()}
+    return Settings(
+        found={
+            "model_type": "nanochat",
+            **found,
+            # torch's, where a norm is given none.
+            "rms_norm_eps": torch.finfo(torch.float32).eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "final_logit_softcapping": 15.0,
+        },
+        model_args=values,
+    )
 
 
 #: Keys of litgpt's model_config.yaml that have to have one value, and their values where the file

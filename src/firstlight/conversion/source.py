@@ -24,6 +24,7 @@ from firstlight.checkpoint.sharded import sharded_model
 from firstlight.conversion.check import logits_of
 from firstlight.conversion.foreign import ForeignModel, read_foreign
 from firstlight.conversion.foreign_files import foreign_folder
+from firstlight.conversion.foreign_layouts import NANOCHAT
 from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
@@ -31,6 +32,7 @@ from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.models import FAMILIES
 from firstlight.models.accounting import meta_model
 from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.formats import PICKLED_TOKENIZER
 from firstlight.weights.huggingface import CONFIG_NAME, load_model, read_config, tokenizer_of
 from firstlight.weights.loading import fitting_tensors, one_by_one, weights_to_save
 from firstlight.weights.mxfp4 import open_tensors
@@ -225,6 +227,7 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
     foreign = _without_padding(read_foreign(path, config=values), tokenizer)
     size = int(foreign.config["vocab_size"])
     special = {} if tokenizer is None else _special_tokens(tokenizer)
+    needs_tokenizer = tokenizer is None and foreign.program == NANOCHAT.program
     return Source(
         program=foreign.program,
         name=_name_of(path),
@@ -233,7 +236,7 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
         tokenizer=tokenizer,
         folder=None,
         logits=lambda ids, _: foreign.logits(ids)[..., :size],
-        notes=foreign.notes,
+        notes=(*foreign.notes, PICKLED_TOKENIZER) if needs_tokenizer else foreign.notes,
         hint="what --config says of the heads, activation, norms or rotary positions, or what was "
         "taken for want of it, may be wrong; ",
     )

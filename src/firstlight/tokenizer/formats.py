@@ -79,6 +79,16 @@ _MOST_SECONDS = 0.3
 _OTHER_RANKS = {50_280: "p50k_base", 100_256: "cl100k_base", 151_643: "Qwen", 199_998: "o200k_base"}
 
 _USUAL_NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+#: nanochat's file, which is recognised to say what to do.
+_PICKLED_NAME = "tokenizer.pkl"
+PICKLED_TOKENIZER = (
+    "nanochat's tokenizer.pkl is a pickle, which could run code, and is not read: if you trust it, "
+    "run `pip install tiktoken blobfile transformers`, then "
+    """`python -c "import pickle; from transformers.integrations.tiktoken import """
+    """convert_tiktoken_to_fast as f; f(pickle.load(open('tokenizer.pkl', 'rb')), 'tok')"`, """
+    "and give the folder tok with --tokenizer"
+)
+
 #: The two names of GPT-2's vocabulary, and of the merges that go with each.
 _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 #: Weights and data, which are not opened in the search for a tokenizer.
@@ -111,6 +121,8 @@ def find_tokenizer_file(folder: Path) -> Path:
     if len(found) > 1:
         names = ", ".join(path.name for path in found.values())
         raise TokenizerError(f"{folder} holds several tokenizers ({names}): name one of the files")
+    if not found and (folder / _PICKLED_NAME).is_file():
+        return folder / _PICKLED_NAME
     if not found:
         raise TokenizerError(
             f"no tokenizer in {folder}: expected tokenizer.json, vocab.json + merges.txt, "
@@ -155,6 +167,8 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
         TokenizerError: the file is none of these, is damaged, or would give other ids than its own
             library.
     """
+    if path.name == _PICKLED_NAME:
+        raise TokenizerError(f"{path} can't be read: {PICKLED_TOKENIZER}")
     content = read_tokenizer(path)
     if content.lstrip()[:1] == b"{":
         parts = _from_json(path, content)
