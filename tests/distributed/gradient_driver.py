@@ -231,7 +231,7 @@ def main(cases: list[dict[str, Any]]) -> None:
             own = cut(ids, labels, case["micro"], engine.rank, engine.size)
             assert len(own) == case["accumulation"]
             # torch takes ten times as long to list what it has seen as the steps take.
-            watched = torch.profiler.profile(activities=[ProfilerActivity.CPU])
+            watched = torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True)
             with watched if case.get("count") else contextlib.nullcontext() as profile:
                 found = gradients(case, own, engine)
             assert world.rank > 0 or len(found[0]) == len(expected[0])

@@ -373,12 +373,12 @@ def test_methods_leave_the_names_of_parameters_alone() -> None:
 def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:
     model = small_model()
     choose_attention(model, "math")
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         model(batch()[0])
     names = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_dot_product_attention_math" in names
     choose_attention(model, "flash")
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         model(batch()[0])
     names = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names

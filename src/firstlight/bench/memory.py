@@ -118,7 +118,10 @@ def measured_memory(device: torch.device | str = "cpu") -> Iterator[MeasuredMemo
         return
     reset_peak()
     level = resident_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # torch 2.11 warns where events are not kept for a second cycle.
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         yield result
     result.resident_bytes = max(peak_resident_bytes() - level, 0)
     result.peak_bytes = _peak_of_events(profiler)

@@ -144,7 +144,7 @@ class PartsClock(StepClock):
             self._passes.clear()
             self._stack.enter_context(_noted_passes(self._passes, self._device))
         elif number >= self._phase_steps:
-            self._profiler = self._stack.enter_context(torch.profiler.profile())
+            self._profiler = self._stack.enter_context(torch.profiler.profile(acc_events=True))
         super().start()
 
     def stop(self) -> None:

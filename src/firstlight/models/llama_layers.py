@@ -271,7 +271,9 @@ class LlamaBlock(nn.Module):
 
     def mix(self, x_BTC: Tensor, ropes: Any, masks: Any, cache: Cache | None) -> Tensor:
         """Mix tokens, [B, T, C] to [B, T, C]; arguments as in `forward`."""
-        return self.self_attn(x_BTC, ropes, masks[self.has_window], cache)  # type: ignore[no-any-return]
+        # torch.compile of torch 2.11 takes no bool as an index.
+        mask = masks[int(self.has_window)]
+        return self.self_attn(x_BTC, ropes, mask, cache)  # type: ignore[no-any-return]
 
     def make_attention(self, config: Any, layer: int) -> SelfAttention:
         """The attention of a layer."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from firstlight.models.blockwise import QUERIES, at_a_time, blocks_of
 from firstlight.models.moe import ROWS_OF_BLOCKS
@@ -80,8 +80,9 @@ def total_bytes(layouts: Iterable[Layout]) -> int:
     return sum(map(bytes_of, layouts))
 
 
-_sdpa_flops: Any = sdpa_flop_count
-_sdpa_backward_flops: Any = sdpa_backward_flop_count
+def _products(query: Tensor, key: Tensor) -> int:
+    """FLOPs of the product that makes all scores, for each number of a head's size."""
+    return 2 * query.shape[:3].numel() * key.shape[2]
 
 
 def _blockwise_flops(query: Tensor, key: Tensor) -> int:
@@ -91,19 +92,23 @@ def _blockwise_flops(query: Tensor, key: Tensor) -> int:
     return 2 * batch * heads * size * scores
 
 
-#: FLOPs of operators that torch's counter leaves out; whole rows where torch counts those on GPUs.
+_FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+#: FLOPs of operators that torch's counter leaves out or, in torch 2.11, refuses with grouped heads:
+#: of whole rows, as torch counts them on GPUs.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: _sdpa_flops(
-        q.shape, k.shape, v.shape
+    **dict.fromkeys(
+        (getattr(_aten, f"_scaled_dot_product_{name}") for name in _FUSED),
+        lambda q, k, v, *_: _products(q, k) * (k.shape[3] + v.shape[3]),
     ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: (
-        _sdpa_backward_flops(g.shape, q.shape, k.shape, v.shape)
+    # The scores once more, and the gradients of all that two products had.
+    **dict.fromkeys(
+        (getattr(_aten, f"_scaled_dot_product_{name}_backward") for name in _FUSED),
+        lambda _, q, k, v, *__: _products(q, k) * (3 * k.shape[3] + 2 * v.shape[3]),
     ),
     # Each row by the weight of its own expert, [experts, out, in].
     _firstlight.grouped_linear: lambda x, w, *_: 2 * len(x) * w.shape[1] * w.shape[2],
     _firstlight.grouped_linear_backward: lambda g, _, w, *__: 4 * len(g) * w.shape[1] * w.shape[2],
     _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise_flops(q, k),
-    # The scores once more, and the gradients of all that two products had.
     _firstlight.blockwise_attention_backward: lambda g, q, k, *_: 5 * _blockwise_flops(q, k),
 }
 
@@ -270,8 +275,6 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
 
 #: Blocks of keys, and of queries by the row's length, in torch's FlashAttentionKernel.cpp.
 _KEY_BLOCK = 512
-
-
 _MIB = 2**20
 
 
@@ -389,11 +392,8 @@ _CPU_KERNELS: dict[str, Callable[[Operator, Target], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": attention_bytes,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_bytes,
     "_safe_softmax": softmax_with_masked_rows_bytes,
-    "mm": product_bytes,
-    "addmm": product_bytes,
-    "bmm": product_bytes,
-    "grouped_linear": experts_bytes,
-    "grouped_linear_backward": experts_bytes,
+    **dict.fromkeys(("mm", "addmm", "bmm"), product_bytes),
+    **dict.fromkeys(("grouped_linear", "grouped_linear_backward"), experts_bytes),
     "sum": counted_booleans_bytes,
     "optimizer_update_8bit_blockwise": eight_bit_update_bytes,
     "optimizer_update_32bit": small_update_bytes,
