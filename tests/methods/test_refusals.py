@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,6 +237,37 @@ def test_each_side_without_the_other_is_legal(name: str) -> None:
     refusal = REFUSALS[name]
     check({**refusal.needed, **refusal.alone, **refusal.one}, refusal.hardware)
     check({**refusal.needed, **refusal.other}, refusal.hardware)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model.model_type": "gpt_oss"},
+        {"model.model_type": "gemma2", "model.attn_logit_softcapping": 5.0},
+        {"model.model_type": "deepseek_v3", "model.v_head_dim": 8},
+        {"model.model_type": "llama"},
+    ],
+    ids=lambda model: model["model.model_type"],
+)
+@pytest.mark.parametrize("hardware", [CPU, GPU], ids=["cpu", "gpu"])
+def test_each_attention_that_a_refusal_advises_computes_the_family(
+    model: Settings, hardware: Hardware
+) -> None:
+    settings = model if hardware is CPU else {**model, **_NAMED_GPU}
+    refused = set()
+    for name in ("sdpa", "flash", "efficient", "math", "cudnn", "flex"):
+        try:
+            check({**settings, **_attention(name)}, hardware)
+        except ConfigError as error:
+            refused.add(name)
+            said = str(error)
+            assert said.count("efficiency.attention") == 1, said
+            advised = re.split(", | or ", said.rpartition(": use ")[2])
+            # A resolved recipe, as these are, has no "auto".
+            assert "auto" in advised
+            for other in set(advised) - {"auto"}:
+                check({**settings, **_attention(other)}, hardware)
+    assert ("flex" in refused) == (hardware is CPU or model["model.model_type"] == "deepseek_v3")
 
 
 def test_every_pair_that_is_refused_is_in_the_table() -> None:

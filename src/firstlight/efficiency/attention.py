@@ -29,6 +29,9 @@ from firstlight.models.ops import (
 #: Least head size and most tokens with which blockwise was faster than torch's kernel for CPUs.
 BLOCKWISE_HEAD_SIZE, _BLOCKWISE_TOKENS = 64, 1024
 
+#: Backends that train on CUDA alone.
+GPU_BACKENDS = ("efficient", "cudnn", "flex")
+
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -102,11 +105,18 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
     return None if spec.softcap is None else ("flex", "blockwise", "plain")
 
 
-def why_unable(model: ModelConfig, backend: str) -> str:
-    """The reason why a backend can't compute a model, as the end of a sentence; "" if it can."""
+def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
+    """The reason why a backend can't compute a model, as the end of a sentence; "" if it can.
+
+    Args:
+        model: config of the model.
+        backend: value of `EfficiencyConfig.attention`.
+        device: type of the device, whose backends are advised.
+    """
     able = able_backends(model)
     if able is None or backend in ("auto", *able):
         return ""
+    able = tuple(name for name in able if device == "cuda" or name not in GPU_BACKENDS)
     spec = model.attention_spec(0)
     what = "compute the attention sinks" if spec.sinks else "cap the scores"
     if spec.value_dim is not None:

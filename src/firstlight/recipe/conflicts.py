@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from firstlight.efficiency.attention import why_unable
+from firstlight.efficiency.attention import GPU_BACKENDS, able_backends, why_unable
 from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.errors import ConfigError
@@ -127,9 +127,6 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
             "efficiency.precision fp8 converts linear layers, and those of "
             f"{model.model_type} are stored transposed: use bf16, or model.model_type llama"
         )
-    unable = why_unable(model, config.attention)
-    if unable:
-        yield f"efficiency.attention {config.attention} {unable}"
     if config.attention in ("flex", "flash") and model.attention_spec(0).dropout:
         yield (
             f"efficiency.attention {config.attention} has no dropout: set model.attn_pdrop to 0, "
@@ -326,10 +323,15 @@ def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str
 
 def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
     config, device = recipe.efficiency, hardware.device.type
-    if device != "cuda" and config.attention in ("efficient", "cudnn", "flex"):
+    unable = why_unable(recipe.model, config.attention, device)
+    if unable:
+        yield f"efficiency.attention {config.attention} {unable}"
+    elif device != "cuda" and config.attention in GPU_BACKENDS:
+        able = able_backends(recipe.model) or ("sdpa", "flash", "math", "blockwise", "plain")
+        names = [name for name in able if name not in GPU_BACKENDS]
         yield (
             f"efficiency.attention {config.attention} needs a CUDA GPU, and this is "
-            f"{hardware.name}: use auto, sdpa, flash, math, blockwise or plain"
+            f"{hardware.name}: use auto, {', '.join(names[:-1])} or {names[-1]}"
         )
     if config.attention == "flash" and device not in ("cpu", "cuda"):
         yield (

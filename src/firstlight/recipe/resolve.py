@@ -17,6 +17,7 @@ from firstlight.efficiency import (
     resolve_attention,
     resolve_precision,
 )
+from firstlight.efficiency.attention import GPU_BACKENDS
 from firstlight.efficiency.precision import dtype_of, has_only_fp16_units
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
@@ -253,8 +254,7 @@ def _resolve_efficiency(
     # The backend of another precision or device may be wrong here, or not exist.
     same = all(earlier.get(key) == getattr(config, key) for key in ("precision", "compile"))
     kept = earlier.get("attention") if same else None
-    of_gpus = ("flex", "efficient", "cudnn")
-    if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else of_gpus):
+    if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else GPU_BACKENDS):
         kept = None
     attention = kept or attention_backend(recipe, model, seq_len, facts, precision)
     return config.model_copy(update={"attention": attention})
