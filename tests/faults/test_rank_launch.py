@@ -17,7 +17,9 @@ from typing import Any
 import psutil
 import pytest
 from rank_scenarios import free_port
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from firstlight.parallel import elastic
 from waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -147,6 +149,32 @@ def test_a_signal_reaches_the_ranks_and_stopping_has_its_exit_code(tmp_path: Pat
         code, said = run.end()
         assert (code, said) == (75, ["progress: from step 0"])
         run.wait_until_nothing_is_left()
+
+
+def test_ranks_have_an_hour_to_save_after_a_signal_and_half_a_minute_before_a_restart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    closed: list[tuple[signal.Signals, int]] = []
+
+    class Ranks:
+        """Ranks that only note how they are ended: the signal, and the seconds until SIGKILL."""
+
+        def close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+            closed.append((death_sig, timeout))
+
+    def interrupted(role: str) -> None:
+        raise SignalException("", signal.SIGUSR1)
+
+    agent = elastic._Agent(["true"], elastic.Launch(1), [], tmp_path)
+    monkeypatch.setattr(agent, "_pcontext", Ranks())
+    monkeypatch.setattr(agent, "_invoke_run", interrupted)
+    with pytest.raises(SignalException):
+        agent.run()
+    assert closed[0] == (signal.SIGUSR1, 3600)
+    closed.clear()
+    agent._stop_workers(agent._worker_group)
+    assert closed == [(signal.SIGTERM, 30)]
+    agent.close()
 
 
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:

@@ -222,9 +222,7 @@ class _Agent(LocalElasticAgent):
             max_restarts=options.max_restarts,
             monitor_interval=0.1,
         )
-        super().__init__(
-            spec, DefaultLogsSpecs(log_dir=str(folder)), shutdown_timeout=_SAVING_SECONDS
-        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)))
 
     def close(self) -> None:
         """Leave the rendezvous of the machines."""
@@ -247,6 +245,16 @@ class _Agent(LocalElasticAgent):
         for old in (*self._folder.glob("rank-*.log"), *self._folder.glob("exit-*")):
             old.unlink()
         return cast(dict[int, Any], super()._start_workers(worker_group))
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        # Before a restart, in torch's 30 seconds: ranks that wait for a lost machine can't save.
+        super()._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        # torch 2.11 lacks `shutdown_timeout`: ranks end here, and torch's call finds none running.
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, _SAVING_SECONDS)
+        super()._shutdown(death_sig)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         failed_before = len(self._failed)
