@@ -259,13 +259,14 @@ def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_head
 def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate
 
-    # Nothing is sent here; backwards, gradients of different heads are added up.
-    plain = {
-        name: cast("DTensor", parameter)
-        .redistribute(placements=[Replicate()])
-        .to_local(grad_placements=[gradient])
-        for name, parameter in norm.named_parameters()
-    }
+    plain = {}
+    for name, parameter in norm.named_parameters():
+        whole = cast("DTensor", parameter)
+        # Nothing is sent here; backwards, gradients of different heads are added up. torch 2.11
+        # refuses the call in inference mode, which has no backward pass.
+        if torch.is_grad_enabled():
+            whole = whole.redistribute(placements=[Replicate()])
+        plain[name] = whole.to_local(grad_placements=[gradient])
     # The norm's class computes with the settings of the module, and with these.
     return type(norm).forward(cast(Any, SimpleNamespace(**vars(norm), **plain)), x)
 
