@@ -187,7 +187,10 @@ while True:
 
 @pytest.mark.parametrize("way", ["tasks", "launcher", "torchrun"])
 def test_each_way_starts_firstlight_with_options_that_it_has(way: str, tmp_path: Path) -> None:
-    slurm = _Slurm(tmp_path, 16, 2, firstlight="", torchrun="")
+    from torch.distributed.run import get_args_parser
+
+    torchruns_help = get_args_parser().format_help()
+    slurm = _Slurm(tmp_path, 16, 2, firstlight="", torchrun=f"print({torchruns_help!r})")
     given = ("recipes/llama-110m.yaml", "--schedule.max_steps", "5")
     code, said = slurm.run(*given, way=way)
     assert code == 0, said
@@ -206,13 +209,24 @@ def test_each_way_starts_firstlight_with_options_that_it_has(way: str, tmp_path:
         require_launch(context.params, 2)
         assert context.params["nproc"] == "8"
     if way == "torchrun":
-        from torch.distributed.run import get_args_parser
-
         parsed = get_args_parser().parse_args(words[1:])
         assert (parsed.nnodes, parsed.nproc_per_node) == ("2", "8")
         assert (parsed.module, parsed.training_script) == (True, "firstlight")
         assert parsed.signals_to_handle.endswith("SIGUSR1")
-        assert parsed.shutdown_timeout < 300
+        # torch 2.11 has no such option.
+        assert getattr(parsed, "shutdown_timeout", 270) == 270
+
+
+@pytest.mark.parametrize("has_option", [True, False])
+def test_torchrun_gets_time_for_saving_if_it_has_an_option_for_it(
+    has_option: bool, tmp_path: Path
+) -> None:
+    help_text = "usage: torchrun" + " [--shutdown-timeout SECONDS]" * has_option
+    slurm = _Slurm(tmp_path, 2, 1, firstlight="", torchrun=f"print({help_text!r})")
+    code, said = slurm.run(way="torchrun")
+    assert code == 0, said
+    assert ("'--shutdown-timeout', '270', '-m'" in slurm.said) is has_option
+    assert ("ends ranks 30 s after the signal" in said) is not has_option
 
 
 def test_a_way_that_is_none_is_said_and_no_recipe_means_the_one_for_many_gpus(
