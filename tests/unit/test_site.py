@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import click
+import matplotlib.image
 import pytest
 import yaml
 
@@ -207,6 +208,23 @@ def test_links_show_the_titles_of_pages_in_place_of_their_paths(tmp_path: Path) 
         "[Chatting with a model](../chat.md#python), [Chatting with a model](../chat.md), "
         "[here](../chat.md), [no.md](no.md)"
     )
+
+
+def _brightness(picture: Path) -> float:
+    """Mean of a picture's pixels, 0 (black) to 1; of an SVG, of its background's colour."""
+    if picture.suffix == ".svg":
+        colour = re.search(r"\.a\{fill:#(\w{6})\}", picture.read_text(encoding="utf-8"))
+        assert colour, picture
+        return sum(bytes.fromhex(colour[1])) / 3 / 255
+    return float(matplotlib.image.imread(picture)[..., :3].mean())
+
+
+def test_dark_colours_invert_the_pictures_that_are_drawn_on_white() -> None:
+    style = (_DOCS / "assets" / "site.css").read_text(encoding="utf-8")
+    kept = re.findall(r'\[src\*="([^"]+)"\]', style)
+    pictures = sorted((_DOCS / "images").iterdir())
+    dark = [one.name for one in pictures if _brightness(one) < 0.5]
+    assert dark == [one.name for one in pictures if any(part in one.name for part in kept)]
 
 
 @pytest.fixture(scope="module")
