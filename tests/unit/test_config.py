@@ -62,6 +62,27 @@ def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     assert recipe.data.dir == "corpus"
 
 
+def test_overrides_may_be_values_as_python_has_them(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {dir: corpus}\n")
+    values = {
+        "data.dir": tmp_path / "other",
+        "run.dir": "2026",
+        "optimizer.learning_rate": 3e-4,
+        "optimizer.betas": (0.9, 0.99),
+        "optimizer.weight_decay": "1e-2",
+        "efficiency.compile": False,
+        "schedule.max_steps": None,
+    }
+    for overrides in (values, list(values.items())):
+        recipe = load_recipe(path, overrides)
+        assert (recipe.data.dir, recipe.run.dir) == (str(tmp_path / "other"), "2026")
+        assert recipe.optimizer.learning_rate == 3e-4
+        assert recipe.optimizer.betas == [0.9, 0.99]
+        assert recipe.optimizer.weight_decay == 0.01
+        assert recipe.efficiency.compile is False
+        assert recipe.schedule.max_steps is None
+
+
 def test_the_last_of_several_overrides_counts(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: d}\n")
     overrides = [("schedule.max_steps", "5"), ("schedule.max_steps", "7")]

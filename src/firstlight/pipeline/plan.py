@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -131,7 +130,7 @@ def request_of(
     tokens: str | float | None,
     steps: int | None,
     size: str | None,
-    overrides: Mapping[str, Any] | Sequence[tuple[str, str]],
+    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
     text_key: str,
     init_from: str | Path | None = None,
 ) -> Request:
@@ -140,18 +139,18 @@ def request_of(
     Raises:
         ConfigError: a time, number or size can't be read, or two lengths are given.
     """
+    from firstlight.recipe import override_pairs
+
     if size is not None and size not in settings.SIZES:
         parameters_of(size)  # before any text is read
     names = [inputs] if isinstance(inputs, str | Path) else inputs
-    if isinstance(overrides, Mapping):
-        overrides = [(name, json.dumps(value)) for name, value in overrides.items()]
     return Request(
         tuple(str(name) for name in names),
         parse_time(budget) if isinstance(budget, str) else budget,
         parse_count(tokens) if isinstance(tokens, str) else tokens,
         steps,
         size,
-        tuple(overrides),
+        tuple(override_pairs(overrides)),
         text_key,
         None if init_from is None else str(init_from),
     )

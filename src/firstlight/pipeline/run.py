@@ -77,7 +77,7 @@ def train_texts(
     size: str | None = None,
     init_from: str | Path | None = None,
     run_dir: str | Path | None = None,
-    overrides: Mapping[str, Any] | Sequence[tuple[str, str]] = (),
+    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
     text_key: str = "text",
     progress: bool = True,
     ask: Ask | None = None,

@@ -7,6 +7,7 @@ the nearest real name; the resolved recipe is saved with the run and in each che
 from __future__ import annotations
 
 import copy
+import json
 import re
 import types
 import typing
@@ -25,12 +26,26 @@ from firstlight.recipe.schema import Recipe, ResolvedRecipe
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
+def override_pairs(
+    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
+) -> list[tuple[str, str]]:
+    """(`section.key`, value as YAML text) pairs of values by `section.key`."""
+    pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
+    return [
+        (name, str(value) if isinstance(value, str | Path) else json.dumps(value))
+        for name, value in pairs
+    ]
+
+
+def load_recipe(
+    path: str | Path, overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()
+) -> Recipe:
     """Read a recipe file.
 
     Args:
         path: path of the YAML file.
-        overrides: (`section.key`, value as YAML text) pairs that are set after reading.
+        overrides: values by `section.key`, or (`section.key`, value) pairs, that are set after
+            reading. A string is read as YAML: "3e-4" is a number.
 
     Raises:
         ConfigError: the file is missing or not YAML, or keys or values are wrong: all of
@@ -50,7 +65,7 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"recipe {path} must consist of sections such as `data:` and `model:`")
-    recipe = parse_recipe(values, str(path), overrides)
+    recipe = parse_recipe(values, str(path), override_pairs(overrides))
     if recipe.run.dir is None:
         recipe = recipe.with_keys("run", dir=str(Path("runs") / path.stem))
     return recipe
@@ -70,7 +85,7 @@ def parse_recipe(
     Args:
         values: sections, keys and values.
         where: name of the recipe, for messages.
-        overrides: see `load_recipe`.
+        overrides: (`section.key`, value as YAML text) pairs.
 
     Raises:
         ConfigError: keys or values are wrong: all of them in one message.
