@@ -76,3 +76,16 @@ def test_commands_are_found_and_compared() -> None:
         "no option '--smaple'",
         "",
     ]
+
+
+def test_the_commands_without_json_are_those_that_the_page_on_training_names() -> None:
+    page = (_ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    said = re.search(r"`--json` on every command but (.*) prints one JSON object", page)
+    assert said
+    without = {
+        name
+        for name, command in firstlight.commands.items()
+        if not isinstance(command, click.Group)
+        and not any("--json" in option.opts for option in command.params)
+    }
+    assert set(re.findall(r"`(\w+)`", said[1])) == without
