@@ -37,3 +37,10 @@ def test_every_folder_that_a_page_names_is_there(page: str) -> None:
     named = set(re.findall(r"`([\w./-]+/)`", (_ROOT / page).read_text(encoding="utf-8")))
     assert named
     assert _lost(named) == []
+
+
+def test_each_decision_of_the_architecture_is_short() -> None:
+    text = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^- (.*(?:\n  .*)*)", text, re.M)
+    assert len(entries) > 150
+    assert [one for one in entries if len(one.split()) > 40] == []
