@@ -19,6 +19,7 @@ from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.allocator import AllocatedPeak, allocated_bytes
 from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.hardware.resident import peak_resident_bytes, resident_bytes
+from firstlight.models.moe import kept_code_bytes
 from firstlight.planner.plan import automatic
 from firstlight.planner.plan import processes as forecasting
 from firstlight.planner.plan.automatic import (
@@ -103,6 +104,32 @@ def test_a_run_sets_its_forecast_beside_what_it_took(
     assert 0 < found["measured"]["allocated_bytes"] < found["measured"]["process_bytes"]
     assert found["measured"]["process_bytes"] > 2**26
     assert found["measured"]["tokens_per_second"] > 0
+
+
+def test_code_that_a_cpu_compiles_for_experts_in_bf16_is_in_the_forecast(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    model = {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
+    shape = {key: recipe["model"][key] for key in ("hidden_size", "num_hidden_layers")}
+    predicted = {}
+    for precision in ("fp32", "bf16"):
+        changes = {
+            "run": recipe["run"] | {"dir": str(tmp_path / precision)},
+            "model": {**shape, **model, "num_attention_heads": 2},
+            "efficiency": {"precision": precision, "compile": False},
+            "schedule": {"max_steps": 1},
+        }
+        run = firstlight.train(recipe | changes, forecaster=Prophet())
+        found = json.loads((run.run_folder / FORECAST_NAME).read_text(encoding="utf-8"))
+        predicted[precision] = found["predicted"]["process_bytes"]
+    code = kept_code_bytes(recipe["batch"]["micro_batch_size"] * recipe["data"]["seq_len"] * 2, 4)
+    assert code > 2**26
+    assert predicted["bf16"] - predicted["fp32"] > code / 2
+
+
+def test_experts_of_many_rows_have_few_products() -> None:
+    assert kept_code_bytes(384, 4) == kept_code_bytes(10**3, 8) == 1024 * kept_code_bytes(1, 4) // 6
+    assert kept_code_bytes(128 * 4, 4) == kept_code_bytes(10**6, 4) == 32 * kept_code_bytes(1, 4)
 
 
 def test_memory_that_was_free_again_before_a_run_is_not_the_runs(recipe: dict[str, Any]) -> None:

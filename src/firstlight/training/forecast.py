@@ -130,7 +130,7 @@ class ForecastComparison:
     def __exit__(self, *of_error: Any) -> None:
         self._allocated.__exit__(*of_error)
 
-    def predict_process(self, held_bytes: int, *, compiles: bool) -> None:
+    def predict_process(self, held_bytes: int, *, compiles: bool, code_bytes: int = 0) -> None:
         """Add the memory of the whole process to the forecast, on a CPU: the resident memory at
         this moment, and that of further tensors and libraries. Both kinds of memory are measured
         from here on.
@@ -138,13 +138,14 @@ class ForecastComparison:
         Args:
             held_bytes: bytes of the forecast's tensors that are in memory already.
             compiles: True if torch's compiler will be loaded.
+            code_bytes: bytes of the code that oneDNN will compile for experts.
         """
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
         coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
         # A process also holds libraries' buffers, which are loaded on first use.
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
-        total = int(psutil.Process().memory_info().rss + coming + libraries)
+        total = int(psutil.Process().memory_info().rss + coming + libraries + code_bytes)
         self.forecast = replace(self.forecast, process_bytes=total)
         self._allocated.start(held_bytes)
         # Before a run on texts, its tokenizer and the trials of its speed may have taken more.

@@ -18,10 +18,12 @@ from firstlight.checkpoint.checkpoint import copy_checkpoint
 from firstlight.checkpoint.manifest import CHECKPOINTS, reading_checkpoint
 from firstlight.console import own_version
 from firstlight.data.loader import TokenLoader
+from firstlight.efficiency.precision import dtype_of
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.files.atomic import remove_file, remove_leftovers, set_aside, write_file
 from firstlight.hardware.device import Hardware
 from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.models.moe import kept_code_bytes
 from firstlight.optim.eight_bit import compiles_update
 from firstlight.optim.groups import Kind, decay_counts, describe_groups, parameter_kinds
 from firstlight.recipe import ResolvedRecipe, load_recipe
@@ -155,13 +157,26 @@ def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastCompa
         run.tell(line)
 
 
+def _code_of_experts(recipe: ResolvedRecipe, hardware: Hardware) -> int:
+    """Bytes of the code that a CPU's library compiles for the products of experts."""
+    model = recipe.model
+    if hardware.device.type != "cpu" or not model.expert_count:
+        return 0
+    if dtype_of(recipe.efficiency.precision) != torch.bfloat16:
+        return 0
+    rows = recipe.batch.rows * recipe.data.seq_len * model.visited_experts
+    return kept_code_bytes(rows, model.expert_count)
+
+
 def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -> None:
     hardware, size = run.program.hardware, run.engine.world.size
     comparison.label_share = run.dataset.label_share(run.seq_len)
     comparison.seq_len = run.seq_len
     comparison.forecast = _asked(lambda: forecaster.forecast(run.recipe, hardware, size), run.tell)
     compiles = run.recipe.efficiency.compile or compiles_update(run.recipe.optimizer)
-    comparison.predict_process(run.held_bytes, compiles=compiles)
+    comparison.predict_process(
+        run.held_bytes, compiles=compiles, code_bytes=_code_of_experts(run.recipe, hardware)
+    )
     if comparison.forecast is not None:
         run.tell(f"predicted: {comparison.forecast.in_words}")
         run.bar.predict_memory(comparison.forecast.process_bytes or comparison.forecast.peak_bytes)
