@@ -80,8 +80,15 @@ ROOT_PAGES = {
 #: Begins the part of a page in docs/reference/ that says where the list is without the site.
 _WITHOUT_SITE = "<!-- without the site -->"
 
-#: Pages that name everything, and that the search shows after those that explain it.
-_FOUND_LAST = ("architecture.md", "changelog.md", "contributing.md")
+#: Pages that name many subjects or many words, and that the search shows after those that explain
+#: them: their weights. Others have 1.
+_SEARCH_WEIGHTS = {
+    "architecture.md": 0.3,
+    "changelog.md": 0.3,
+    "contributing.md": 0.3,
+    "reference/parts.md": 0.3,
+    "reference/python.md": 0.5,
+}
 
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
@@ -389,6 +396,6 @@ def titled_links(text: str, folder: Path) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Read each page as GitHub does, name pages by their titles, and let the search find guides
     before pages for developers."""
-    page.meta["search"] = {"boost": 0.3 if page.file.src_uri in _FOUND_LAST else 1}
+    page.meta["search"] = {"boost": _SEARCH_WEIGHTS.get(page.file.src_uri, 1)}
     text = site_links(github_markdown(markdown))
     return titled_links(text, ROOT / "docs" / Path(page.file.src_uri).parent)

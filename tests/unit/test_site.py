@@ -250,15 +250,32 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     for style in site.rglob("*.css"):
         text = style.read_text(encoding="utf-8")
         assert re.search(r"@import|url\([\"']?(?:https?:)?//", text) is None, style.name
-    # Opened as a file, the page can't fetch the index, and has it as a script.
-    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
-    assert "Searching a recipe" in index
-    # Pages for developers name every subject, and are found after those that explain it.
-    entries = json.loads(index.removeprefix("var __index = ").rstrip("; \n"))["docs"]
+
+
+def _search_index(site: Path) -> dict[str, Any]:
+    """The search's words: opened as a file, a page can't fetch them, and has them as a script."""
+    text = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    index: dict[str, Any] = json.loads(text.removeprefix("var __index = ").rstrip("; \n"))
+    return index
+
+
+def test_the_search_finds_each_key_by_its_name_alone(site: Path) -> None:
+    index = _search_index(site)
+    titles = {one["location"]: re.sub(r"<[^>]+>", "", one["title"]) for one in index["docs"]}
+    for section, _, key in recipe_fields():
+        page = "model" if section == "model" else "recipe"
+        title = titles[f"reference/{page}.html#{section}.{key}"]
+        assert re.split(index["config"]["separator"], title) == [section, key]
+
+
+def test_the_search_shows_pages_that_name_everything_after_those_that_explain(site: Path) -> None:
+    entries = _search_index(site)["docs"]
     assert {one["location"].partition(".")[0] for one in entries if one.get("boost", 1) < 1} == {
         "architecture",
         "contributing",
         "changelog",
+        "reference/parts",
+        "reference/python",
     }
 
 
