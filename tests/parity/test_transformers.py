@@ -428,6 +428,22 @@ def test_the_rotary_buffers_of_old_llama_files_are_passed_over(tmp_path: Path) -
     assert_same_logits(load_model(tmp_path).model, theirs)
 
 
+@pytest.mark.parametrize("mask", [torch.bool, torch.uint8, torch.float16])
+def test_masks_and_rotary_buffers_of_pythias_files_are_passed_over(
+    mask: torch.dtype, tmp_path: Path
+) -> None:
+    theirs = hf_model(draw("gpt_neox", 0), 0)
+    theirs.save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    for layer in range(theirs.config.num_hidden_layers):
+        name = f"gpt_neox.layers.{layer}.attention"
+        tensors[f"{name}.bias"] = torch.ones(1, 1, 64, 64).tril().to(mask)
+        tensors[f"{name}.masked_bias"] = torch.tensor(-1e9)
+        tensors[f"{name}.rotary_emb.inv_freq"] = torch.ones(2)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same_logits(load_model(tmp_path).model, theirs)
+
+
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "BF16"), (torch.float16, "F16")])
 def test_half_precision_files_are_read_as_they_are_or_as_fp32(

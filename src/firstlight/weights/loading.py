@@ -42,7 +42,11 @@ from firstlight.weights.stored import (
 LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
 
 #: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
-COMPUTED_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+COMPUTED_BUFFERS = (
+    *(".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"),
+    # Pythia's masks.
+    *(".attention.bias", ".attention.masked_bias"),
+)
 
 
 class _Described(Protocol):
