@@ -252,6 +252,28 @@ def test_an_unknown_key_is_named_with_the_nearest(values: dict[str, Any], said: 
     assert f"unknown key {said}" in refusal(values)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "families"),
+    [
+        ("scale_attn_weights", False, "gpt2"),
+        ("swiglu_limit", 3.0, "gpt_oss"),
+        ("num_experts", 4, "deepseek_v2, deepseek_v3, gpt_oss, mixtral, qwen3_moe, qwen3_next"),
+        ("final_logit_softcapping", 3.0, "gemma2, gemma3_text, nanochat"),
+        ("use_parallel_residual", True, "gpt_neox, stablelm"),
+    ],
+)
+def test_a_key_of_other_families_is_refused_with_their_names(
+    key: str, value: Any, families: str
+) -> None:
+    said = refusal({"model": {"model_type": "granite", key: value}, "data": {"dir": "d"}})
+    assert said.endswith(f"model: {key} is not a key of granite models (of {families})")
+
+
+def test_the_families_without_a_key_are_named_where_they_are_few() -> None:
+    said = refusal({"model": {"model_type": "gpt2", "rope_theta": 3.0}, "data": {"dir": "d"}})
+    assert said.endswith("model: rope_theta is not a key of gpt2 models (of all but gpt2)")
+
+
 @given(st.sampled_from(known_keys()), st.data())
 def test_every_key_with_a_letter_changed_is_unknown_and_finds_its_own(
     name: str, data: st.DataObject

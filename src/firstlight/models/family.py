@@ -316,3 +316,25 @@ class FamilyConfig(Section):
     def attention_spec(self, layer: int) -> AttentionSpec:
         """Attention of a layer, counted from 0."""
         return AttentionSpec()
+
+
+#: Most families that a message lists as those without a key, in place of those with it.
+_MOST_WITHOUT = 3
+
+
+def not_a_key(name: str, model_type: str) -> str:
+    """Message that a family lacks a key, with the families that have it; "" if none has it."""
+    classes: list[type[FamilyConfig]] = [FamilyConfig]
+    for kind in classes:  # grows
+        classes += kind.__subclasses__()
+    specs = {known: (kind, spec) for kind in classes for known, spec in kind.families.items()}
+    own = {key for _, spec in specs.values() for key in spec.own_keys}
+    has = {
+        family
+        for family, (kind, spec) in specs.items()
+        if name in kind.model_fields and (name not in own or name in spec.own_keys)
+    }
+    lacks = specs.keys() - has
+    few = f"all but {', '.join(sorted(lacks))}"
+    families = few if len(lacks) <= _MOST_WITHOUT else ", ".join(sorted(has))
+    return f"{name} is not a key of {model_type} models (of {families})" if has else ""

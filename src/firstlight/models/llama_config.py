@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec
+from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, not_a_key
 from firstlight.models.llama_families import DENSE, LATER_KEYS, OWN_KEYS, ROUTED
 from firstlight.models.llama_json import MOST_LAYERS, config_json, values_from_json
 from firstlight.models.rope import RopeScaling, check_rope
@@ -164,9 +164,7 @@ class DecoderConfig(FamilyConfig):
         # The family's config.json has no such key: the file would describe another model.
         for name in sorted(OWN_KEYS - set(self.family.own_keys)):
             if getattr(self, name) != type(self).model_fields[name].default:
-                families = (DENSE | ROUTED).items()
-                has = ", ".join(kind for kind, spec in families if name in spec.own_keys)
-                raise ValueError(f"{name} is not a key of {self.model_type} models (of {has})")
+                raise ValueError(not_a_key(name, self.model_type))
         if self.max_window_layers and self.sliding_window is None:
             raise ValueError("max_window_layers means nothing without sliding_window")
         for name in ("layer_types", "no_rope_layers"):

@@ -20,7 +20,8 @@ from pydantic import BaseModel, ValidationError
 
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_file
-from firstlight.models import DEFAULT_FAMILY
+from firstlight.models import DEFAULT_FAMILY, FAMILIES
+from firstlight.models.family import not_a_key
 from firstlight.recipe.schema import Recipe, ResolvedRecipe
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
@@ -239,6 +240,10 @@ def _describe(entry: Any) -> str:
     name = ".".join(location)
     kind = entry["type"]
     if kind == "extra_forbidden":
+        tags = [part for part in entry["loc"] if part in FAMILIES]
+        is_of_model = len(location) == 2 and location[0] == "model" and tags
+        if is_of_model and (problem := not_a_key(location[-1], tags[0])):
+            return f"model: {problem}"
         known = sorted({key for owner in owners for key in owner.model_fields})
         return f"unknown key {name}{_suggest(location[-1], known)}"
     if kind == "missing":
