@@ -302,6 +302,20 @@ def test_a_folder_of_nanochat_gives_its_last_step(tmp_path: Path) -> None:
     assert torch.equal(weight, -last["transformer.wte.weight"])
 
 
+def test_a_nanochat_without_its_settings_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+    nanochat_model(tmp_path)
+    meta = tmp_path / "meta_000650.json"
+    content = json.loads(meta.read_text())
+    del content["model_config"]["n_kv_head"]
+    meta.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"meta_000650.json: model_config has no n_kv_head: copy"):
+        read_foreign(tmp_path)
+    meta.unlink()
+    (tmp_path / "model_000700.pt").mkdir()
+    with pytest.raises(ModelError, match=r"model_000650.pt is of nanochat, and its settings are m"):
+        read_foreign(tmp_path)
+
+
 def test_nanochats_padding_is_left_out_and_its_bf16_embedding_widened(tmp_path: Path) -> None:
     tensors = nanochat_model(tmp_path, vocab_size=60)
     path, embedding = tmp_path / "model_000650.pt", "transformer.wte.weight"

@@ -504,6 +504,16 @@ def test_a_number_of_layers_beyond_all_bounds_is_refused_before_lists_are_made(l
         config_from_hf({**many, "no_rope_layer_interval": 2}, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", "3"), ("num_hidden_layers", 3.0), ("no_rope_layer_interval", "x")],
+)
+def test_a_number_by_which_lists_of_layers_are_made_is_whole(key: str, value: object) -> None:
+    content = {"model_type": "smollm3", "no_rope_layer_interval": 2, key: value}
+    with pytest.raises(ModelError, match=f"{key} is {value!r}, expected a whole number: correct"):
+        config_from_hf(content, "config.json")
+
+
 def test_dropout_of_a_phi3_is_noted(tmp_path: Path) -> None:
     content = {"model_type": "phi3", "resid_pdrop": 0.1, "embd_pdrop": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(content))

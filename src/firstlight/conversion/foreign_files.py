@@ -47,6 +47,7 @@ from firstlight.conversion.tensor_bundle import read_bundle
 from firstlight.errors import ModelError
 from firstlight.files.atomic import read_file, read_json
 from firstlight.recipe.load import parse_yaml
+from firstlight.weights.huggingface import CONFIG_NAME
 from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
 
 #: Ends of names that hold no weights: masks and rotary tables.
@@ -105,7 +106,8 @@ def foreign_folder(path: Path) -> Path | None:
         return folder
     if (folder / _META_CONFIG).is_file() and _meta_files(folder):
         return folder
-    if path.is_dir() and _nanochat_files(folder) and any(path.glob("meta_*.json")):
+    # Without its meta_STEP.json, the folder is still nanochat's: the refusal names that file.
+    if path.is_dir() and _nanochat_files(folder) and not (folder / CONFIG_NAME).is_file():
         return folder
     return folder if (folder / _OPENAI_CONFIG).is_file() and _bundles(folder) else None
 
@@ -180,7 +182,7 @@ def _nanochat_files(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if (match := _NANOCHAT_FILE.fullmatch(path.name))
     }
-    return [steps[step] for step in sorted(steps)]
+    return [steps[step] for step in sorted(steps) if steps[step].is_file()]
 
 
 def _open_nanochat(path: Path, weights: Mapping[str, Any], layout: Layout) -> Opened:

@@ -168,7 +168,9 @@ def nanochat_settings(path: Path, meta: Any) -> Settings:
         raise ModelError(f"{path} has no model_config: it is not of nanochat")
     _require_range(path, values)
     for key in NANOCHAT_KEYS:
-        if type(values.get(key)) is not int or values[key] < 1:
+        if key not in values:
+            raise ModelError(f"{path}: model_config has no {key}: copy the file again")
+        if type(values[key]) is not int or values[key] < 1:
             raise ModelError(f"{path}: {key} is no whole number: copy the file again")
     found = {ours: values[key] for key, ours in NANOCHAT_KEYS.items()}
     return Settings(

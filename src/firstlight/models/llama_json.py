@@ -54,8 +54,11 @@ def values_from_json(
         if config.get(name) is not None or (name in _NULLABLE and name in config):
             values[name] = config[name]
     layers, every = values["num_hidden_layers"], config.get("no_rope_layer_interval")
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        # Lists of all layers are made before the field is checked.
+    # Lists of all layers are made before the fields are checked.
+    for key, value in (("num_hidden_layers", layers), ("no_rope_layer_interval", every or 1)):
+        if type(value) is not int:
+            raise ModelError(f"{key} is {value!r}, expected a whole number: correct the file")
+    if layers > MOST_LAYERS:
         raise ModelError(f"num_hidden_layers {layers} is more than {MOST_LAYERS:,}")
     if spec.no_rope_every and every and values.get("no_rope_layers") is None:
         values["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(layers)]
