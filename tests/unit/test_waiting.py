@@ -37,7 +37,6 @@ def test_a_process_that_was_waited_for_is_described_with_its_output() -> None:
     assert words == f"waited for {command}: it ended with 0; seen last:\nstdout: last\n"
 
 
-#: Tests of processes that say a word and wait then, so that the time of each test is over.
 def test_a_rank_of_a_test_is_a_fork_and_a_crash_says_where(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
@@ -51,6 +50,7 @@ def test_a_rank_of_a_test_is_a_fork_and_a_crash_says_where(tmp_path: Path) -> No
     assert f'File "{driver}", line 3' in crashed.stderr
 
 
+#: Tests of processes that say a word and wait then, so that the time of each test is over.
 _TESTS = """
 import select, signal, subprocess, sys
 import pytest
