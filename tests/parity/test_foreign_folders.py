@@ -7,6 +7,7 @@ this package's.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,16 @@ def test_a_folder_of_nanochat_gives_its_last_step(tmp_path: Path) -> None:
     assert torch.equal(weight, last["transformer.wte.weight"])
     weight = read_foreign(tmp_path / "model_000090.pt").tensors["model.embed_tokens.weight"]
     assert torch.equal(weight, -last["transformer.wte.weight"])
+
+
+@pytest.mark.parametrize(("write", "base"), [(nanochat_model, 10_000.0), (meta_llama, 500_000.0)])
+def test_another_rotary_base_than_that_of_the_files_is_refused(
+    tmp_path: Path, write: Callable[[Path], object], base: float
+) -> None:
+    write(tmp_path)
+    assert read_foreign(tmp_path, config={"rope_theta": base}).config["rope_theta"] == base
+    with pytest.raises(ModelError, match=f"has rope_theta {base}, .* 77: leave rope_theta out"):
+        read_foreign(tmp_path, config={"rope_theta": 77})
 
 
 def test_a_nanochat_without_its_settings_is_refused_by_what_is_missing(tmp_path: Path) -> None:

@@ -98,10 +98,15 @@ def _merged(
     path: Path, assumed: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
     """All three merged; `found` comes from the file, and may not be contradicted."""
-    for key in found.keys() & given.keys():
-        if given[key] != found[key]:
+    # A base of its own, as transformers 4 wrote it, is not read where there are rope_parameters.
+    rope, told = {**assumed, **given, **found}.get("rope_parameters"), dict(found)
+    if isinstance(rope, Mapping) and "rope_theta" in rope:
+        told["rope_theta"] = rope["rope_theta"]
+    for key in told.keys() & given.keys():
+        if given[key] != told[key]:
             raise ModelError(
-                f"{path} has {key} {found[key]!r}, and the config given says {given[key]!r}"
+                f"{path} has {key} {told[key]!r}, and the config given says {given[key]!r}: leave "
+                f"{key} out of the config"
             )
     return {**assumed, **given, **found}
 
