@@ -89,6 +89,12 @@ def test_the_last_of_several_overrides_counts(tmp_path: Path) -> None:
     assert load_recipe(path, overrides).schedule.max_steps == 7
 
 
+def test_an_override_that_no_recipe_can_hold_is_refused_by_its_key(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {dir: d}")
+    with pytest.raises(ConfigError, match=r"override run.seed is \{1\}, which no recipe can hold"):
+        load_recipe(path, {"run.seed": {1}})
+
+
 def test_an_override_reaches_into_a_nested_section_and_an_empty_one(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: d}\nmodel:\n")
     recipe = load_recipe(

@@ -30,12 +30,22 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def override_pairs(
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> list[tuple[str, str]]:
-    """(`section.key`, value as YAML text) pairs of values by `section.key`."""
-    pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
-    return [
-        (name, str(value) if isinstance(value, str | Path) else json.dumps(value))
-        for name, value in pairs
-    ]
+    """(`section.key`, value as YAML text) pairs of values by `section.key`.
+
+    Raises:
+        ConfigError: a value is of a type that no recipe has, such as an array.
+    """
+    found = []
+    for name, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
+        try:
+            text = str(value) if isinstance(value, str | Path) else json.dumps(value)
+        except TypeError as error:
+            raise ConfigError(
+                f"override {name} is {value!r:.80}, which no recipe can hold: give a number, text, "
+                "true, false, null, or a list or dict of them"
+            ) from error
+        found.append((name, text))
+    return found
 
 
 def load_recipe(
