@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from firstlight.bench.memory import measured_memory
 from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
@@ -21,6 +22,7 @@ from firstlight.planner.memory.kernels import (
     Operator,
     Target,
     cuda_target,
+    flops_of,
     this_cpu,
     workspace_bytes,
 )
@@ -322,6 +324,27 @@ def test_grouped_heads_without_flash_repeat_keys_or_hold_the_scores() -> None:
 
     assert kept_by(grouped, _A100) > 4 * _SCORES
     assert kept_by(grouped, _A100, torch.bfloat16) < 4 * _SCORES
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize(
+    "kernel", ["flash_attention_for_cpu", "flash_attention", "efficient_attention"]
+)
+def test_flops_of_grouped_heads_are_those_of_repeated_keys(kernel: str, heads: int) -> None:
+    # With values of another size than the keys.
+    query, key, value = (
+        torch.empty(2, 4, 10, 8),
+        torch.empty(2, heads, 12, 8),
+        torch.empty(2, heads, 12, 6),
+    )
+    grad = torch.empty(2, 4, 10, 6)
+    whole = (query.shape, (2, 4, 12, 8), (2, 4, 12, 6))
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward").default
+    found = flops_of(forward, (query, key, value), {}, None)
+    assert found == sdpa_flop_count(*whole)  # type: ignore[no-untyped-call]
+    found = flops_of(backward, (grad, query, key, value), {}, None)
+    assert found == sdpa_backward_flop_count(grad.shape, *whole)  # type: ignore[no-untyped-call]
 
 
 def test_a_gpus_dropout_keeps_a_byte_a_number() -> None:

@@ -81,7 +81,7 @@ def total_bytes(layouts: Iterable[Layout]) -> int:
 
 
 def _products(query: Tensor, key: Tensor) -> int:
-    """FLOPs of the product that makes all scores, for each number of a head's size."""
+    """FLOPs of the scores, queries by keys [batch, heads, tokens, size], divided by the size."""
     return 2 * query.shape[:3].numel() * key.shape[2]
 
 
