@@ -40,7 +40,7 @@ from firstlight.files.atomic import write_file
 PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
 
 _MACHINE_MODULE = "firstlight.bench.gpu_parts"
-#: After which looking at the machine is ended: a driver that hangs would take the whole call.
+#: Seconds until looking at the machine is ended: a driver that hangs would take the whole call.
 _MACHINE_SECONDS = 120.0
 
 

@@ -147,7 +147,7 @@ def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True if all numbers of a tensor are finite."""
+    """True if all numbers of a tensor are finite; it has any shape, and at least one number."""
     # torch.isfinite would allocate tensors of the same size.
     return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 

@@ -20,7 +20,7 @@ from firstlight.errors import ModelError, nearest
 from firstlight.models import FAMILIES, GPT2Config, ModelConfig
 from firstlight.models.rope import rope_frequencies
 
-#: In GPT-2's config.json some keys have a second name.
+#: The second names of keys in GPT-2's config.json.
 _GPT2_ALIASES = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",

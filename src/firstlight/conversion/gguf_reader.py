@@ -178,7 +178,7 @@ class GGUFParser:
         return kind, stored.shape[-1] // block * block_bytes
 
     def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
-        """A tensor's numbers as fp32."""
+        """A tensor's numbers as fp32, in torch's order of dimensions (the file's, reversed)."""
         gguf = import_gguf()
         kind, row_bytes = self._kind_of(name, stored)
         self._position = self._file.seek(min(data_start + stored.offset, self._size))

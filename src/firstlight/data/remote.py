@@ -58,11 +58,11 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 #: The largest known tokenizer.json has 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
-#: Before the second attempt and the further ones.
+#: Seconds before the second attempt and the further ones.
 _WAITS_SECONDS = (1.0, 4.0, 15.0)
 _LOCK_NAME = ".lock"
-#: Without a block size these read a file as one stream; with a size given, whatever it is, HTTP
-#: does not ask for it in a request before.
+#: Options by which a file is read as one stream (no block size), and by which HTTP does not ask for
+#: the size in a request before (any size).
 _STREAMED = {"http": {"block_size": 0, "size": 1}, "hf": {"block_size": 0}}
 #: A server that says nothing for so long is given up; a long file may take its time.
 _SILENCE_SECONDS = 60.0

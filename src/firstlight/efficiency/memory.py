@@ -55,8 +55,8 @@ _KEPT = [
 _OFFLOADED_ELEMENTS = 1024
 
 
-#: From torch 2.14 on, a caller chooses whether tensors that selective checkpointing keeps are
-#: offloaded, too; they stay on the device, as in the versions before.
+#: Tensors that selective checkpointing keeps stay on the device: a caller chooses it from torch
+#: 2.14 on, and earlier versions do so.
 _CHOICE: dict[str, Any] = (
     {"respect_saved_tensors_hooks": False}
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -114,7 +114,7 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
 
 # The C library's heap
 
-#: From malloc.h; the values are 32-bit integers.
+#: Parameters of mallopt, from malloc.h; the values are 32-bit integers.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 

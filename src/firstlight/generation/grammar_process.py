@@ -15,7 +15,7 @@ import random
 import sys
 from typing import Any
 
-#: At most one space between the parts of an object or array, so that no model writes white space
+#: One space at most between the parts of an object or array, so that no model writes white space
 #: without end.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 #: A schema's own wishes (`x-guidance`) are overridden: nothing in it may be ignored.

@@ -79,7 +79,7 @@ def find_hardware(device: str = "auto") -> Hardware:
 
 _BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
-#: Below this ratio of speeds, bf16 is not worth its rounding.
+#: Ratio of speeds below which bf16 is not worth its rounding.
 _WORTHWHILE = 1.2
 
 

@@ -41,7 +41,7 @@ class Cache(Protocol):
         zeros before the first token."""
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
-        """Replace a layer's state by the one after the new tokens."""
+        """Replace a layer's state by the one after the new tokens, of the same shapes."""
 
     def advance(self, new: int) -> None:
         """Count the new tokens, which every layer has stored."""

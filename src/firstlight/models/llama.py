@@ -194,11 +194,11 @@ class Llama(LanguageModel):
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
     ) -> tuple[Any, Any]:
-        """The masks of layers without a window and of those with one.
+        """The masks of layers without a window and of those with one, each as `make_mask` makes it.
 
         Args:
             cache_positions, total, positions: results of `token_positions`.
-            document_ids: document of each token, see `forward`.
+            document_ids: document of each token [B, T], see `forward`.
         """
         # At most two for any number of layers.
         window = self.config.sliding_window

@@ -134,7 +134,7 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     return product
 
 
-#: Without a grouped kernel the CPU reads the number of rows of each expert, which CUDA graphs can't
+#: The CPU reads the rows of each expert where there is no grouped kernel, which CUDA graphs can't
 #: record: torch.compile records the code before and after.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 

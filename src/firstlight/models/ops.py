@@ -266,7 +266,7 @@ class HeadLoss(Protocol):
 
 
 def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the squared logarithm of the softmax' divisor over the labels that are not -100, fp32.
+    """Sum [] of the squared logarithm of the softmax' divisor where the label is not -100, in fp32.
 
     It keeps logits from drifting, which the cross-entropy leaves free by a constant (Chowdhery et
     al. 2022, PaLM, section 5).

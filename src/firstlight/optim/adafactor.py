@@ -148,7 +148,7 @@ def _adafactor_layout(parameter: Tensor, *_: Any) -> Layout:
     }
 
 
-#: Without a fused kernel: "auto" is for-loop, since foreach costs the memory that Adafactor saves.
+#: It has no fused kernel: "auto" is for-loop, since foreach costs the memory that Adafactor saves.
 ADAFACTOR = OptimizerSpec(
     _adafactor,
     _adafactor_layout,

@@ -25,7 +25,7 @@ def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor, on every rank; any other tensor unchanged.
+    """The full tensor of a DTensor of any shape, on every rank; any other tensor unchanged.
 
     A collective: every rank has to call it.
     """
@@ -43,7 +43,7 @@ def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """The full tensor of shards that are laid out like those of a parameter.
+    """The full tensor, in the parameter's shape, of shards that are laid out like the parameter's.
 
     A collective where the parameter is sharded: every rank has to call it. `shard` may have another
     dtype than the parameter; where nothing is sharded, it is the full tensor itself.
@@ -124,7 +124,7 @@ def scatter_each(
     of `gather_each`.
 
     Args:
-        full: the full tensor of this process' parameter; None without a parameter.
+        full: the full tensor of this process' parameter, with its shape; None without a parameter.
         parameters: see `gather_each`.
         dtype: dtype of the full tensors.
     """

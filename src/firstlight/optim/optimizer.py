@@ -136,7 +136,7 @@ class Optimizer:
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """Divide the gradients by `grad_scale`, scale them down to `max_grad_norm`; return their
-        L2 norm between the two.
+        L2 norm between the two, a scalar [].
 
         The norm is torch's `clip_grad_norm_`'s, and so are the gradients.
 

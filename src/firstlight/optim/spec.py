@@ -52,7 +52,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
                     self.update(part, group)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters of a group, at least one; all of them have gradients."""
+        """Update parameters of a group, at least one, of any shapes; all of them have gradients."""
         raise NotImplementedError
 
 
@@ -64,7 +64,7 @@ def takes_all(name: str, parameter: Tensor) -> bool:
 def rebuild_tensors(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Copies of the tensors where torch's own optimizers have them."""
+    """Copies of the tensors, with their shapes, where torch's own optimizers have them."""
     fused = bool(optimizer.defaults.get("fused"))
     # A fused step counter lives where its parameter does, others are read by Python.
     return {

@@ -155,7 +155,7 @@ class ZeroOptimizer(Optimizer):
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """The gradients' L2 norm, divided by `grad_scale`; `step` divides and scales them down."""
+        """The gradients' L2 norm [], divided by `grad_scale`; `step` divides and scales them."""
         self._grad_scale = grad_scale
         from deepspeed.runtime.utils import combine_grad_norm_groups
 

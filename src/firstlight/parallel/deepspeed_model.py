@@ -151,7 +151,7 @@ class ZeroModel:
             weakref.finalize(self.engine, shutil.rmtree, folder, ignore_errors=True)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
-        """The model's forward pass."""
+        """The model's forward pass; shapes as in `LanguageModel.forward`."""
         # DeepSpeed switches autocast off: see `_cast_inside`.
         with torch.autocast(self.device.type, enabled=False):
             output: Tensor = self.engine(*inputs)

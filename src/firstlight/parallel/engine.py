@@ -213,7 +213,7 @@ class Engine:
             divisor: each loss is divided by it before its backward pass.
 
         Returns:
-            The summed loss, fp64; None if the step runs one micro-batch after the other.
+            The summed loss [], fp64; None if the step runs one micro-batch after the other.
         """
         return None
 
@@ -223,11 +223,11 @@ class Engine:
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass from a micro-batch's loss."""
+        """The backward pass from a micro-batch's loss, a scalar []."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def joined_norm(self, norm: Tensor) -> Tensor:
-        """The L2 norm of all parameters' gradients, from that of this process' parameters."""
+        """The L2 norm [] of all parameters' gradients, from that of this process' parameters."""
         return norm
 
     def sum(self, value: float) -> float:
@@ -308,6 +308,6 @@ class DDPEngine(Engine):
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous and without gradients; those that are so already are not
-    copied."""
+    """The tensors on the CPU, contiguous, without gradients, in their shapes; those that are so
+    already are not copied."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

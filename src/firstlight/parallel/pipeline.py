@@ -314,7 +314,7 @@ class Pipeline:
     def of_all(
         self, input_ids: Tensor, labels: Tensor | None, document_ids: Tensor | None, options: Any
     ) -> Tensor:
-        """The whole model's forward pass, on all processes."""
+        """The whole model's forward pass on all processes; shapes as in `LanguageModel.forward`."""
         if self._stage:
             shape = (*input_ids.shape, self._model.config.hidden_size)
             hidden = torch.empty(shape, dtype=self._dtype, device=self._device)

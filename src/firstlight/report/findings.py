@@ -29,7 +29,7 @@ _FALL = 0.003
 _WINDOW = 10
 #: Steps after the warm-up before a run is judged, and before it is said that the loss never fell.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
-#: With fewer steps after the warm-up, only a loss of this multiple of the bound is judged.
+#: Multiple of the bound from which on a loss is judged with fewer steps after the warm-up.
 _FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
 
 

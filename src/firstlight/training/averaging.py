@@ -70,8 +70,8 @@ def write_average(run: Run) -> None:
 
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
-    """The mean of each tensor over checkpoints, added up in fp64, in fp32: no more memory than that
-    of the means.
+    """The mean of each tensor over checkpoints, in its shape and in fp32, added up in fp64: no more
+    memory than that of the means.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

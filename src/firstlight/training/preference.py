@@ -80,7 +80,7 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
 
 
 def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each pair, from the chosen answer's reward less that of the rejected one."""
+    """The loss of each pair [B], from the chosen answer's reward less the rejected one's [B]."""
     # Not log(sigmoid(x)), which is -inf for margins that fp32 can well represent.
     right = -F.logsigmoid(margins)
     if not label_smoothing:

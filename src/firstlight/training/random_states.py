@@ -21,7 +21,7 @@ _NUMPY_WORDS = 624
 
 
 def torch_random_states() -> dict[str, Tensor]:
-    """The states of torch's generators, which dropout draws from."""
+    """The states of torch's generators, which dropout draws from: bytes [n] for each device."""
     states = {f"{RNG_PREFIX}cpu": torch.get_rng_state()}
     # On a GPU that nothing has used, asking would make a context of hundreds of MB.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -45,7 +45,7 @@ LAWS = (
     ScalingLaw("Besiroglu et al. 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658),
 )
 
-#: Which of them decides: it reproduces the 20 tokens a parameter of the other approaches.
+#: The law that decides: it reproduces the 20 tokens a parameter of the other approaches.
 _DECIDING = LAWS[1]
 
 #: Number of repetitions after which reading a text again adds nothing (Muennighoff et al. 2023).

@@ -196,8 +196,8 @@ def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[
     return result
 
 
-#: In-place operators over lists, whose results a trace does not name: how often each byte of the
-#: inputs is moved. AdamW reads four tensors, and writes all but the gradient.
+#: How often each byte of the inputs is moved by in-place operators over lists, whose results a
+#: trace does not name. AdamW reads four tensors, and writes all but the gradient.
 _LIST_TRAFFIC = {
     "_fused_adamw_": 7 / 4,
     "_fused_adam_": 7 / 4,
