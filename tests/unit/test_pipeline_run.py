@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import random
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from firstlight.pipeline.plan import Request, request_of, run_name, time_text
 from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts
 from firstlight.pipeline.run_folder import RunCall
-from firstlight.planner.plan.machine import find_machine
+from firstlight.planner.plan.machine import find_machine, resolve_for
+from firstlight.recipe import load_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -251,7 +253,23 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert shown.err.startswith("reading texts: 12 files")
     assert "model.hidden_size" in shown.out
+    assert re.search(r"^expected memory: 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)
     assert not Path("runs").exists()
+
+
+def test_the_plan_alone_expects_the_memory_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    # So few words fill no larger vocabulary.
+    given = TINY | {"model.vocab_size": 280}
+    overrides = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    assert main(["train", "texts", "--plan-only", "--steps", "3", "--json", *overrides]) == 0
+    expected = json.loads(capsys.readouterr().out)["memory_bytes"]
+    run = trained(texts, overrides=given)
+    machine, recipe = find_machine(), load_recipe(run.run_folder / "recipe.yaml")
+    needed = machine_module.estimate_run(resolve_for(recipe, machine), machine).needed_bytes
+    assert expected == pytest.approx(needed, rel=0.05)
 
 
 def test_inputs_are_told_from_recipes(tmp_path: Path) -> None:

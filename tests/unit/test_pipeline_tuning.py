@@ -227,6 +227,7 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
     assert "10 times the conversations" in shown.out
+    assert shown.out.count("expected memory: ") == 1
     assert not Path("runs").exists()
 
 

@@ -118,6 +118,7 @@ def train_texts_command(
 
         request = request_of(paths, **asked)
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
+        plan = plan.with_memory()
         for line in plan.lines():
             show(line)
         return plan.record(), None

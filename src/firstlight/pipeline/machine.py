@@ -142,6 +142,24 @@ def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
     return Estimator(measures=False).estimate(Candidate(recipe, machine))
 
 
+def memory_of_choices(
+    choices: Choices, overrides: Sequence[tuple[str, str]], machine: Machine
+) -> int | None:
+    """Expected memory of a new model's run whose texts are not prepared, in bytes; None if it can't
+    be predicted.
+
+    Args:
+        choices: every setting.
+        overrides: (`section.key`, value as YAML text) pairs.
+        machine: the machine to train on.
+    """
+    values = choices.values
+    values["data"] |= {"dir": "unused"}
+    recipe = parse_recipe(values, "the chosen recipe", overrides)
+    found = estimate_run(resolve_for(recipe, machine), machine)
+    return None if found.problem else found.needed_bytes
+
+
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     """A machine and its speed for the model of a recipe: timed on a CPU, predicted for a GPU.
 

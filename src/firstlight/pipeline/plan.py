@@ -170,6 +170,10 @@ class RunPlan(Protocol):
         """The plan of another length."""
         ...
 
+    def with_memory(self) -> RunPlan:
+        """The plan with the expected memory, which takes a second or two to find."""
+        ...
+
     def lines(self) -> Iterator[str]:
         """The plan for people: what is trained, what to expect, and a table of all choices."""
         ...
@@ -209,6 +213,13 @@ class TextPlan:
         choices = choose(text, self.speed, length, self.request.fixed, self.request.size)
         return replace(self, text=text, choices=choices)
 
+    def with_memory(self) -> TextPlan:
+        """The plan with the expected memory, before the texts are prepared."""
+        from firstlight.pipeline.machine import memory_of_choices
+
+        overrides = self.request.overrides
+        return replace(self, memory_bytes=memory_of_choices(self.choices, overrides, self.machine))
+
     def lines(self) -> Iterator[str]:
         """The plan for people: what is trained, what to expect, and a table of all choices."""
         choices = self.choices
@@ -232,6 +243,7 @@ class TextPlan:
         return {
             "machine": self.speed.name,
             "corpus": asdict(self.scan.facts),
+            "memory_bytes": self.memory_bytes,
             **asdict(self.choices),
         }
 

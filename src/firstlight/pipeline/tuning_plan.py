@@ -60,6 +60,10 @@ class TuningPlan:
         )
         return replace(self, choices=choices)
 
+    def with_memory(self) -> TuningPlan:
+        """The plan itself: the method was chosen by its memory."""
+        return self
+
     def lines(self) -> Iterator[str]:
         """The plan for people: what is trained, what to expect, and a table of all choices."""
         yield from run_lines(self.choices, self.speed, self.data.name)
@@ -76,5 +80,6 @@ class TuningPlan:
             "machine": self.speed.name,
             "data": asdict(self.data),
             "method": asdict(self.method),
+            "memory_bytes": self.memory_bytes,
             **asdict(self.choices),
         }
