@@ -234,9 +234,7 @@ def fake_outcomes(
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
         return Estimate(candidate.name, changes, changed, memory, usable_bytes=machine.usable_bytes)
 
-    def estimate_all(
-        estimator: Estimator, candidates: Sequence[Candidate], *_: Any
-    ) -> Iterator[Estimate]:
+    def estimate_all(estimator: Estimator, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
         return (estimate(estimator, candidate) for candidate in candidates)
 
     monkeypatch.setattr(Estimator, "estimate", estimate)

@@ -91,8 +91,10 @@ def plan_command(
                 init_from=init_from,
                 budget=_budget(budget, tokens, price_per_hour),
                 searches=search,
-                estimator=Estimator(processes),
-                tell=lambda what: bar.update(task, description=f"plan: {what}"),
+                estimator=Estimator(
+                    processes,
+                    tell=lambda what: bar.update(task, description=f"plan: {what}"),
+                ),
             )
         _show(plan)
         written = _written(plan, write, search)

@@ -8,7 +8,6 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 #: Seconds between two looks at the allocator: in the first steps, and in those whose speed counts.
 #: A look took 0.4 ms in the demo's recipe (2 cores of an AMD EPYC).
@@ -63,9 +62,7 @@ class AllocatedPeak:
     def __enter__(self) -> AllocatedPeak:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         if self._thread is not None:
             self._thread.join()

@@ -202,10 +202,7 @@ def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str
 
 
 def planned_elsewhere(
-    recipe: Recipe,
-    hardware: Hardware,
-    tell: Callable[[str], None],
-    init_from: str | None = None,
+    recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
     """`planned_recipe` in a separate process, which ends, because the memory that planning leaves
     would count as the run's.
@@ -237,10 +234,7 @@ def planned_elsewhere(
 
 
 def planned_recipe(
-    recipe: Recipe,
-    hardware: Hardware,
-    tell: Callable[[str], None],
-    init_from: str | None = None,
+    recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
     """The recipe with the settings of the best plan for this machine, tried for two steps.
 

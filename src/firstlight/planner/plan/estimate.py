@@ -130,29 +130,31 @@ class Estimator:
         workers: processes that trace; None traces in this process.
         measures: True times operators that were never timed on this machine's CPU, for some
             seconds, fewer the longer tracing took. The next plan continues with them.
+        tell: called with a message about what is estimated.
     """
 
-    def __init__(self, workers: WorkerProcesses | None = None, *, measures: bool = True) -> None:
-        self._workers, self._measures = workers or WorkerProcesses(), measures
+    def __init__(
+        self,
+        workers: WorkerProcesses | None = None,
+        *,
+        measures: bool = True,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._workers, self._measures, self.tell = workers or WorkerProcesses(), measures, tell
         self._until = time.monotonic() + _PLANNING_SECONDS
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """The estimate for one candidate."""
         return self._with_speed(_memory_of(candidate, self._workers), candidate)
 
-    def estimate_all(
-        self, candidates: Sequence[Candidate], tell: Callable[[str], None] = lambda _: None
-    ) -> Iterator[Estimate]:
-        """Estimates for several candidates, in their order, each as soon as it is made.
-
-        Args:
-            tell: called with the name of each candidate when its estimate is made.
-        """
+    def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
+        """Estimates for several candidates, in their order, each as soon as it is made; `tell` is
+        called with the candidate's name then."""
         traced = self._workers.map(_memory_of, [(candidate,) for candidate in candidates])
         # Not in the workers: operators that run beside each other on one CPU slow each other down.
         for estimate, candidate in zip(traced, candidates, strict=True):
             found = self._with_speed(estimate, candidate)
-            tell(found.name)
+            self.tell(found.name)
             yield found
 
     def _with_speed(self, estimate: Estimate, candidate: Candidate) -> Estimate:
@@ -236,20 +238,14 @@ def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
 # Each method alone, and the reasons of a choice
 
 
-def method_table(
-    recipe: ResolvedRecipe,
-    machine: Machine,
-    estimator: Estimator | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-) -> list[Estimate]:
+def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
     """Each method that the recipe does not have, alone beside it. For candidates that compile,
     memory is that without torch.compile, unless compiling is the method.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates; None makes a new one.
-        tell: called with a message about each trial.
+        estimator: makes the estimates.
     """
     candidates = [
         Candidate(
@@ -262,7 +258,7 @@ def method_table(
         )
         for name, changes in methods(recipe, machine)
     ]
-    return list((estimator or Estimator()).estimate_all(candidates, tell))
+    return list(estimator.estimate_all(candidates))
 
 
 def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,7 +4,7 @@ model to train with a budget."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,6 @@ from firstlight.planner.plan.machine import (
 from firstlight.planner.plan.search import best_estimate, nearest_estimates, open_micro_batch
 from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.recipe import Recipe, ResolvedRecipe
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,6 @@ def make_plan(
     budget: Budget | None = None,
     searches: bool = True,
     estimator: Estimator | None = None,
-    tell: Tell = lambda _: None,
 ) -> Plan:
     """Plan a run.
 
@@ -179,7 +176,6 @@ def make_plan(
         searches: True looks for the best settings and estimates each method; False estimates the
             recipe as it stands only.
         estimator: makes the estimates; None makes a new one.
-        tell: called with a message about each trial.
 
     Raises:
         ConfigError: the recipe can't be trained anywhere: says why; or there is a price, and
@@ -188,8 +184,8 @@ def make_plan(
     """
     resolved = resolve_for(recipe, machine, init_from)
     budget = budget or Budget()
-    tell("as it stands")
     estimator = estimator or Estimator()
+    estimator.tell("as it stands")
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
     if first.problem:
         raise ConfigError(first.problem)
@@ -204,17 +200,17 @@ def make_plan(
     warnings = list(alignment_warnings(resolved, here))
     plan = Plan(machine, resolved, parameters, first, run, budget=budget, warnings=warnings)
     if searches:
-        best = best_estimate(open_micro_batch(resolved), machine, estimator, tell, first)
+        best = best_estimate(open_micro_batch(resolved), machine, estimator, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
-        nearest = [] if best is not None else nearest_estimates(resolved, machine, estimator, tell)
-        methods = method_table(resolved, machine, estimator, tell)
+        nearest = [] if best is not None else nearest_estimates(resolved, machine, estimator)
+        methods = method_table(resolved, machine, estimator)
         if best is not None and resolved.schedule.max_minutes is not None:
             run = _run_of(best, machine)
         plan = dataclasses.replace(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods, run=run
         )
     if budget.is_given:
-        plan = dataclasses.replace(plan, **_for_budget(plan, budget, estimator, tell))
+        plan = dataclasses.replace(plan, **_for_budget(plan, budget, estimator))
     return plan
 
 
@@ -235,7 +231,7 @@ _SAME_RATE = 0.1
 _STATE_BYTES = 16
 
 
-def _for_budget(plan: Plan, budget: Budget, estimator: Estimator, tell: Tell) -> dict[str, Any]:
+def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, Any]:
     """The suggestion and its estimate.
 
     Models are compared at one rate of FLOPs: first at the predicted rate of the recipe's own model,
@@ -271,10 +267,10 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator, tell: Tell) ->
             tokens=budget.tokens,
             unique_tokens=unique,
         )
-        tell(f"{found.parameters / 1e6:,.0f}M parameters")
+        estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
-        estimate = best_estimate(_suggested_recipe(recipe, found), machine, estimator, tell)
+        estimate = best_estimate(_suggested_recipe(recipe, found), machine, estimator)
         if estimate is None:
             # A fifth smaller, but never smaller than a model that is known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)

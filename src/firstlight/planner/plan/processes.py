@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from firstlight.errors import TrainingError
@@ -203,9 +202,7 @@ class RunForecaster:
     def __enter__(self) -> RunForecaster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def start(self) -> None:

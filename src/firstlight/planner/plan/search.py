@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from firstlight.planner.memory.ranks import copies_of
@@ -59,7 +59,6 @@ def best_estimate(
     recipe: ResolvedRecipe,
     machine: Machine,
     estimator: Estimator | None = None,
-    tell: Callable[[str], None] = lambda _: None,
     known: Estimate | None = None,
 ) -> Estimate | None:
     """The settings with the most tokens a second among those that fit; None if none does.
@@ -74,12 +73,11 @@ def best_estimate(
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: makes the estimates; None makes a new one.
-        tell: called with a message about each trial.
         known: the estimate for the recipe as it stands, if it was made before.
     """
     estimator = estimator or Estimator()
     without: dict[str, Estimate] = {}
-    found = _fastest(recipe, machine, estimator, tell, without)
+    found = _fastest(recipe, machine, estimator, without)
     if not recipe.efficiency.compile:
         return found
     estimates: list[Estimate] = []
@@ -87,12 +85,12 @@ def best_estimate(
     if found is None or found.changes:
         estimates.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
-        tell(f"{found.name}, compiled")
+        estimator.tell(f"{found.name}, compiled")
         estimates.append(estimator.estimate(Candidate(recipe, machine, found.name, found.changes)))
     fitting = [one for one in estimates if one.fits]
     if not fitting:
         hopeless = {name for name, one in without.items() if not one.may_fit_compiled}
-        return _fastest(recipe, machine, estimator, tell, {}, compiles=True, hopeless=hopeless)
+        return _fastest(recipe, machine, estimator, {}, compiles=True, hopeless=hopeless)
     return max(fitting, key=_rate)
 
 
@@ -100,7 +98,6 @@ def _fastest(
     recipe: ResolvedRecipe,
     machine: Machine,
     estimator: Estimator,
-    tell: Callable[[str], None],
     looked_at: dict[str, Estimate],
     *,
     compiles: bool = False,
@@ -126,7 +123,7 @@ def _fastest(
             continue
         if "optimizer.name" in wanted:
             wanted |= other_optimizer(recipe, wanted["optimizer.name"])
-        tell(name)
+        estimator.tell(name)
         one = largest_that_fits(recipe, machine, name, wanted, estimator, compiles=compiles)
         looked_at[name] = one
         if not one.fits:
@@ -246,10 +243,7 @@ def _rate(one: Estimate) -> float:
 
 
 def nearest_estimates(
-    recipe: ResolvedRecipe,
-    machine: Machine,
-    estimator: Estimator | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
     """Alternatives for a recipe that does not fit with any settings, each with the greatest saving
     of memory: LoRA, LoRA on weights in four bits, offloading to the CPU, more devices.
@@ -258,7 +252,6 @@ def nearest_estimates(
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: makes the estimates; None makes a new one.
-        tell: called with a message about each trial.
     """
     estimator, candidates = estimator or Estimator(), []
     sequences = sequences_per_step(recipe, machine) * copies_of(recipe, machine.count)
@@ -270,7 +263,7 @@ def nearest_estimates(
             copies = copies_of(cut, where.count)
             least["batch.gradient_accumulation_steps"] = max(sequences // copies, 1)
         candidates.append(Candidate(recipe, where, name, {**least, **changes}, compiles=False))
-    found = list(estimator.estimate_all(candidates, tell))
+    found = list(estimator.estimate_all(candidates))
     fitting = [one for one in found if one.fits]
     if fitting or not recipe.efficiency.compile:
         return fitting
@@ -279,7 +272,7 @@ def nearest_estimates(
         for candidate, one in zip(candidates, found, strict=True)
         if one.may_fit_compiled
     ]
-    return [one for one in estimator.estimate_all(compiled, tell) if one.fits]
+    return [one for one in estimator.estimate_all(compiled) if one.fits]
 
 
 def _fallbacks(
