@@ -28,6 +28,7 @@ from firstlight.models.llama_layers import LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.moe import Experts, RoutedMLP, Router, balancing_loss
 from firstlight.models.ops import SelfAttention, attention
 from firstlight.models.rope import (
+    Ropes,
     apply_rope,
     apply_rope_as_complex,
     apply_rope_from_neighbours,
@@ -68,13 +69,7 @@ class DeepseekAttention(SelfAttention):
         has_one_size = config.v_head_dim == config.head_dim
         self.attend = attention if has_one_size else blockwise_attention
 
-    def forward(
-        self,
-        x_BTC: Tensor,
-        ropes: tuple[tuple[Tensor, Tensor], ...],
-        mask: Any,
-        cache: Cache | None,
-    ) -> Tensor:
+    def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
         """Multi-head latent attention; arguments and result as in `LlamaAttention.forward`."""
         if self.is_compressed:
             q_BTC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTC)))

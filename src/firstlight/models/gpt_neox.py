@@ -18,6 +18,7 @@ from firstlight.models.llama import Llama
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, make_norm
 from firstlight.models.ops import Embedding
+from firstlight.models.rope import Ropes
 
 #: Hugging Face's names of the activations -> ours
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
@@ -135,11 +136,7 @@ class GPTNeoXBlock(nn.Module):
         self.mlp = GPTNeoXMLP(config)
 
     def forward(
-        self,
-        x_BTC: Tensor,
-        ropes: tuple[tuple[Tensor, Tensor], ...],
-        masks: tuple[Any, Any],
-        cache: Cache | None,
+        self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, None]:
         """One layer; arguments and result as in `LlamaBlock.forward`."""
         y_BTC = self.attention(self.input_layernorm(x_BTC), ropes, masks[0], cache)

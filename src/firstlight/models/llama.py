@@ -25,6 +25,7 @@ from firstlight.models.ops import Embedding
 from firstlight.models.rope import (
     DynamicRope,
     LongRope,
+    Ropes,
     dynamic_frequencies,
     rope_frequencies,
     rope_magnitude,
@@ -172,7 +173,7 @@ class Llama(LanguageModel):
         self._make_tables()
         return self
 
-    def _ropes(self, positions: Tensor, length: int | Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    def _ropes(self, positions: Tensor, length: int | Tensor) -> Ropes:
         """Rotary tables, cos and sin of each, at `positions` ([T] or [B, T]), in texts of `length`
         tokens, an int or one for each text (int64 [B])."""
         config = self.config

@@ -21,7 +21,7 @@ from firstlight.models.cache import Cache
 from firstlight.models.llama_config import DecoderConfig, MoEConfig
 from firstlight.models.moe import RoutedMLP, SparseMLP
 from firstlight.models.ops import SelfAttention, at_least_fp32, attention
-from firstlight.models.rope import apply_rope, apply_rope_to_neighbours
+from firstlight.models.rope import Ropes, apply_rope, apply_rope_to_neighbours
 
 
 def _relu_squared(x: Tensor) -> Tensor:
@@ -126,18 +126,12 @@ class LlamaAttention(SelfAttention):
         is_plain = self.softcap is None and not spec.sinks
         self.attend = attention if is_plain else blockwise_attention
 
-    def forward(
-        self,
-        x_BTC: Tensor,
-        ropes: tuple[tuple[Tensor, Tensor], ...],
-        mask: Any,
-        cache: Cache | None,
-    ) -> Tensor:
+    def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
         """[B, T, C] to [B, T, C].
 
         Args:
             x_BTC: the layer's input, normalised where the family does.
-            ropes: rotary tables, cos and sin of each.
+            ropes: the model's rotary tables.
             mask: mask as `make_mask` gives it.
             cache: keys and values of earlier tokens.
         """
@@ -148,7 +142,7 @@ class LlamaAttention(SelfAttention):
         q_BTHD: Tensor,
         k_BTKD: Tensor,
         v_BTKD: Tensor,
-        ropes: tuple[tuple[Tensor, Tensor], ...],
+        ropes: Ropes,
         mask: Any,
         cache: Cache | None,
     ) -> Tensor:
@@ -285,11 +279,7 @@ class LlamaBlock(nn.Module):
         return SparseMLP(config) if has_experts else LlamaMLP(config)
 
     def forward(
-        self,
-        x_BTC: Tensor,
-        ropes: tuple[tuple[Tensor, Tensor], ...],
-        masks: tuple[Any, Any],
-        cache: Cache | None,
+        self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream [B, T, C] after this layer, and the router's logits [N, E], None
         without experts.

@@ -18,7 +18,7 @@ from firstlight.models.family import FamilySpec
 from firstlight.models.llama import Llama, LlamaDecoder
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, LlamaBlock, rms_norm
-from firstlight.models.rope import apply_rope
+from firstlight.models.rope import Ropes, apply_rope
 
 _NANOCHAT = FamilySpec(
     "NanoChatForCausalLM",
@@ -116,6 +116,6 @@ class NanoChat(Llama):
         # Not by the final norm, as in transformers: a pipeline's first stage does not have it.
         return rms_norm(super().embed(input_ids), self.config.rms_norm_eps)
 
-    def _ropes(self, positions: Tensor, length: int | Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    def _ropes(self, positions: Tensor, length: int | Tensor) -> Ropes:
         """Rotary tables of the other direction: see `Llama._ropes`."""
         return tuple((cos, -sin) for cos, sin in super()._ropes(positions, length))

@@ -262,6 +262,7 @@ class HeadLoss(Protocol):
         vocab_size: int,
         labels_BT: Tensor,
         softcap: float | None = None,
+        /,
     ) -> Tensor: ...
 
 

@@ -8,13 +8,16 @@ unless a family rotates a part of each head only.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from firstlight.section import Section
+
+#: A model's rotary tables, cos and sin of each: see `AttentionSpec.rope`.
+Ropes: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 
 class LinearRope(Section):
