@@ -37,7 +37,7 @@ def held(program: TrainingProgram) -> int:
 def measured(recipe: ResolvedRecipe, engine: Engine) -> list[int]:
     """The peaks of some steps, once one has made the optimizer's state."""
     generator = torch.Generator().manual_seed(0)
-    model = engine.new_model(recipe.model, 1, generator)
+    model = engine.new_model(recipe.model, 1, generator=generator)
     program = TrainingProgram(recipe, model, find_hardware("cpu"), engine)
     shape = (recipe.batch.rows, recipe.data.seq_len)
     ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)

@@ -102,7 +102,7 @@ def test_stages_begin_with_the_values_of_the_whole_model() -> None:
     found: dict[str, torch.Tensor] = {}
     for rank in range(3):
         engine = _engine(rank, 3, pipeline=3)
-        model = engine.new_model(config, 64, torch.Generator().manual_seed(3))
+        model = engine.new_model(config, 64, generator=torch.Generator().manual_seed(3))
         state = model.state_dict()
         assert engine.absent_parameters(model) == expected.keys() - state.keys()
         assert not found.keys() & state.keys()

@@ -258,7 +258,7 @@ def _median_step(
         model = empty_model(recipe.model)
         model.init_weights(initial)
     else:
-        model = engine.new_model(recipe.model, recipe.efficiency.vocab_multiple, initial)
+        model = engine.new_model(recipe.model, recipe.efficiency.vocab_multiple, generator=initial)
     program = TrainingProgram(recipe, model, hardware, engine)
     generator = torch.Generator().manual_seed(find_world().rank if engine is None else engine.rank)
     shape = (recipe.batch.rows, recipe.data.seq_len + 1)

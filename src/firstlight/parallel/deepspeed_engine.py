@@ -61,13 +61,7 @@ class DeepSpeedEngine(Engine):
                     os.environ[name] = value
 
     def set_up(
-        self,
-        model: Model,
-        config: OptimizerConfig,
-        precision: str,
-        *,
-        in_backward: bool,
-        initial: Mapping[str, Tensor],
+        self, model: Model, config: OptimizerConfig, precision: str, **_: Any
     ) -> tuple[Optimizer, Callable[..., Tensor]]:
         """See `Engine.set_up`; DeepSpeed needs the optimizer to share the model."""
         optimizer = ZeroOptimizer(

@@ -145,6 +145,7 @@ class Engine:
         self,
         config: ModelConfig,
         vocab_multiple: int,
+        *,
         generator: torch.Generator | None = None,
         init: InitConfig | None = None,
     ) -> Model:

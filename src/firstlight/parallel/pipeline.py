@@ -7,7 +7,6 @@ processes. Its parameters are called as in the whole model.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,18 +144,12 @@ class PipelineEngine(Engine):
 
     _pipeline: Pipeline
 
-    def new_model(
-        self,
-        config: ModelConfig,
-        vocab_multiple: int,
-        generator: torch.Generator | None = None,
-        init: InitConfig | None = None,
-    ) -> Model:
+    def new_model(self, config: ModelConfig, vocab_multiple: int, **initial: Any) -> Model:
         """See `Engine.new_model`."""
         stages = self.config.pipeline
         if problems := list(unstageable(config, stages)):
             raise ConfigError("; ".join(problems))
-        return stage_model(config, vocab_multiple, self.group_rank, stages, generator, init)
+        return stage_model(config, vocab_multiple, self.group_rank, stages, **initial)
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """See `Engine.share`."""
@@ -215,7 +208,7 @@ class Pipeline:
         # Labels go to all stages, and only the last has a head to compute a loss with.
         if not self._is_last:
             model.head_loss = _hand_on
-        model.forward = functools.partial(_forward_of_all, self)  # type: ignore[method-assign]
+        model.forward = self.of_all  # type: ignore[method-assign]
 
     @property
     def _is_last(self) -> bool:
@@ -312,7 +305,11 @@ class Pipeline:
     # Evaluation and generation
 
     def of_all(
-        self, input_ids: Tensor, labels: Tensor | None, document_ids: Tensor | None, options: Any
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
         """The whole model's forward pass on all processes; shapes as in `LanguageModel.forward`."""
         if self._stage:
@@ -370,22 +367,6 @@ class _Stage(nn.Module):
         return self._loss_sum(input_ids, labels, document_ids)
 
 
-def _hand_on(
-    x_BTC: Tensor,
-    head: Callable[[Tensor], Tensor],
-    vocab_size: int,
-    labels_BT: Tensor,
-    softcap: float | None = None,
-) -> Tensor:
+def _hand_on(x_BTC: Tensor, *_: Any) -> Tensor:
     """Stand-in for the loss in stages before the last: the hidden states as they are."""
     return x_BTC
-
-
-def _forward_of_all(
-    pipeline: Pipeline,
-    input_ids: Tensor,
-    labels: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    return pipeline.of_all(input_ids, labels, document_ids, options)

@@ -118,7 +118,7 @@ def first_model(
     # On the CPU, whose generator draws the same numbers for every device.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     config = _new_config(recipe, tokenizer, engine)
-    return engine.new_model(config, multiple, generator, recipe.init), None
+    return engine.new_model(config, multiple, generator=generator, init=recipe.init), None
 
 
 def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T]) -> T:
