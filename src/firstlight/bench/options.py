@@ -83,7 +83,8 @@ class TrainingBench(StepsBench):
         programs: compare with: reference (a bare loop: bf16 autocast, compiled), reference-fp32,
             pure-bf16 (no master weights, no clipping), trainer (transformers, bf16, compiled).
             [reference; reference-fp32 too where bf16 is no faster]
-        variants: further rows of firstlight, each with some keys of its recipe.
+        variants: one more row of firstlight with these keys of its recipe; may be given several
+            times.
         same_environment: run the other programs in the environment of `firstlight train` (spinning
             threads), too.
         profile: time by class of operators, of two further steps of each run by torch.profiler.
@@ -177,13 +178,13 @@ class LearningBench:
 
     Attributes:
         folder: folder of corpora and results; those of earlier calls are gone on with.
-        corpora: stdlib, the source of Python's standard library; a text file; or bytes:FILE, whose
-            tokens are bytes.
+        corpora: the source of Python's standard library; a text; or a text whose tokens are bytes.
+            May be given several times.
         sizes: only these: 0.8m, 2.6m, 11m, 30m, which are parameters. [2.6m]
         rows: only these recipes, or `changes` for all single changes; the first one is the
             baseline of tokens and seconds. [nanogpt, nanogpt-tuned, nanogpt-cpu, nanochat, before,
             new]
-        variants: further rows, changes of others.
+        variants: one more row: a row with these keys of its recipe; may be given several times.
         seeds: runs of each row.
         tokens: tokens of a run. [1.5 million, without --minutes]
         minutes: minutes of training of a run, instead of tokens.
@@ -208,8 +209,8 @@ class BudgetBench:
 
     Attributes:
         folder: folder of the results; those of earlier calls are gone on with.
-        corpora: stdlib, the source of Python's standard library; or a file or folder of text.
-        budgets: wall-clock time of each run: 3m, 1h. [3m]
+        corpora: the source of Python's standard library, or texts. May be given several times.
+        budgets: wall-clock time of each run: 3m, 1h. May be given several times.
         trials: random settings beside the chosen ones.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from firstlight.cli.bench_studies import (
     learning_command,
     planner_command,
 )
+from firstlight.cli.options import path_option, repeated_option
 from firstlight.cli.output import with_json
 from firstlight.errors import ConfigError
 
@@ -56,10 +58,9 @@ def bench_group() -> None:
     help="Number format of the file.",
 )
 @bench_options(LoadingBench, "repeats", "ways", "no_transformers", "device")
-@click.option(
+@path_option(
     "--dir",
     "folder",
-    type=click.Path(path_type=Path),
     help="Make the checkpoint here, keep it and use it again. [a temporary folder]",
 )
 @out_option("loading")
@@ -74,14 +75,8 @@ def loading_command(parameters: str, out: Path | None, as_json: bool, **options:
     """
     from firstlight.bench.loading import bench_loading, draw, parse_count
 
-    bench = LoadingBench(parameters=parse_count(parameters), **options)
-    return publish(
-        "loading",
-        out,
-        lambda keep: bench_loading(bench, keep),
-        tables.show_loading,
-        draw,
-    )
+    measure = partial(bench_loading, LoadingBench(parameters=parse_count(parameters), **options))
+    return publish("loading", out, measure, tables.show_loading, draw)
 
 
 @bench_group.command("methods")
@@ -99,24 +94,13 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     from firstlight.bench.methods import bench_methods
     from firstlight.bench.methods_rows import draw
 
-    return publish(
-        "methods",
-        out,
-        lambda keep: bench_methods(MethodsBench(**options), keep),
-        tables.show_methods,
-        draw,
-    )
+    measure = partial(bench_methods, MethodsBench(**options))
+    return publish("methods", out, measure, tables.show_methods, draw)
 
 
 @bench_group.command("training")
 @bench_options(TrainingBench, *_STEPS, "programs", model="NAME|RECIPE.yaml")
-@click.option(
-    "--set",
-    "variants",
-    metavar="SECTION.KEY=VALUE,...",
-    multiple=True,
-    help="One more row of firstlight with these keys of its recipe; may be given several times.",
-)
+@repeated_option(TrainingBench, "variants", "--set", "SECTION.KEY=VALUE,...")
 @bench_options(TrainingBench, "same_environment", "profile", "device", "quick")
 @out_option("training")
 @with_json
@@ -137,13 +121,8 @@ def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
             drawn["training-operators.png"] = operators
         return drawn
 
-    return publish(
-        "training",
-        out,
-        lambda keep: bench_training(TrainingBench(**options), keep),
-        tables.show_training,
-        pictures,
-    )
+    measure = partial(bench_training, TrainingBench(**options))
+    return publish("training", out, measure, tables.show_training, pictures)
 
 
 @bench_group.command("generation")
@@ -167,13 +146,8 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
         sizes = [int(size) for size in batch_sizes.split(",")]
     except ValueError:
         raise ConfigError(f"--batch-sizes is '{batch_sizes}': give numbers such as 1,8") from None
-    return publish(
-        "generation",
-        out,
-        lambda keep: bench_generation(GenerationBench(batch_sizes=sizes, **options), keep),
-        tables.show_generation,
-        draw,
-    )
+    measure = partial(bench_generation, GenerationBench(batch_sizes=sizes, **options))
+    return publish("generation", out, measure, tables.show_generation, draw)
 
 
 @bench_group.command("scaling")
@@ -194,13 +168,8 @@ def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     """
     from firstlight.bench.scaling import bench_scaling, draw
 
-    return publish(
-        "scaling",
-        out,
-        lambda keep: bench_scaling(ScalingBench(**options), keep),
-        tables.show_scaling,
-        draw,
-    )
+    measure = partial(bench_scaling, ScalingBench(**options))
+    return publish("scaling", out, measure, tables.show_scaling, draw)
 
 
 @bench_group.command("gemm")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from firstlight.cli.options import config_fields
+from firstlight.cli.options import config_fields, path_option
 from firstlight.cli.output import show
 from firstlight.files.atomic import write_file, write_json
 
@@ -38,7 +38,7 @@ def bench_options(config: type, *names: str, **metavars: str) -> Callable[[C], C
     def add(command: C) -> C:
         for name in reversed(names):
             field = fields[name]
-            settings: dict[str, Any] = {"help": field.text[0].upper() + field.text[1:]}
+            settings: dict[str, Any] = {"help": field.help}
             if field.kind is bool:
                 settings["is_flag"] = True
             elif field.default == () or field.kind not in (int, float, str):
@@ -57,9 +57,8 @@ def bench_options(config: type, *names: str, **metavars: str) -> Callable[[C], C
 
 def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
     """The option of the folder of the results; the default None writes none."""
-    return click.option(
+    return path_option(
         "--out",
-        type=click.Path(path_type=Path),
         default=default,
         show_default=default is not None,
         help=f"Write {name}.json and {name}.png into this folder.",
@@ -68,10 +67,9 @@ def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
 
 def folder_option(command: C) -> C:
     """The required folder of a benchmark that a second call goes on with."""
-    return click.option(
+    return path_option(
         "--out",
         "folder",
-        type=click.Path(path_type=Path),
         required=True,
         help="Folder of texts and results; go on with what it holds already.",
     )(command)
@@ -79,10 +77,9 @@ def folder_option(command: C) -> C:
 
 def page_option(command: C) -> C:
     """The file of the page in Markdown."""
-    return click.option(
+    return path_option(
         "--page",
         "page_file",
-        type=click.Path(path_type=Path),
         metavar="FILE",
         help="Write a page of all results here, its picture into ../images.",
     )(command)

@@ -6,6 +6,7 @@ All but `planner` go on where an earlier call stopped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from firstlight.cli.bench_options import (
     publish,
     write_page,
 )
+from firstlight.cli.options import path_option, repeated_option
 from firstlight.cli.output import show, show_table, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
@@ -31,9 +33,7 @@ from firstlight.errors import ConfigError
     "--only", type=click.Choice(["memory", "speed"]), help="One half; else both, memory first."
 )
 @click.option("--quick", is_flag=True, help="Every eighth configuration of memory, fewer of speed.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Write planner.json and pictures here."
-)
+@path_option("--out", help="Write planner.json and pictures here.")
 @with_json
 def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bool) -> Result:
     """Compare the planner's predictions with real training steps on this machine's CPU: peak memory
@@ -80,24 +80,9 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
 
 @click.command("learning")
 @folder_option
-@click.option(
-    "--corpus",
-    "corpora",
-    metavar="stdlib|FILE|bytes:FILE",
-    multiple=True,
-    default=("stdlib",),
-    show_default=True,
-    help="The source of Python's standard library; a text; or a text whose tokens are bytes. "
-    "May be given several times.",
-)
+@repeated_option(LearningBench, "corpora", "--corpus", "stdlib|FILE|bytes:FILE")
 @bench_options(LearningBench, "sizes", "rows")
-@click.option(
-    "--set",
-    "variants",
-    metavar="ROW:SECTION.KEY=VALUE,...",
-    multiple=True,
-    help="One more row: a row with these keys of its recipe; may be given several times.",
-)
+@repeated_option(LearningBench, "variants", "--set", "ROW:SECTION.KEY=VALUE,...")
 @bench_options(LearningBench, "seeds", "tokens", "minutes", "held_out_tokens")
 @page_option
 @with_json
@@ -111,34 +96,16 @@ def learning_command(folder: Path, page_file: Path | None, as_json: bool, **opti
     from firstlight.bench.learning import bench_learning
     from firstlight.bench.learning_page import draw, page
 
-    bench = LearningBench(folder, **options)
-    result = publish(
-        "learning", folder, lambda keep: bench_learning(bench, keep), _show_learning, draw
-    )
+    measure = partial(bench_learning, LearningBench(folder, **options))
+    result = publish("learning", folder, measure, _show_learning, draw)
     write_page(page_file, result, draw, page)
     return result
 
 
 @click.command("budget")
 @folder_option
-@click.option(
-    "--corpus",
-    "corpora",
-    metavar="stdlib|FILE|FOLDER",
-    multiple=True,
-    default=("stdlib",),
-    show_default=True,
-    help="The source of Python's standard library, or texts. May be given several times.",
-)
-@click.option(
-    "--budget",
-    "budgets",
-    metavar="TIME",
-    multiple=True,
-    default=("3m",),
-    show_default=True,
-    help="Wall-clock time of each run: 3m, 1h. May be given several times.",
-)
+@repeated_option(BudgetBench, "corpora", "--corpus", "stdlib|FILE|FOLDER")
+@repeated_option(BudgetBench, "budgets", "--budget", "TIME")
 @bench_options(BudgetBench, "trials")
 @page_option
 @with_json
@@ -151,29 +118,26 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
     """
     from firstlight.bench.budget import bench_budget, draw, page
 
-    bench = BudgetBench(folder, **options)
-    result = publish("budget", folder, lambda keep: bench_budget(bench, keep), _show_budget, draw)
+    measure = partial(bench_budget, BudgetBench(folder, **options))
+    result = publish("budget", folder, measure, _show_budget, draw)
     write_page(page_file, result, draw, page)
     return result
 
 
 @click.command("gpu")
-@click.option(
+@path_option(
     "--out",
-    type=click.Path(path_type=Path),
     help="Measure, and write results.json into this folder; go on with what it holds already.",
 )
 @bench_options(GPUBench, "minutes", "parts", "dry", "retry")
-@click.option(
+@path_option(
     "--report",
     "report_of",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="Measure nothing: write the pages of the results in this folder.",
 )
-@click.option(
+@path_option(
     "--pages",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="Where pages go. [the checkout's docs; of --dry the folder pages in --out]",
 )

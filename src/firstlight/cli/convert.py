@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.options import best_option, out_option
+from firstlight.cli.options import best_option, out_option, path_option
 from firstlight.cli.output import show_rows, with_json
 from firstlight.console import say
 
@@ -25,9 +25,8 @@ from firstlight.console import say
     "as q4_k_m, q6_k, iq3_s (pip install 'firstlight[llama-cpp]').",
 )
 @click.option("--tokenizer", help="A tokenizer's folder or file, in place of the source's.")
-@click.option(
+@path_option(
     "--config",
-    type=click.Path(path_type=Path),
     help="JSON with values that another program's files lack, as in a Hugging Face config.json.",
 )
 @click.option(
@@ -36,25 +35,13 @@ from firstlight.console import say
     help="Greatest difference of two logits that passes, as a share of the largest; for formats of "
     "llama.cpp's quantiser, the greatest increase of the perplexity, as a share.",
 )
-@click.option(
+@path_option(
     "--calibration",
-    type=click.Path(path_type=Path),
     help="A text that tells llama.cpp's quantiser which weights matter (an importance matrix).",
 )
 @best_option
 @with_json
-def convert_command(
-    source: str,
-    to: str,
-    out: Path,
-    dtype: str,
-    tokenizer: str | None,
-    config: Path | None,
-    tolerance: float | None,
-    calibration: Path | None,
-    best: bool,
-    as_json: bool,
-) -> dict[str, Any]:
+def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> dict[str, Any]:
     """Convert a model and check that the result computes the same as the source.
 
     SRC is a run, a checkpoint, a Hugging Face model folder or a hub id; or another program's
@@ -65,17 +52,7 @@ def convert_command(
     """
     from firstlight.conversion.convert import convert
 
-    result = convert(
-        source,
-        out,
-        to=to,  # type: ignore[arg-type]
-        dtype=dtype,
-        tokenizer=tokenizer,
-        config=config,
-        tolerance=tolerance,
-        calibration=calibration,
-        best=best,
-    )
+    result = convert(source, out, **options)
     for note in result.notes:
         say(f"note: {note}")
     difference, largest = result.largest_difference, result.largest_logit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import best_option, device_option
+from firstlight.cli.options import best_option, count_option, device_option
 from firstlight.cli.output import show_rows, show_table, with_json
 from firstlight.console import say
 from firstlight.errors import CheckpointError, ConfigError, StorageError
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from firstlight.evaluation.scores import TaskResult
     from firstlight.weights.huggingface import LoadedModel
 
-#: Options for the loss alone, by parameter.
-_OF_THE_LOSS = {
-    "split": "--split",
-    "seed": "--seed",
-    "seq_len": "--seq-len",
-    "document_masking": "--document-masking",
-}
 #: Default batch sizes: rows of the loss, texts of a task.
 _ROWS, _TEXTS = 8, 32
 
@@ -35,10 +28,9 @@ _ROWS, _TEXTS = 8, 32
 @best_option
 @click.option("--data", help="Prepared folder or its URL.  [default: the data of the training]")
 @click.option("--split", type=click.Choice(["val", "train"]), help="[default: val]")
-@click.option(
+@count_option(
     "--sample",
-    type=click.IntRange(min=2),
-    metavar="N",
+    least=2,
     help="Only N rows of the split, drawn at random: the results are estimates, with their "
     "standard errors.",
 )
@@ -57,9 +49,7 @@ _ROWS, _TEXTS = 8, 32
     "lm-eval:NAME,NAME,... of lm-evaluation-harness. May be given several times. The loss is then "
     "computed with --data or --sample only.",
 )
-@click.option(
-    "--items", type=click.IntRange(min=1), metavar="N", help="The first N items of each task only."
-)
+@count_option("--items", help="The first N items of each task only.")
 @click.option("--task-folder", metavar="DIR", help="Further tasks for lm-evaluation-harness.")
 @click.option(
     "--by-position",
@@ -230,10 +220,11 @@ def _require_used(
     Raises:
         ConfigError: such an option is given.
     """
-    for name, option in _OF_THE_LOSS.items():
-        if not with_loss and of_the_loss[name] is not None:
+    for name, given in of_the_loss.items():
+        if not with_loss and given is not None:
+            option = name.replace("_", "-")
             raise ConfigError(
-                f"{option} is for the loss, which --tasks leaves out: name --data too"
+                f"--{option} is for the loss, which --tasks leaves out: name --data too"
             )
     for option, value in (("--items", items), ("--task-folder", task_folder)):
         if not with_tasks and value is not None:

@@ -18,9 +18,12 @@ from firstlight.cli.options import (
     best_option,
     compile_option,
     config_options,
+    count_option,
     device_option,
     dtype_option,
     loading_option,
+    path_option,
+    repeated_option,
 )
 from firstlight.cli.output import human_bytes, show_table, with_json, write_out
 from firstlight.console import say
@@ -56,11 +59,9 @@ def _load(
 @best_option
 @click.option("--prompt", required=True, help="Text to continue; '' starts from nothing.")
 @config_options(SamplingConfig, "max_new_tokens", *SAMPLING, "seed", "slide", "beams")
-@click.option(
+@count_option(
     "--show-probabilities",
     "choices",
-    type=click.IntRange(min=1),
-    metavar="N",
     help="Show the N likeliest tokens at each new token: probability by the model, and after "
     "penalties, biases, temperature, top-k, top-p and min-p.",
 )
@@ -236,24 +237,13 @@ def chat_command(
 @best_option
 @config_options(ServerOptions, "host", "port")
 @click.option("--model-name", help="Model's name for clients.  [default: the checkpoint's name]")
-@click.option(
+@path_option(
     "--api-key-file",
-    type=click.Path(path_type=Path),
     metavar="FILE",
     help="File with the API key, one line, that clients must send; or set FIRSTLIGHT_API_KEY.",
 )
-@click.option(
-    "--allowed-host",
-    multiple=True,
-    metavar="NAME",
-    help="Another name that requests may be sent to (the header Host); several are allowed.",
-)
-@click.option(
-    "--allowed-origin",
-    multiple=True,
-    metavar="URL",
-    help="Another web page that may send requests (the header Origin); several are allowed.",
-)
+@repeated_option(ServerOptions, "allowed_hosts", "--allowed-host", "NAME")
+@repeated_option(ServerOptions, "allowed_origins", "--allowed-origin", "URL")
 @config_options(
     ServerOptions, "max_batch_size", "max_queue", "max_context_tokens", "shutdown_timeout"
 )
@@ -273,13 +263,11 @@ def serve_command(
     best: bool,
     model_name: str | None,
     api_key_file: Path | None,
-    allowed_host: tuple[str, ...],
-    allowed_origin: tuple[str, ...],
     device: str,
     dtype: str,
     loading: str,
     as_json: bool,
-    **bounds: Any,
+    **options: Any,
 ) -> None:
     """Serve OpenAI's API over HTTP, until Ctrl-C.
 
@@ -288,18 +276,16 @@ def serve_command(
     require_packages()
     from firstlight.serving.server import serve
 
-    limits = {one.name: bounds.pop(one.name) for one in dataclasses.fields(Limits)}
-    options = ServerOptions(
+    limits = {one.name: options.pop(one.name) for one in dataclasses.fields(Limits)}
+    server = ServerOptions(
         model_name=model_name or _name_of(checkpoint),
         api_key=_api_key(api_key_file),
-        allowed_hosts=allowed_host,
-        allowed_origins=allowed_origin,
         limits=Limits(**limits),
-        **bounds,
+        **options,
     )
     loaded = _load(checkpoint, device, dtype, best, loading)
 
-    serve(loaded, options, on_ready=lambda url, run: _say_ready(url, run, options, as_json))
+    serve(loaded, server, on_ready=lambda url, run: _say_ready(url, run, server, as_json))
 
 
 def _name_of(checkpoint: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import best_option
+from firstlight.cli.options import best_option, path_option
 from firstlight.cli.output import human_bytes, say_findings, show_rows, show_table, with_json
 from firstlight.errors import ConfigError
 
@@ -178,10 +178,9 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 
 @click.command("report")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option(
+@path_option(
     "--out",
     metavar="FILE.html",
-    type=click.Path(path_type=Path),
     help="Where to write; the picture gets the same name with .png. [one run: report.html in its "
     "folder; several: comparison.html here]",
 )

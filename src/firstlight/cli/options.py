@@ -38,6 +38,11 @@ class ConfigField:
     default: Any
     text: str
 
+    @property
+    def help(self) -> str:
+        """The text as the help of an option."""
+        return self.text[:1].upper() + self.text[1:]
+
 
 def config_fields(config: type) -> dict[str, ConfigField]:
     """The documented fields of a config dataclass by name."""
@@ -73,8 +78,45 @@ def config_options(config: type, *names: str) -> Callable[[F], F]:
                 type=field.kind,
                 default=field.default,
                 show_default=field.default is not None,
-                help=field.text[:1].upper() + field.text[1:],
+                help=field.help,
             )(verb)
+        return verb
+
+    return add
+
+
+def repeated_option(config: type, name: str, option: str, metavar: str) -> Callable[[F], F]:
+    """An option for one value of a field, which may be given several times.
+
+    Args:
+        config: a dataclass; the field's default and text are those of the option.
+        name: name of the field.
+        option: name of the option.
+        metavar: placeholder of the value in --help.
+    """
+    field = config_fields(config)[name]
+    settings = {"default": field.default, "show_default": bool(field.default), "help": field.help}
+    return click.option(option, name, metavar=metavar, multiple=True, **settings)
+
+
+def count_option(
+    *names: str, least: int = 1, metavar: str = "N", **settings: Any
+) -> Callable[[F], F]:
+    """An option with a number of at least `least`; see `click.option`."""
+    return click.option(*names, type=click.IntRange(min=least), metavar=metavar, **settings)
+
+
+def path_option(*names: str, **settings: Any) -> Callable[[F], F]:
+    """An option with the path of a file or folder; see `click.option`."""
+    return click.option(*names, type=click.Path(path_type=Path), **settings)
+
+
+def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """One decorator of several options, which are in the order of --help."""
+
+    def add(verb: F) -> F:
+        for option in reversed(options):
+            verb = option(verb)
         return verb
 
     return add
@@ -89,9 +131,7 @@ best_option = click.option(
     is_flag=True,
     help="Of a run folder: the checkpoint with the lowest validation loss, not the newest.",
 )
-out_option = click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="Folder to write."
-)
+out_option = path_option("--out", required=True, help="Folder to write.")
 text_key_option = click.option(
     "--text-key", default="text", show_default=True, help="Field of JSONL, CSV, Parquet."
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import recipe_argument, split_arguments
+from firstlight.cli.options import path_option, recipe_argument, split_arguments
 from firstlight.cli.output import end_with, show, show_table, with_json
 from firstlight.console import parse_count, parse_time, say
 from firstlight.errors import ConfigError
@@ -40,9 +40,8 @@ DOES_NOT_FIT_EXIT_CODE = 3
     show_default=True,
     help="Search for the best settings, and estimate each method alone.",
 )
-@click.option(
+@path_option(
     "--write",
-    type=click.Path(path_type=Path),
     help="Write the recipe that was found into this new file.",
 )
 @with_json

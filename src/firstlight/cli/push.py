@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import best_option
+from firstlight.cli.options import best_option, grouped, path_option
 from firstlight.cli.output import human_bytes, show, show_rows, with_json, write_out
 from firstlight.console import say
 
 if TYPE_CHECKING:
     from firstlight.sharing.push import Pushed
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _licence_option = click.option(
     "--license",
@@ -27,27 +24,21 @@ _licence_option = click.option(
 )
 
 
-def _upload_options(verb: F) -> F:
-    """Add the options of both kinds of upload to the verb."""
-    for option in reversed(
-        (
-            click.option(
-                "--private",
-                is_flag=True,
-                help="Make a private repository.  [default: as your account on the hub does]",
-            ),
-            _licence_option,
-            click.option("--dry-run", is_flag=True, help="Write the folder, and upload nothing."),
-            click.option(
-                "--out",
-                type=click.Path(path_type=Path),
-                help="Folder to write and keep.  [default: a temporary one; with --dry-run NAME "
-                "in the current folder]",
-            ),
-        )
-    ):
-        verb = option(verb)
-    return verb
+#: Options of both kinds of upload.
+_upload_options = grouped(
+    click.option(
+        "--private",
+        is_flag=True,
+        help="Make a private repository.  [default: as your account on the hub does]",
+    ),
+    _licence_option,
+    click.option("--dry-run", is_flag=True, help="Write the folder, and upload nothing."),
+    path_option(
+        "--out",
+        help="Folder to write and keep.  [default: a temporary one; with --dry-run NAME "
+        "in the current folder]",
+    ),
+)
 
 
 @click.command("push")
@@ -60,24 +51,14 @@ def _upload_options(verb: F) -> F:
     help="Add a file for llama.cpp and Ollama: f16, bf16, q8_0, or formats such as q4_k_m "
     "(pip install 'firstlight[llama-cpp]').",
 )
-@click.option(
+@path_option(
     "--card",
-    type=click.Path(path_type=Path),
     help="File to upload as the card, such as an edited one of `firstlight card`.",
 )
 @best_option
 @with_json
 def push_command(
-    source: str,
-    repository: str,
-    private: bool,
-    licence: str | None,
-    dry_run: bool,
-    out: Path | None,
-    gguf: str | None,
-    card: Path | None,
-    best: bool,
-    as_json: bool,
+    source: str, repository: str, dry_run: bool, as_json: bool, **options: Any
 ) -> dict[str, Any]:
     """Upload a model to the Hugging Face hub, with a card of the facts about it.
 
@@ -88,17 +69,7 @@ def push_command(
     """
     from firstlight.sharing.push import push
 
-    pushed = push(
-        source,
-        repository,
-        private=private,
-        gguf=gguf,
-        licence=licence,
-        card=card,
-        best=best,
-        out=out,
-        upload=not dry_run,
-    )
+    pushed = push(source, repository, upload=not dry_run, **options)
     if pushed.unfinished_of is not None:
         say(
             f"note: the run is not finished: this is step {pushed.step:,} of "
@@ -113,13 +84,7 @@ def push_command(
 @_upload_options
 @with_json
 def push_data_command(
-    folder: Path,
-    repository: str,
-    private: bool,
-    licence: str | None,
-    dry_run: bool,
-    out: Path | None,
-    as_json: bool,
+    folder: Path, repository: str, dry_run: bool, as_json: bool, **options: Any
 ) -> dict[str, Any]:
     """Upload a prepared corpus to the Hugging Face hub, with a card.
 
@@ -128,19 +93,14 @@ def push_data_command(
     """
     from firstlight.sharing.push import push_data
 
-    pushed = push_data(
-        folder, repository, private=private, licence=licence, out=out, upload=not dry_run
-    )
-    return _shown(pushed)
+    return _shown(push_data(folder, repository, upload=not dry_run, **options))
 
 
 @click.command("card")
 @click.argument("source", metavar="RUN_OR_MODEL")
 @click.argument("repository", metavar="[USER/NAME]", required=False)
 @_licence_option
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="File to write.  [default: standard output]"
-)
+@path_option("--out", help="File to write.  [default: standard output]")
 @best_option
 @with_json
 def card_command(

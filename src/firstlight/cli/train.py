@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.launch import launch_if_asked
-from firstlight.cli.options import split_arguments, split_paths
+from firstlight.cli.options import count_option, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show_rows, with_json
 from firstlight.cli.train_texts import (
     TEXT_OPTIONS,
@@ -130,9 +130,8 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     show_default=True,
     help="With --init-from and an extended tokenizer: initial values of the new tokens' rows.",
 )
-@click.option(
+@count_option(
     "--cooldown",
-    type=click.IntRange(min=1),
     metavar="STEPS",
     help="Name a run with schedule.kind wsd or constant, or one of its checkpoints, in place of "
     "the recipe: a new run branches off it, in which the learning rate falls over STEPS steps.",
@@ -222,14 +221,12 @@ def _train_on_texts(
 def _train_recipe(
     arguments: Sequence[str],
     *,
-    resume: bool,
-    init_from: str | None,
     best: bool,
-    new_rows: str,
     cooldown: int | None,
     plan: str | None,
+    **start: Any,
 ) -> dict[str, Any]:
-    """`train` with a recipe."""
+    """`train` with a recipe; `start` has the options resume, init_from and new_rows."""
     path, overrides = split_arguments(arguments, "train", is_run=cooldown is not None)
     from firstlight.planner.plan.processes import RunForecaster
 
@@ -244,25 +241,18 @@ def _train_recipe(
         if cooldown is None:
             recipe, branch_from = load_recipe(path, overrides), None
         else:
-            if init_from or best or plan:
+            if start["init_from"] or best or plan:
                 raise ConfigError(
                     "--cooldown names the checkpoint to start from: leave out --init-from, --best "
                     "and --plan"
                 )
-            recipe, branch_from = _cooled(path, cooldown, overrides, resume)
+            recipe, branch_from = _cooled(path, cooldown, overrides, start["resume"])
         if best:
-            init_from = _best_of(init_from)
+            start["init_from"] = _best_of(start["init_from"])
         if plan is not None:
-            recipe = _planned(recipe, resume, init_from)
-        result = train(
-            recipe,
-            resume=resume,
-            init_from=init_from,
-            new_rows=new_rows,
-            branch_from=branch_from,
-            progress=True,
-            forecaster=forecaster,
-        )
+            recipe = _planned(recipe, start["resume"], start["init_from"])
+        start |= {"branch_from": branch_from, "progress": True, "forecaster": forecaster}
+        result = train(recipe, **start)
     if find_world().is_main:
         _show(result)
     if result.stopped_by is not None or result.diverged:

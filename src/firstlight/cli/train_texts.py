@@ -6,13 +6,14 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 import psutil
 
+from firstlight.cli.options import grouped
 from firstlight.cli.output import show
 from firstlight.console import console, parse_time, say
 from firstlight.errors import ConfigError
@@ -20,8 +21,6 @@ from firstlight.errors import ConfigError
 if TYPE_CHECKING:
     from firstlight.pipeline.plan import RunPlan
     from firstlight.training.loop import TrainResult
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 #: Files that tell folders of a run, a model and a prepared corpus from texts, and what each has in
 #: it; a person's files may have the same names. The modules that define these names import torch,
@@ -38,27 +37,20 @@ _HEAD_BYTES = 1 << 20
 TEXT_OPTIONS = ("budget", "tokens", "steps", "size", "plan_only", "gpu", "text_key")
 
 
-def text_options(verb: F) -> F:
-    """Add the options for texts to the verb."""
-    for option in reversed(
-        (
-            click.option("--budget", metavar="TIME", help="Texts: time of the whole command: 30m."),
-            click.option("--tokens", metavar="N", help="Texts: tokens to train on, such as 10M."),
-            click.option("--steps", type=int, metavar="N", help="Texts: steps to train."),
-            click.option(
-                "--size",
-                metavar="SIZE",
-                help="Texts: tiny, small, medium, large, xl, or parameters such as 10M.",
-            ),
-            click.option(
-                "--plan-only", is_flag=True, help="Texts: show what would be trained, and end."
-            ),
-            click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
-            click.option("--text-key", metavar="KEY", help="Texts: field of JSONL, CSV, Parquet."),
-        )
-    ):
-        verb = option(verb)
-    return verb
+#: Options for texts.
+text_options = grouped(
+    click.option("--budget", metavar="TIME", help="Texts: time of the whole command: 30m."),
+    click.option("--tokens", metavar="N", help="Texts: tokens to train on, such as 10M."),
+    click.option("--steps", type=int, metavar="N", help="Texts: steps to train."),
+    click.option(
+        "--size",
+        metavar="SIZE",
+        help="Texts: tiny, small, medium, large, xl, or parameters such as 10M.",
+    ),
+    click.option("--plan-only", is_flag=True, help="Texts: show what would be trained, and end."),
+    click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
+    click.option("--text-key", metavar="KEY", help="Texts: field of JSONL, CSV, Parquet."),
+)
 
 
 def takes_texts(paths: Sequence[str]) -> bool:

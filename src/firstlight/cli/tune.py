@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import recipe_argument, split_arguments
+from firstlight.cli.options import path_option, recipe_argument, split_arguments
 from firstlight.cli.output import show, show_rows, show_table, with_json
 from firstlight.console import parse_time
 
@@ -42,22 +42,13 @@ _SHOWN = 10
 )
 @click.option("--trial-minutes", type=float, help="Length of a trial, instead of --trial-steps.")
 @click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start each trial from these weights.")
-@click.option(
+@path_option(
     "--out",
-    type=click.Path(path_type=Path),
     help="Folder of the study; an existing one is continued. [the recipe's run.dir with -tune]",
 )
 @with_json
 def tune_command(
-    arguments: tuple[str, ...],
-    search: tuple[str, ...],
-    trials: int,
-    budget: str,
-    trial_steps: int | None,
-    trial_minutes: float | None,
-    init_from: str | None,
-    out: Path | None,
-    as_json: bool,
+    arguments: tuple[str, ...], out: Path | None, budget: str, as_json: bool, **options: Any
 ) -> dict[str, Any]:
     """Search a recipe's keys by short training runs for the lowest loss on the held-out text.
 
@@ -69,16 +60,8 @@ def tune_command(
     from firstlight.bench.tuning import tune
     from firstlight.recipe import load_recipe
 
-    result = tune(
-        load_recipe(path, overrides),
-        out,
-        search=search,
-        trials=trials,
-        budget_minutes=parse_time(budget) / 60,
-        trial_steps=trial_steps,
-        trial_minutes=trial_minutes,
-        init_from=init_from,
-    )
+    minutes = parse_time(budget) / 60
+    result = tune(load_recipe(path, overrides), out, budget_minutes=minutes, **options)
     _show(result)
     return {
         "folder": str(result.folder),

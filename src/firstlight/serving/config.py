@@ -50,8 +50,10 @@ class ServerOptions:
         port: port to listen at; 0 takes a free one.
         model_name: name of the model, as clients read and send it.
         api_key: key that clients must send; None asks for none.
-        allowed_hosts: further names that requests may be sent to; see `Access`.
-        allowed_origins: pages elsewhere that may send requests; see `Access`.
+        allowed_hosts: another name that requests may be sent to (the header Host); several are
+            allowed.
+        allowed_origins: another web page that may send requests (the header Origin); several are
+            allowed.
         max_batch_size: number of texts that are generated at a time.
         max_queue: number of texts that may wait; more are refused with 429.
         compile: decode through torch.compile: one or two minutes of compiling before the first
