@@ -20,7 +20,7 @@ from firstlight.conversion.gguf_layout import (
 )
 from firstlight.conversion.gguf_metadata import KEPT, KEPT_KEYS
 from firstlight.errors import ModelError
-from firstlight.models import FAMILIES, DeepseekConfig, Qwen3NextConfig
+from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames, FamilySpec
 from firstlight.models.rope import yarn_magnitude
 
@@ -151,7 +151,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
     window, experts = values.whole("attention.sliding_window", 0), values.whole("expert_count", 0)
     model_type = kept.get("model_type") or _family_of(values, experts, window)
-    family, is_latent = FAMILIES[model_type].spec, FAMILIES[model_type].config is DeepseekConfig
+    family = FAMILIES[model_type].spec
+    is_latent = family.gguf.layer == "latent"
     rotary_dim = values.whole("rope.dimension_count", head_dim)
     is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
     value_dim = values.whole("attention.value_length", head_dim)
@@ -189,7 +190,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         config |= {key: value for key, value in expert_config.items() if key in fields}
     if is_latent:
         config |= _latent_config(values, rotary_dim)
-    if FAMILIES[model_type].config is Qwen3NextConfig:
+    if family.gguf.layer == "delta":
         config |= _linear_config(values)
     for key, name in family.gguf.counts.items():
         count = values.whole(name)
@@ -258,12 +259,13 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
-    """The first family of an architecture with the file's experts and window."""
+    """The first family of an architecture with the file's experts, their gating and its window."""
     named = _families_of(values.architecture)
-    if "deepseek_v3" in named:
-        return "deepseek_v3" if values.get("expert_gating_func") == _SIGMOID else "deepseek_v2"
+    gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
     for name in named:
         family = FAMILIES[name].spec
+        if family.gguf.layer == "latent" and family.gguf.gating != gating:
+            continue
         has_window = not window or "sliding_window" in family.own_keys
         has_experts = "num_experts" in FAMILIES[name].config.model_fields
         if has_window and has_experts == (experts > 0):
@@ -356,7 +358,7 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
         "original_max_position_embeddings": values.whole("rope.scaling.original_context_length"),
     }
     own = values.real("rope.scaling.attn_factor", 1.0)
-    if values.architecture == ARCHITECTURES["deepseek_v3"]:
+    if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
         if own != 1:
             raise ModelError(f"yarn with an attn_factor of {own} is not supported: only 1 is")
         # See `yarn_factors`; llama.cpp divides the multiplier by 0.1.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ModelError
-from firstlight.models import FAMILIES, DeepseekConfig, Qwen3NextConfig
-from firstlight.models.family import FamilySpec
+from firstlight.models import FAMILIES
+from firstlight.models.family import FamilySpec, GGUFSpec
 from firstlight.models.rope import YarnRope, rope_magnitude, yarn_magnitude
 from firstlight.weights.huggingface import config_from_hf
 
@@ -123,7 +123,7 @@ class ModelShape:
     @property
     def cached_sizes(self) -> tuple[int, int, int]:
         """Heads in llama.cpp's cache, and the sizes of their keys and values."""
-        if isinstance(self.model, DeepseekConfig):
+        if self.family.gguf.layer == "latent":
             rank = self.model.kv_lora_rank
             return 1, rank + self.rotary_dim, rank
         return self.num_kv_heads, self.head_dim, self.head_dim
@@ -252,9 +252,9 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
             scalar = model.hidden_size // model.num_attention_heads
         if model.query_pre_attn_scalar != scalar:
             wrong = f"query_pre_attn_scalar {model.query_pre_attn_scalar}: only {scalar}"
-    if isinstance(model, DeepseekConfig):
-        wrong = wrong or _wrong_latents(model)
-    if isinstance(model, Qwen3NextConfig):
+    if spec.layer == "latent":
+        wrong = wrong or _wrong_latents(model, spec)
+    if spec.layer == "delta":
         sizes = model.linear_key_head_dim, model.linear_value_head_dim
         if sizes[0] != sizes[1]:
             wrong = f"linear_value_head_dim {sizes[1]}: only linear_key_head_dim, {sizes[0]}"
@@ -262,14 +262,14 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
         raise ModelError(f"llama.cpp has no {name} with {wrong} can be put into GGUF")
 
 
-def _wrong_latents(model: DeepseekConfig) -> str:
-    """Differences of llama.cpp's computation of a DeepSeek model; "" if there are none."""
+def _wrong_latents(model: Any, spec: GGUFSpec) -> str:
+    """Differences of llama.cpp's computation of latent attention; "" if there are none."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
     # By these it knows models that have none, and does not read it.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
     if model.q_lora_rank is not None and lacks_rank:
         return f"q_lora_rank in {layers} layers: only null"
-    if model.topk_group < model.n_group and model.model_type == "deepseek_v2":
+    if model.topk_group < model.n_group and spec.gating == "softmax":
         return f"topk_group {model.topk_group} of n_group {model.n_group}: only all groups"
     if isinstance(rope, YarnRope) and rope.factor == 1 and rope_magnitude(rope, 1) != 1:
         return f"attention_factor {rope.attention_factor} in yarn of factor 1: only 1"
@@ -355,7 +355,7 @@ def yarn_factors(shape: ModelShape) -> tuple[float, float]:
     multiplies the scores by the square of the factor of cos and sin and of 1 + 0.1 m ln(factor)."""
     model, rope = shape.model, shape.model.rope_scaling
     wanted, own = rope_magnitude(rope, shape.max_positions), yarn_magnitude(rope.factor)
-    if not isinstance(model, DeepseekConfig) or rope.factor == 1:
+    if shape.family.gguf.layer != "latent" or rope.factor == 1:
         return wanted / own, 0.0
     scale = (model.attention_spec(0).scale or 1.0) * math.sqrt(model.head_dim)
     multiplier = (math.sqrt(scale) / wanted - 1) / (0.1 * math.log(rope.factor))

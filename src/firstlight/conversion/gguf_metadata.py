@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.conversion.gguf_layout import ModelShape, Rope, yarn_factors
 from firstlight.errors import ModelError
-from firstlight.models import FAMILIES, DeepseekConfig, Qwen3NextConfig
+from firstlight.models import FAMILIES
 from firstlight.models.rope import rope_magnitude
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ def add_model(
             writer.add_float32(f"{shape.architecture}.{name}", number)
     for key, name in shape.family.gguf.counts.items():
         writer.add_uint32(f"{shape.architecture}.{name}", getattr(shape.model, key) or 0)
-    if isinstance(shape.model, DeepseekConfig):
-        _add_deepseek(writer, shape.model)
-    if isinstance(shape.model, Qwen3NextConfig):
+    if shape.family.gguf.layer == "latent":
+        _add_latent(writer, shape)
+    if shape.family.gguf.layer == "delta":
         model = shape.model
         writer.add_ssm_inner_size(model.linear_num_value_heads * model.linear_value_head_dim)
         kinds = [model.is_linear(layer) for layer in range(shape.num_layers)]
@@ -122,15 +122,14 @@ def _add_rope_scaling(writer: GGUFWriter, shape: ModelShape, rope: Rope) -> dict
     return {"rope_scaling": scaling.model_dump(exclude_none=True)}
 
 
-def _add_deepseek(writer: GGUFWriter, model: DeepseekConfig) -> None:
+def _add_latent(writer: GGUFWriter, shape: ModelShape) -> None:
     """Latent attention's head, and how tokens choose experts."""
     from gguf import ExpertGatingFuncType
 
+    model, gating = shape.model, shape.family.gguf.gating
     writer.add_key_length_mla(model.head_dim)
     writer.add_expert_weights_norm(model.norm_topk_prob)
-    is_v3 = model.model_type == "deepseek_v3"
-    gating = ExpertGatingFuncType.SIGMOID if is_v3 else ExpertGatingFuncType.SOFTMAX
-    writer.add_expert_gating_func(gating)
+    writer.add_expert_gating_func(ExpertGatingFuncType[gating.upper()])
     if model.topk_group < model.n_group:
         writer.add_expert_group_count(model.n_group)
         writer.add_expert_group_used_count(model.topk_group)

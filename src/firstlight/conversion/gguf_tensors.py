@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from firstlight.conversion.gguf_layout import ModelShape
-from firstlight.models import FAMILIES, DeepseekConfig, GptOssConfig, Qwen3NextConfig
+from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames
 
 Change = Literal[
@@ -152,23 +152,23 @@ def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
 
 def _layer_rules(shape: ModelShape, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
     """The tensors of a layer, counted from 0."""
-    model = shape.model
-    if shape.family.gguf.block:
+    model, kind = shape.model, shape.family.gguf.layer
+    if kind == "named":
         yield from _named_rules(shape, theirs, ours)
-    elif isinstance(model, DeepseekConfig):
+    elif kind == "latent":
         yield from _two_norm_rules(shape, theirs, ours, "ffn_norm")
         yield from _latent_rules(model, theirs, f"{ours}self_attn.")
         if model.has_experts(layer):
             yield from _shared_expert_rules(shape, theirs, ours, "mlp.shared_experts.")
         else:
             yield from _mlp_rules(shape, theirs, f"{ours}mlp.")
-    elif isinstance(model, GptOssConfig):
+    elif kind == "sinks":
         yield from _two_norm_rules(shape, theirs, ours, "post_attention_norm")
         yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
         sinks = (f"{ours}self_attn.sinks",)
         yield TensorRule(f"{theirs}attn_sinks.weight", sinks, (shape.num_heads,))
         yield from _biased_expert_rules(shape, theirs, f"{ours}mlp.")
-    elif isinstance(model, Qwen3NextConfig):
+    elif kind == "delta":
         yield from _two_norm_rules(shape, theirs, ours, "post_attention_norm")
         if model.is_linear(layer):
             yield from _delta_rules(model, theirs, f"{ours}linear_attn.")
@@ -237,7 +237,7 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
         yield TensorRule(f"{theirs}attn_qkv.weight", (f"{ours}qkv_proj.weight",), (rows, C))
         counts = {}
     # Beside each head's query Qwen3-Next has the gate of its output.
-    wide = 2 if isinstance(shape.model, Qwen3NextConfig) else 1
+    wide = 2 if spec.gguf.layer == "delta" else 1
     for letter, heads in counts.items():
         change: Change = "rotary" if spec.gguf.rotates_pairs and letter != "v" else "none"
         for kind, rest in (("weight", (C,)), ("bias", ()))[: 2 if shape.qkv_bias else 1]:
@@ -300,7 +300,7 @@ def _two_norm_rules(shape: ModelShape, theirs: str, ours: str, second: str) -> I
     yield from _norm_rules(shape, theirs + second, f"{ours}post_attention_layernorm")
 
 
-def _latent_rules(model: DeepseekConfig, theirs: str, ours: str) -> Iterator[TensorRule]:
+def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """Multi-head latent attention, with keys and values apart."""
     C, H, L, Q = (
         model.hidden_size,
@@ -339,9 +339,9 @@ def _shared_expert_rules(
     if shape.family.experts is not None:
         yield from _expert_rules(shape, shape.family.experts, theirs, ours)
     C, model = shape.hidden_size, shape.model
-    if isinstance(model, DeepseekConfig):
+    if shape.family.gguf.layer == "latent":
         size = model.moe_intermediate_size * model.n_shared_experts
-        if model.model_type == "deepseek_v3":
+        if shape.family.has_buffers:
             bias = (f"{ours}mlp.gate.e_score_correction_bias",)
             yield TensorRule(f"{theirs}exp_probs_b.bias", bias, (model.num_experts,))
     else:
@@ -368,7 +368,7 @@ def _biased_expert_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[
         yield TensorRule(f"{to}.bias", (f"{source}_bias",), (E, outputs), taken=taken, axis=1)
 
 
-def _delta_rules(model: Qwen3NextConfig, theirs: str, ours: str) -> Iterator[TensorRule]:
+def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """Linear attention, with each key head's queries, keys, values and gates apart."""
     C, G, H = model.hidden_size, model.linear_num_key_heads, model.linear_num_value_heads
     D, E = model.linear_key_head_dim, model.linear_value_head_dim

@@ -32,7 +32,7 @@ from firstlight.conversion.gguf_tensors import TensorRule, tensor_rules
 from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.files.atomic import replacing
-from firstlight.models import FAMILIES, DeepseekConfig, Qwen3NextConfig
+from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.loading import COMPUTED_BUFFERS
 
@@ -156,13 +156,12 @@ def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) ->
             "llama.cpp rounds the bounds between which YaRN blends frequencies, the model does not "
             "(truncate false): logits differ slightly"
         )
-    if isinstance(shape.model, DeepseekConfig | Qwen3NextConfig):
-        eps = shape.model.rms_norm_eps
-        if eps != 1e-6:
-            notes.append(
-                f"llama.cpp takes rms_norm_eps {eps} for the norms within attention, too, where "
-                "the model has 1e-06: logits differ slightly"
-            )
+    eps = getattr(shape.model, "rms_norm_eps", None)
+    if spec.inner_eps is not None and eps != spec.inner_eps:
+        notes.append(
+            f"llama.cpp takes rms_norm_eps {eps} for the norms within attention, too, where "
+            f"the model has {spec.inner_eps}: logits differ slightly"
+        )
     if scaling is not None and scaling.rope_type == "longrope":
         notes.append(
             "llama.cpp takes LongRoPE's long or short factors by the context it is opened with, "

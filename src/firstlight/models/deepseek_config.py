@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -38,6 +39,8 @@ _GGUF = GGUFSpec(
         "n_shared_experts": "expert_shared_count",
     },
     optional=("q_lora_rank",),
+    layer="latent",
+    inner_eps=1e-6,
 )
 _SIZES = {
     "kv_lora_rank": 512,
@@ -76,7 +79,7 @@ class DeepseekConfig(DecoderConfig):
         ),
         "deepseek_v3": FamilySpec(
             "DeepseekV3ForCausalLM",
-            _GGUF,
+            replace(_GGUF, gating="sigmoid"),
             own_keys=("attention_bias",),
             json_names=_JSON_NAMES,
             hf_defaults={

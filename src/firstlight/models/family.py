@@ -85,6 +85,9 @@ class GGUFSpec:
         numbers: our key of a number -> GGUF's key.
         counts: our key of a whole number -> GGUF's key.
         optional: those of `numbers` and `counts` that a model may lack; for a count that is 0.
+        layer: kind of a layer's tensors: "llama", "named" (those of `block`), "latent" (multi-head
+            latent attention), "sinks" (a learned logit beside the scores) or "delta" (layers with
+            the gated delta rule).
         block: GGUF's names of a layer's parts -> the family's, where a layer has biases everywhere
             and one matrix for queries, keys and values; {} is a layer as in Llama.
         head: "written" where llama.cpp wants a tensor for a tied head, too; "tied" where it knows
@@ -93,6 +96,9 @@ class GGUFSpec:
         needs_window: True where its layers cannot do without one.
         has_window_base: True where it computes a rotary base of their own, too.
         exact_heads: True where llama.cpp wants the heads to share hidden_size.
+        gating: function of a router's scores, in layers with latent attention.
+        inner_eps: epsilon of the norms within attention in the model, for which llama.cpp takes
+            rms_norm_eps; None where the two are one.
         wide_scale_layers: number of layers at which llama.cpp takes hidden_size over heads for
             query_pre_attn_scalar, in place of head_dim; 0 is none.
     """
@@ -104,12 +110,15 @@ class GGUFSpec:
     numbers: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
+    layer: Literal["llama", "named", "latent", "sinks", "delta"] = "llama"
     block: Mapping[str, str] = field(default_factory=dict)
     head: Literal["", "written", "tied"] = ""
     has_windows: bool = False
     needs_window: bool = False
     has_window_base: bool = False
     exact_heads: bool = False
+    gating: Literal["softmax", "sigmoid"] = "softmax"
+    inner_eps: float | None = None
     wide_scale_layers: int = 0
 
 

@@ -45,6 +45,7 @@ _GGUF = GGUFSpec(
         ("scale_attn_by_inverse_layer_idx", (False,), False),
         ("add_cross_attention", (False,), False),
     ),
+    layer="named",
     block={
         "attn_norm": "ln_1",
         "attn_qkv": "attn.c_attn",

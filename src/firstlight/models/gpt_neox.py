@@ -28,6 +28,7 @@ _NEOX = FamilySpec(
     GGUFSpec(
         "gptneox",
         fixed=(("attention_bias", (True,), True),),
+        layer="named",
         block={
             "attn_norm": "input_layernorm",
             "attn_qkv": "attention.query_key_value",

@@ -39,6 +39,7 @@ class GptOssConfig(DecoderConfig):
                     ("swiglu_alpha", (1.702,), 1.702),
                     ("swiglu_limit", (7.0,), 7.0),
                 ),
+                layer="sinks",
                 head="written",
                 has_windows=True,
                 needs_window=True,

@@ -47,6 +47,8 @@ class Qwen3NextConfig(MoEConfig):
                     "linear_num_value_heads": "ssm.time_step_rank",
                     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
                 },
+                layer="delta",
+                inner_eps=1e-6,
             ),
             own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
             hf_defaults={
