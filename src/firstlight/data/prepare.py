@@ -108,10 +108,8 @@ def prepare(
     if drawn is not None:
         chosen.require_all_of(drawn.name)
         return prepare_random(drawn, tokenizer, out, chosen.fraction, overwrite, shard_tokens)
-    with (
-        _encoder(tokenizer, sources, workers, engine, ray_address, max_tokens) as encode,
-        new_folder(out, replace=overwrite, synced=True) as folder,
-    ):
+    encoder = _encoder(tokenizer, sources, workers, engine, ray_address, max_tokens)
+    with encoder as encode, new_folder(out, replace=overwrite, synced=True) as folder:
         preparation = _Preparation(CorpusWriter(folder, tokenizer, shard_tokens), chosen)
         preparation.run(sources, text_key, encode, progress=progress)
         return preparation.finish(folder, names, text_key)

@@ -255,26 +255,16 @@ def generate(
     choices: int | None = None,
     compile: bool = False,
 ) -> Generation:
-    """Continue a text. `SamplingConfig` explains each of the options that it has, too.
+    """Continue a text.
 
     Args:
         checkpoint: a folder or hub id as for `load`, or what `load` returned.
         prompt: text to continue; empty starts from the model's beginning-of-text token.
         max_new_tokens: greatest number of new tokens.
         temperature: divisor of the logits; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to choose among; 0 is all.
-        top_p: probability that the tokens to choose among reach together.
         seed: seed of the random choice.
-        min_p: least probability of a token, relative to the likeliest one's.
-        repetition_penalty: divisor of the logits of tokens seen before.
-        stop: texts that end the text.
-        logprobs: number of likeliest tokens whose log probabilities are given.
-        frequency_penalty: amount taken from a token's logit for each time it was seen.
-        presence_penalty: amount taken from the logit of each token seen before.
-        logit_bias: additions to the logits by token id.
-        slide: go on beyond the model's context.
-        beams: number of beams of a beam search; 1 is no beam search.
-        choices: number of likeliest tokens that are given with their probabilities.
+        top_k, top_p, min_p, repetition_penalty, stop, logprobs, frequency_penalty,
+            presence_penalty, logit_bias, slide, beams, choices: see `SamplingConfig`.
         compile: see `GenerationStream`.
 
     Raises:
