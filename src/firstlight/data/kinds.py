@@ -42,16 +42,17 @@ class FileKind(NamedTuple):
         return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
 
 
-def _pandoc(name: str, form: str) -> FileKind:
-    return FileKind(name, f"make text of it with pandoc -f {form} {{file}} -t plain -o {{text}}")
-
-
 _PDF = FileKind("a PDF document", "make text of it with pdftotext {file} {text}")
-_DOCX = _pandoc("a Word document", "docx")
-_ODT = _pandoc("an OpenDocument text", "odt")
-_EPUB = _pandoc("an e-book", "epub")
-_HTML = _pandoc("a web page", "html")
-_RTF = _pandoc("a document in rich text format", "rtf")
+_DOCX, _ODT, _EPUB, _HTML, _RTF = (
+    FileKind(name, f"make text of it with pandoc -f {form} {{file}} -t plain -o {{text}}")
+    for name, form in (
+        ("a Word document", "docx"),
+        ("an OpenDocument text", "odt"),
+        ("an e-book", "epub"),
+        ("a web page", "html"),
+        ("a document in rich text format", "rtf"),
+    )
+)
 _SHEET = FileKind(
     "a spreadsheet",
     "save it as CSV in a spreadsheet program, and name the column of the text with --text-key",
@@ -61,17 +62,19 @@ _OLD_OFFICE = FileKind(
     "a document of an older Office program",
     "make text of it with soffice --headless --convert-to txt {file}",
 )
-_ZIP = FileKind("a ZIP archive", "unpack it with unzip {file} -d {folder}, and name that folder")
-_TAR = FileKind(
-    "a tar archive",
-    "unpack it with mkdir {folder} && tar -xf {file} -C {folder}, and name that folder",
+_ZIP, _TAR, _7Z, _RAR = (
+    FileKind(name, f"unpack it with {command}, and name that folder")
+    for name, command in (
+        ("a ZIP archive", "unzip {file} -d {folder}"),
+        ("a tar archive", "mkdir {folder} && tar -xf {file} -C {folder}"),
+        ("a 7z archive", "7z x {file} -o{folder}"),
+        ("a RAR archive", "unrar x {file} {folder}/"),
+    )
 )
-_7Z = FileKind("a 7z archive", "unpack it with 7z x {file} -o{folder}, and name that folder")
-_RAR = FileKind("a RAR archive", "unpack it with unrar x {file} {folder}/, and name that folder")
-_GZIP = FileKind("a compressed file", "unpack it with gzip -d {file}, and name what comes out")
-_BZIP2 = FileKind("a compressed file", "unpack it with bzip2 -d {file}, and name what comes out")
-_ZSTD = FileKind("a compressed file", "unpack it with zstd -d {file}, and name what comes out")
-_XZ = FileKind("a compressed file", "unpack it with xz -d {file}, and name what comes out")
+_GZIP, _BZIP2, _ZSTD, _XZ = (
+    FileKind("a compressed file", f"unpack it with {tool} -d {{file}}, and name what comes out")
+    for tool in ("gzip", "bzip2", "zstd", "xz")
+)
 _IMAGE = FileKind("an image", "leave it out, or have its letters read by tesseract {file} {folder}")
 _SOUND = FileKind("a recording", "leave it out, or write down first what is spoken in it")
 _SQLITE = FileKind(
@@ -79,9 +82,9 @@ _SQLITE = FileKind(
     "export its text with sqlite3 -header -csv {file} 'select COLUMN as text from TABLE' > OUT.csv",
 )
 _PARQUET = FileKind("a Parquet table", "let its name end in .parquet")
-_ARRAY = FileKind("a file of numbers", "leave it out")
-_PROGRAM = FileKind("a program", "leave it out")
-_BINARY = FileKind("a binary file", "leave it out")
+_ARRAY, _PROGRAM, _BINARY = (
+    FileKind(name, "leave it out") for name in ("a file of numbers", "a program", "a binary file")
+)
 _TEXT = FileKind("a text under another ending", "let its name end in .txt: cp {file} {text}")
 _LINES = FileKind("JSON with one record a line", "let its name end in .jsonl")
 _JSON = FileKind(
