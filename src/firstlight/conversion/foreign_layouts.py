@@ -14,7 +14,7 @@ Shapes are Hugging Face's, as letters:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Hugging Face's module of a GPT-2, the shapes of its weight and bias, LLMs-from-scratch's
 #: modules, of which several are stacked along the outputs, and OpenAI's.
@@ -161,16 +161,16 @@ class Layout:
     is_transposed: bool = True
 
 
-def _book_names(norm: Mapping[str, str], **changed: str) -> dict[str, tuple[str, ...]]:
-    """Names of a GPT of LLMs-from-scratch, given those of a norm's two tensors; `changed`: modules
-    that are called otherwise, by the end of Hugging Face's name."""
+def _book_gpt(mark: str, norm: Mapping[str, str], **changed: str) -> Layout:
+    """A GPT of LLMs-from-scratch, given the names of a norm's two tensors; `changed`: modules that
+    are called otherwise, by the end of Hugging Face's name."""
     names = {}
     for module, _, bias, theirs, _ in _GPT2:
         modules = changed.get(module.rsplit(".", 1)[-1] if ".attn." in module else "", theirs)
         for kind in ("weight", "bias") if bias else ("weight",):
             name = norm[kind] if "ln_" in module else kind
             names[f"{module}.{kind}"] = tuple(f"{one}.{name}" for one in modules.split())
-    return names
+    return Layout("LLMs-from-scratch", "gpt2", mark, names, _GPT2_SHAPES, optional=QKV_BIAS)
 
 
 def _openai_names() -> dict[str, tuple[str, ...]]:
@@ -185,12 +185,15 @@ def _openai_names() -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _llama_names(column: int, norm: str = "weight") -> dict[str, tuple[str, ...]]:
-    """Names of a program's Llama; `norm` is its name for the weights of norms."""
-    return {
+def _llama(
+    program: str, mark: str, column: int, norm: str = "weight", *, rotates_pairs: bool = False
+) -> Layout:
+    """A program's Llama, named in a column of `_LLAMA`; `norm` is its name for weights of norms."""
+    names = {
         f"{row[0]}.weight": (f"{row[column]}.{norm if row[1] == 'C' else 'weight'}",)
         for row in _LLAMA
     }
+    return Layout(program, "llama", mark, names, _LLAMA_SHAPES, rotates_pairs=rotates_pairs)
 
 
 NANOGPT = Layout(
@@ -202,35 +205,16 @@ NANOGPT = Layout(
     optional=frozenset(name for name in _GPT2_SHAPES if name.endswith(".bias")),
 )
 #: `GPTModelFast`: queries, keys and values in one, torch's own norms.
-BOOK_GPT_FAST = Layout(
-    program="LLMs-from-scratch",
-    kind="gpt2",
-    mark=".att.qkv.weight",
-    names=_book_names(
-        {"weight": "weight", "bias": "bias"},
-        c_attn="trf_blocks.{}.att.qkv",
-        c_proj="trf_blocks.{}.att.proj",
-    ),
-    shapes=_GPT2_SHAPES,
-    optional=QKV_BIAS,
+BOOK_GPT_FAST = _book_gpt(
+    ".att.qkv.weight",
+    {"weight": "weight", "bias": "bias"},
+    c_attn="trf_blocks.{}.att.qkv",
+    c_proj="trf_blocks.{}.att.proj",
 )
 #: `GPTModel`.
-BOOK_GPT = Layout(
-    program="LLMs-from-scratch",
-    kind="gpt2",
-    mark=".ff.layers.0.weight",
-    names=_book_names({"weight": "scale", "bias": "shift"}),
-    shapes=_GPT2_SHAPES,
-    optional=QKV_BIAS,
-)
+BOOK_GPT = _book_gpt(".ff.layers.0.weight", {"weight": "scale", "bias": "shift"})
 #: `Llama2Model`, `Llama3Model` and `Llama3ModelFast`: rotary pairs (i, i + D/2), as Hugging Face.
-BOOK_LLAMA = Layout(
-    program="LLMs-from-scratch",
-    kind="llama",
-    mark=".ff.fc1.weight",
-    names=_llama_names(2),
-    shapes=_LLAMA_SHAPES,
-)
+BOOK_LLAMA = _llama("LLMs-from-scratch", ".ff.fc1.weight", 2)
 OPENAI = Layout(
     program="OpenAI's GPT-2 (TensorFlow)",
     kind="gpt2",
@@ -239,22 +223,8 @@ OPENAI = Layout(
     shapes=_GPT2_SHAPES,
     is_transposed=False,
 )
-META = Layout(
-    program="Meta's Llama",
-    kind="llama",
-    mark=".attention.wq.weight",
-    names=_llama_names(3),
-    shapes=_LLAMA_SHAPES,
-    rotates_pairs=True,
-)
-TORCHTUNE = Layout(
-    program="torchtune",
-    kind="llama",
-    mark=".attn.output_proj.weight",
-    names=_llama_names(4, "scale"),
-    shapes=_LLAMA_SHAPES,
-    rotates_pairs=True,
-)
+META = _llama("Meta's Llama", ".attention.wq.weight", 3, rotates_pairs=True)
+TORCHTUNE = _llama("torchtune", ".attn.output_proj.weight", 4, "scale", rotates_pairs=True)
 #: The form without value embeddings, factors of the residual stream and windows.
 NANOCHAT = Layout(
     program="nanochat",
@@ -277,14 +247,15 @@ _LITGPT_NORMS = {
 
 def litgpt_layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
     """The layout of a Llama-like model of litgpt, with biases or norms of queries and keys."""
-    names, shapes = _llama_names(5), dict(_LLAMA_SHAPES)
+    plain = _llama("litgpt", ".mlp.fc_1.weight", 5)
+    names, shapes = dict(plain.names), dict(plain.shapes)
     if qkv_bias:
         names |= _LITGPT_BIASES
         shapes |= {name: "Q" if "q_proj" in name else "K" for name in _LITGPT_BIASES}
     if qk_norm:
         names |= _LITGPT_NORMS
         shapes |= dict.fromkeys(_LITGPT_NORMS, "D")
-    return Layout("litgpt", "llama", ".mlp.fc_1.weight", names, shapes)
+    return replace(plain, names=names, shapes=shapes)
 
 
 #: Layouts of single files. The first one whose mark a file has applies: the fast GPT has the plain
