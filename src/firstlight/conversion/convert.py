@@ -40,7 +40,7 @@ from firstlight.weights.huggingface import (
     generation_config,
     tokenizer_of,
 )
-from firstlight.weights.stored import save_weights
+from firstlight.weights.stored import FLOAT_FORMATS, save_weights
 
 #: The formats of each target; "auto" keeps that of the source.
 _GGUF_FORMATS = ("auto", "f32", "f16", "bf16", "q8_0", *QUANTISED)
@@ -56,12 +56,7 @@ _SHORT_NAMES = {
     "fp32": "f32",
     "fp16": "f16",
 }
-_TORCH_DTYPES = {
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f64": torch.float64,
-}
+_TORCH_DTYPES = {kind.lower(): dtype for kind, dtype in FLOAT_FORMATS.items()}
 
 #: Most bytes of a calibration text; 32,768 tokens of it are read.
 _MAX_CALIBRATION_BYTES = 10_000_000
