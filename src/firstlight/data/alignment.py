@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.data.corpus import TokenDataset
+from firstlight.data.corpus import DocumentIds, RowIds, TokenDataset
 from firstlight.data.examples import LongPolicy, kind_of, open_split, pack_best_fit
 from firstlight.data.loader import RowAlignment
 from firstlight.data.shards import read_manifest
@@ -132,11 +132,7 @@ class AlignedDataset(TokenDataset):
             raise DataError(f"the '{self.split}' split of {self.folder} has no token to predict")
 
     def fill_row(
-        self,
-        row: int,
-        input_ids: npt.NDArray[np.int64],
-        labels: npt.NDArray[np.int64],
-        document_ids: npt.NDArray[np.int32] | None,
+        self, row: int, input_ids: RowIds, labels: RowIds, document_ids: DocumentIds | None
     ) -> None:
         rows, position = self.rows(len(input_ids)), 0
         pieces = range(int(rows.starts[row]), int(rows.starts[row + 1]))

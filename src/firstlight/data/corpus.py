@@ -47,6 +47,9 @@ from firstlight.data.shards import (
 )
 from firstlight.errors import DataError
 
+#: A row of a batch, [seq_len]: token ids or labels, and the number of each position's document.
+RowIds = npt.NDArray[np.int64]
+DocumentIds = npt.NDArray[np.int32]
 #: The content of a prepared folder, by the names of `data.kind`, or a mix of several.
 Kind = Literal["text", "chat", "preference", "mix"]
 
@@ -333,11 +336,7 @@ class TokenDataset(Corpus):
         return self, shuffled_index(index, rows, seed, epoch)
 
     def fill_row(
-        self,
-        row: int,
-        input_ids: npt.NDArray[np.int64],
-        labels: npt.NDArray[np.int64],
-        document_ids: npt.NDArray[np.int32] | None,
+        self, row: int, input_ids: RowIds, labels: RowIds, document_ids: DocumentIds | None
     ) -> None:
         """Write a row into the arrays of a batch.
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from firstlight.data.conversations import REASONS
-from firstlight.data.corpus import Corpus, Kind, TokenDataset
+from firstlight.data.corpus import Corpus, DocumentIds, Kind, RowIds, TokenDataset
 from firstlight.data.shards import LABELLED_VERSION, REJECTED_NAME, read_manifest
 from firstlight.errors import DataError
 
@@ -250,11 +250,7 @@ class ExampleDataset(TokenDataset):
         self.packing(seq_len)
 
     def fill_row(
-        self,
-        row: int,
-        input_ids: npt.NDArray[np.int64],
-        labels: npt.NDArray[np.int64],
-        document_ids: npt.NDArray[np.int32] | None,
+        self, row: int, input_ids: RowIds, labels: RowIds, document_ids: DocumentIds | None
     ) -> None:
         assert document_ids is not None
         seq_len, position = len(input_ids), 0
