@@ -226,44 +226,32 @@ def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> An
     return importlib.import_module("chainlit.server").app
 
 
+#: The settings of the page: label, description, and least and greatest value of a slider; without
+#: them a field for a whole number.
+_SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
+    "temperature": (
+        "Temperature",
+        "0 takes the likeliest token, higher spreads the choice",
+        (0, 2),
+    ),
+    "top_k": ("Top k", "only the k likeliest tokens; 0 is off", None),
+    "top_p": ("Top p", "only the likeliest tokens that sum to p; 1 is off", (0.05, 1)),
+    "max_new_tokens": ("Answer length", "tokens of an answer, at most", None),
+}
+
+
 def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
     """The widgets of the page's settings."""
-    return [
-        widgets.Slider(
-            id="temperature",
-            label="Temperature",
-            initial=now.temperature,
-            min=0,
-            max=max(2, now.temperature),
-            step=0.05,
-            description="0 takes the likeliest token, higher spreads the choice",
-        ),
-        widgets.NumberInput(
-            id="top_k",
-            label="Top k",
-            initial=now.top_k,
-            description="only the k likeliest tokens; 0 is off",
-        ),
-        widgets.Slider(
-            id="top_p",
-            label="Top p",
-            initial=now.top_p,
-            min=0.05,
-            max=1,
-            step=0.05,
-            description="only the likeliest tokens that sum to p; 1 is off",
-        ),
-        widgets.NumberInput(
-            id="max_new_tokens",
-            label="Answer length",
-            initial=now.max_new_tokens,
-            description="tokens of an answer, at most",
-        ),
-    ]
-
-
-#: The settings of the page; True for whole numbers.
-_IS_WHOLE = {"temperature": False, "top_k": True, "top_p": False, "max_new_tokens": True}
+    found = []
+    for name, (label, description, limits) in _SETTINGS.items():
+        value = getattr(now, name)
+        shown = {"id": name, "label": label, "initial": value, "description": description}
+        if limits is None:
+            found.append(widgets.NumberInput(**shown))
+        else:
+            least, most = limits[0], max(limits[1], value)
+            found.append(widgets.Slider(**shown, min=least, max=most, step=0.05))
+    return found
 
 
 def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> SamplingConfig:
@@ -273,11 +261,11 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
         ConfigError: a value is not a number, or out of range.
     """
     changes: dict[str, Any] = {}
-    for name, is_whole in _IS_WHOLE.items():
+    for name, (_, _, limits) in _SETTINGS.items():
         value = values.get(name)
         if value is None or value == "":  # a field that was emptied
             continue
-        changes[name] = _number(name, value, is_whole)
+        changes[name] = _number(name, value, limits is None)
     return replace(settings, **changes)
 
 
