@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -37,7 +38,7 @@ from firstlight.serving.openapi import (
     with_schemas,
 )
 from firstlight.serving.processor import PreparedRequest
-from firstlight.serving.request import ChatRequest, CompletionRequest
+from firstlight.serving.request import ChatRequest, CompletionRequest, GenerationRequest
 from firstlight.serving.response import GeneratedChoice, usage_of
 from firstlight.serving.scheduler import Update
 from firstlight.serving.service import Service
@@ -50,6 +51,7 @@ _PLAIN_ROUTES = (
     "/metrics",
     "/openapi.json",
 )
+_Endpoint = Callable[[Request], Awaitable[Response]]
 _LAST_EVENT = b"data: [DONE]\n\n"
 
 
@@ -180,20 +182,18 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return EventStream(service, prepared)
         return await _whole_response(service, prepared, request)
 
-    @app.post(
-        "/v1/completions",
-        responses=responses(Completion, *errors, streamed=True),
-        openapi_extra=request_body(CompletionRequest),
-    )
+    def post(
+        path: str, body: type[GenerationRequest], response: type[BaseModel]
+    ) -> Callable[[_Endpoint], _Endpoint]:
+        described = responses(response, *errors, streamed=True)
+        return app.post(path, responses=described, openapi_extra=request_body(body))
+
+    @post("/v1/completions", CompletionRequest, Completion)
     async def completions(request: Request) -> Response:
         """Continue one or more texts."""
         return await respond(request, service.processor.completion)
 
-    @app.post(
-        "/v1/chat/completions",
-        responses=responses(ChatCompletion, *errors, streamed=True),
-        openapi_extra=request_body(ChatRequest),
-    )
+    @post("/v1/chat/completions", ChatRequest, ChatCompletion)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await respond(request, service.processor.chat)

@@ -319,12 +319,8 @@ def _require_no_effect(name: str, value: Any, kind: type[GenerationRequest]) -> 
             return
         raise _unsupported(name)
     name = _shortened(name)
-    raise RequestError(
-        400,
-        f"unknown field '{name}'{nearest(name, kind.model_fields)}",
-        param=name,
-        code="unknown_parameter",
-    )
+    message = f"unknown field '{name}'{nearest(name, kind.model_fields)}"
+    raise RequestError(400, message, param=name, code="unknown_parameter")
 
 
 def _described(error: ValidationError) -> RequestError:
@@ -348,12 +344,8 @@ def _described(error: ValidationError) -> RequestError:
 
 
 def _unsupported(param: str) -> RequestError:
-    return RequestError(
-        400,
-        f"{param} is not supported by this server: leave it out",
-        param=param,
-        code="unsupported_parameter",
-    )
+    message = f"{param} is not supported by this server: leave it out"
+    return RequestError(400, message, param=param, code="unsupported_parameter")
 
 
 def _shortened(name: str) -> str:
