@@ -109,17 +109,9 @@ def push(
                 return facts, _write_model(facts, repository, new, gguf, licence, card)
 
         facts, notes = read_model_folder(source, written, best=best)
-        return Pushed(
-            repository=repository,
-            url=upload_folder(folder, repository, kind="model", private=private)
-            if upload
-            else None,
-            folder=kept,
-            files=_sizes(folder),
-            step=facts.step,
-            unfinished_of=facts.max_steps if facts.is_unfinished else None,
-            notes=notes,
-        )
+        url = upload_folder(folder, repository, kind="model", private=private) if upload else None
+        unfinished_of = facts.max_steps if facts.is_unfinished else None
+        return Pushed(repository, url, kept, _sizes(folder), facts.step, unfinished_of, notes=notes)
 
 
 def push_data(
@@ -165,14 +157,8 @@ def push_data(
                     shutil.copyfile(source / name, new / name)
             text = corpus_card(corpus_facts(source, manifest), manifest, repository, licence)
             write_file(new / CARD_NAME, text)
-        return Pushed(
-            repository=repository,
-            url=upload_folder(place, repository, kind="dataset", private=private)
-            if upload
-            else None,
-            folder=kept,
-            files=_sizes(place),
-        )
+        url = upload_folder(place, repository, kind="dataset", private=private) if upload else None
+        return Pushed(repository, url, kept, _sizes(place))
 
 
 def _require_free_name(repository: str, *, upload: bool) -> None:
