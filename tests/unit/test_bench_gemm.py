@@ -310,7 +310,7 @@ def test_fp32_is_fp32_whatever_torch_is_set_to(monkeypatch: pytest.MonkeyPatch) 
         seen.append(torch.get_float32_matmul_precision())
         return 1.0
 
-    monkeypatch.setattr(gemm, "measure", measured)
+    monkeypatch.setattr(gemm, "measure_product", measured)
     monkeypatch.setattr(gemm, "warm_up", lambda multiply, device: 1.0)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
@@ -330,7 +330,7 @@ def test_products_take_turns(monkeypatch: pytest.MonkeyPatch, tiny: None) -> Non
         order.append((product.name, operands[0].dtype))
         return 1.0
 
-    monkeypatch.setattr(gemm, "measure", measured)
+    monkeypatch.setattr(gemm, "measure_product", measured)
     # Two formats, whatever this machine has.
     monkeypatch.setattr(gemm, "hardware_dtypes", lambda hardware: ["fp32", "bf16"])
     run = GemmRun(GemmBench(device="cpu"), replace(_TINY, turns=2))
@@ -353,7 +353,7 @@ def test_rounds_fill_the_time_that_is_there(
     # All products of a round together take a second, and none is repeated.
     once = 1 / len(run.products)
     monkeypatch.setattr(gemm, "warm_up", lambda multiply, device: once)
-    monkeypatch.setattr(gemm, "measure", lambda *_: once)
+    monkeypatch.setattr(gemm, "measure_product", lambda *_: once)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     run.measure()
     assert run.rounds == rounds
@@ -393,7 +393,7 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
 def test_an_interruption_leaves_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    really = gemm_products.measure
+    really = gemm_products.measure_product
     count = 0
 
     def measured(*arguments: Any) -> float:
@@ -403,7 +403,7 @@ def test_an_interruption_leaves_what_was_measured(
             raise KeyboardInterrupt
         return really(*arguments)
 
-    monkeypatch.setattr(gemm, "measure", measured)
+    monkeypatch.setattr(gemm, "measure_product", measured)
     arguments = ["--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path), "--json"]
     with pytest.raises((KeyboardInterrupt, click.Abort)):
         gemm_command.main(arguments, standalone_mode=False)

@@ -17,7 +17,7 @@ from firstlight.bench.generation import (
     draw,
     summarize,
 )
-from firstlight.bench.generation_once import generation_once
+from firstlight.bench.generation_once import measure as generation_once
 from firstlight.bench.options import GenerationBench
 from firstlight.bench.runner import RowOutcome
 from firstlight.cli.bench_tables import show_generation

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from firstlight.bench.gpu_generation import GENERATION, measure_generation
+from firstlight.bench.gpu_generation import GENERATION
+from firstlight.bench.gpu_generation import measure as measure_generation
 from firstlight.bench.gpu_guide import GUIDE_PART, predict_bert
 from firstlight.bench.gpu_ladder import LADDER, MEMORY_GOAL, Ladder, Rung, ladders
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Part
 from firstlight.bench.gpu_planner import FIRST, PLANNER, fit_speed, memory_results
 from firstlight.bench.models import PlannerCase, gpu_grid, model_values
-from firstlight.bench.planner_steps import packed, planner_steps, predict_case, predicting, unpacked
+from firstlight.bench.planner_steps import measure as planner_steps
+from firstlight.bench.planner_steps import packed, predict_case, predicting, unpacked
 from firstlight.bench.runner import RowOutcome
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware

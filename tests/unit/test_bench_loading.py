@@ -34,7 +34,7 @@ from firstlight.bench.loading import (
     model_config,
     parse_count,
 )
-from firstlight.bench.memory import load_once
+from firstlight.bench.memory import measure as load_once
 from firstlight.bench.options import LoadingBench
 from firstlight.cli.bench_tables import show_loading
 from firstlight.cli.main import main

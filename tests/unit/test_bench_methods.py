@@ -56,7 +56,8 @@ from firstlight.bench.options import MethodsBench
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ForkServer, ask, ask_ranks, error_of, signals_waiting
 from firstlight.bench.training import StepsPlan, plan_steps
-from firstlight.bench.training_once import Tokens, training_once, write_tokens
+from firstlight.bench.training_once import Tokens, write_tokens
+from firstlight.bench.training_once import measure as training_once
 from firstlight.bench.written_out import write_out
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
@@ -679,7 +680,7 @@ def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
     work: MethodsWork, one_thread: None
 ) -> None:
     environment = child_environment(False, work.caches)
-    with ForkServer(environment, "firstlight.bench.training_once", "training_once") as server:
+    with ForkServer(environment, "firstlight.bench.training_once") as server:
         found = server.ask(request_of(work, {}), None)
         assert found["losses"] == training_once(request_of(work, {}))["losses"]
         assert found["peak_bytes"] > 0

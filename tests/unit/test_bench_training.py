@@ -45,7 +45,8 @@ from firstlight.bench.training import (
     summarize,
     training_rows,
 )
-from firstlight.bench.training_once import training_once, write_tokens
+from firstlight.bench.training_once import measure as training_once
+from firstlight.bench.training_once import write_tokens
 from firstlight.cli import main as cli_main
 from firstlight.cli.bench import training_command
 from firstlight.data.loader import Batch
@@ -612,9 +613,9 @@ def test_a_process_that_fails_says_why(module: Path, code: str, message: str) ->
 def test_a_process_answers_past_what_libraries_print(module: Path) -> None:
     module.write_text(
         "import sys\n"
-        "from firstlight.bench.process import answer\n"
         "print('a line of a library')\n"
-        "answer(lambda request: {'got': request, 'x': sys.flags.safe_path}, sys.argv[1])\n",
+        "def measure(request):\n"
+        "    return {'got': request, 'x': sys.flags.safe_path}\n",
         encoding="utf-8",
     )
     assert ask("stub", {"a": [1]}, os.environ) == {"got": {"a": [1]}, "x": True}

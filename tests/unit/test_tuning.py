@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from firstlight.bench import tuning
 from firstlight.bench.process import error_of
 from firstlight.bench.tuning import TuneResult, tune
-from firstlight.bench.tuning_once import trial_processes, tuning_once
+from firstlight.bench.tuning_once import measure as tuning_once
+from firstlight.bench.tuning_once import trial_processes
 from firstlight.bench.tuning_page import in_order, table
 from firstlight.bench.tuning_space import (
     POINTS,

@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any
 
 from firstlight.bench.options import BudgetBench, require_positive
 from firstlight.bench.pictures import markdown_table, new_figure, png_of
-from firstlight.bench.process import answer, ask, training_environment
+from firstlight.bench.process import ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
 from firstlight.console import parse_time, rounded, say
 from firstlight.errors import ConfigError
@@ -185,7 +184,7 @@ def measure_run(case: BudgetCase, folder: Path) -> dict[str, Any]:
     return {"digest": case.digest, **head, "settings": case.settings, **found}
 
 
-def budget_once(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train on a text within a budget, and evaluate on all held-out text.
 
     Args:
@@ -309,6 +308,3 @@ text. Seconds are those of the chosen run's whole command.
 
 Machine: {machine}.
 """
-
-if __name__ == "__main__":
-    answer(budget_once, sys.argv[1])

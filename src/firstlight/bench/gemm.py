@@ -34,7 +34,7 @@ from firstlight.bench.gemm_products import (
     fp32_products,
     make_multiply,
     make_operands,
-    measure,
+    measure_product,
     paddings,
     plan_for,
     repeats_of,
@@ -131,7 +131,7 @@ class GemmRun:
                     progress.update(task, description=what)
                     with fp32_products(name):
                         repeats, _ = costs[number, name]
-                        found = measure(product, operands[name], repeats, device)
+                        found = measure_product(product, operands[name], repeats, device)
                     self.seconds[name][number].append(found)
                     progress.advance(task, work[number, name])
             if self.plan.pass_bytes:

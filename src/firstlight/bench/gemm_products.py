@@ -338,7 +338,9 @@ def repeats_of(product_seconds: float, measure_seconds: float) -> int:
     return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
 
 
-def measure(product: GemmProduct, operands: Operands, repeats: int, device: torch.device) -> float:
+def measure_product(
+    product: GemmProduct, operands: Operands, repeats: int, device: torch.device
+) -> float:
     """Seconds that one product takes, over `repeats`; short ones are multiplied once before."""
     multiply = make_multiply(product, operands)
     if repeats > 1:
@@ -362,7 +364,7 @@ def product_rates(
     rates: list[list[float]] = [[] for _ in products]
     for _ in range(rounds):
         for these, one, times in zip(rates, products, repeats, strict=True):
-            these.append(one.flops / measure(one, operands, times, device))
+            these.append(one.flops / measure_product(one, operands, times, device))
     return rates
 
 

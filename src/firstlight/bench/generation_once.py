@@ -1,16 +1,15 @@
 """Time one program that continues texts, in a process of its own.
 
-A row's process (`python -m firstlight.bench.generation_once REQUEST`) loads a model, and continues
-prompts of random tokens, greedily and never ending early: all of one length, since transformers
-would have to pad others. For each number of prompts, one continuation is made first without timing.
-Then the time until the first token of all prompts is chosen (prefill) and the time from there to
-the last token of all (decoding) are measured. transformers' `generate` is timed from outside, once
-for one new token and once for all of them; the difference is the decoding.
+A row's process loads a model, and continues prompts of random tokens, greedily and never ending
+early: all of one length, since transformers would have to pad others. For each number of prompts,
+one continuation is made first without timing. Then the time until the first token of all prompts is
+chosen (prefill) and the time from there to the last token of all (decoding) are measured.
+transformers' `generate` is timed from outside, once for one new token and once for all of them; the
+difference is the decoding.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 
 from firstlight.bench.memory import begin_peak
-from firstlight.bench.process import answer
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
@@ -35,7 +33,7 @@ Timing = tuple[float, float, list[int]]
 Continue = Callable[[list[list[int]]], Timing]
 
 
-def generation_once(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Load a model and time its continuations.
 
     Args:
@@ -171,7 +169,3 @@ def continue_with_generate(
         return first, whole - first, token_ids
 
     return continue_texts
-
-
-if __name__ == "__main__":
-    answer(generation_once, sys.argv[1])

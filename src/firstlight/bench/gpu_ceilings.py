@@ -1,6 +1,6 @@
 """Part "ceilings" of `firstlight bench gpu`: the rates that bound every other figure.
 
-    python -m firstlight.bench.gpu_ceilings REQUEST
+    python -m firstlight.bench.process firstlight.bench.gpu_ceilings REQUEST
 
 REQUEST is a JSON object with "measure" and "device", and for
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from firstlight.bench.gemm_products import (
     fp32_products,
     layer_products,
     make_operands,
-    measure,
+    measure_product,
     product_rates,
 )
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
@@ -40,7 +39,6 @@ from firstlight.bench.memory import copy_seconds
 from firstlight.bench.models import PlannerCase
 from firstlight.bench.pictures import markdown_table, new_figure, png_of
 from firstlight.bench.planner_memory import random_batch
-from firstlight.bench.process import answer
 from firstlight.bench.runner import Row
 from firstlight.hardware.device import find_hardware, synchronize
 from firstlight.hardware.gpus import GPU
@@ -262,7 +260,7 @@ _LAYERS: dict[str, dict[str, tuple[int, int, int]]] = {
 }
 
 
-def _measure(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     kinds = {"products": _products, "copies": _copies, "start": _start}
     return kinds[request["measure"]](request)
 
@@ -299,7 +297,7 @@ def _products(request: dict[str, Any]) -> dict[str, Any]:
         large = [i for i, one in enumerate(products) if one.flops >= _LARGE_FLOPS]
         best = max(large or range(len(products)), key=lambda i: max(rates[i]))
         repeats = max(1, round(request["sustained_seconds"] * medians[best] / products[best].flops))
-        seconds = measure(
+        seconds = measure_product(
             products[best], make_operands([products[best]], kind, device), repeats, device
         )
     found = [
@@ -390,7 +388,3 @@ def _training_step(request: Mapping[str, Any]) -> Callable[[], object]:
     program = TrainingProgram(recipe, model, hardware)
     batch = random_batch(recipe).to(hardware.device)
     return lambda: program.step([batch], lr_scale=1.0)
-
-
-if __name__ == "__main__":
-    answer(_measure, sys.argv[1])

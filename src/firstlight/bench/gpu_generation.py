@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.memory import copy_rate
 from firstlight.bench.models import model_values, random_model
 from firstlight.bench.pictures import draw_bars, markdown_table
-from firstlight.bench.process import answer
 from firstlight.bench.runner import Row
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, ModelConfig
@@ -201,7 +199,7 @@ GENERATION = Part(
 )
 
 
-def measure_generation(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Measure all programs in turns, see the module's head."""
     config = _config(request["model"])
     device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
@@ -371,7 +369,3 @@ _PROGRAMS: dict[str, Callable[[_Shared], Continue]] = {
     "decoder": _greedily,
     "decoder, compiled": functools.partial(_greedily, compiled=True),
 }
-
-
-if __name__ == "__main__":
-    answer(measure_generation, sys.argv[1])

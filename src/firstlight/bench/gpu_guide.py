@@ -4,7 +4,7 @@ The guide ("Methods and tools for efficient training on a single GPU", transform
 fine-tunes bert-large with rows of 512 tokens on a V100 with 16 GB, and reads memory with the
 driver's tool.
 
-    python -m firstlight.bench.gpu_guide REQUEST
+    python -m firstlight.bench.process firstlight.bench.gpu_guide REQUEST
 
 REQUEST is a JSON object:
 
@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -53,7 +52,6 @@ from firstlight.bench.planner_steps import (
     target_request,
     unpacked,
 )
-from firstlight.bench.process import answer
 from firstlight.bench.reference_programs import StepClock, run_trainer
 from firstlight.bench.runner import Row
 from firstlight.planner.memory.module import plan_module
@@ -242,7 +240,7 @@ GUIDE_PART = Part(
 )
 
 
-def _measure(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train and predict as the module's head says."""
     on_gpu = request["device"] == "cuda"
     idle = driver_used_bytes() if on_gpu else None
@@ -389,7 +387,3 @@ def predict_bert(request: dict[str, Any]) -> dict[str, Any]:
     )
     counted = all_micro_batches(found, request["accumulation"])
     return memory_entry(found) | {"operators": packed(counted.operators)}
-
-
-if __name__ == "__main__":
-    answer(_measure, sys.argv[1])

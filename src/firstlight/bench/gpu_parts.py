@@ -9,7 +9,7 @@ How a part is declared: a module `bench/gpu_NAME.py` with one `Part`, listed in 
             return [Row("tiny", _MODULE, {"device": "cpu", ...}, seconds=8)]
         return [Row("bert-large, batch 4", _MODULE, {"device": "cuda", ...}, seconds=40, value=2)]
 
-    def _measure(request: dict[str, Any]) -> dict[str, Any]:
+    def measure(request: dict[str, Any]) -> dict[str, Any]:
         ...
         return {"tokens_per_second": 1e5, "line": "100,000 tokens/s"}
 
@@ -20,9 +20,6 @@ How a part is declared: a module `bench/gpu_NAME.py` with one `Part`, listed in 
         return Page(summary="- x is ...", text=table, pictures={"gpu-NAME.png": draw_bars(...)})
 
     PART = Part("NAME", "Title of the page", "Subject of the figures.", _rows, _page)
-
-    if __name__ == "__main__":
-        answer(_measure, sys.argv[1])
 
 Rows (`runner.Row`): `seconds` counts the start of the process (about 10 s with torch and CUDA).
 `value` is their place in the order across all parts: 1 the few figures without which the page says
@@ -50,7 +47,6 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,7 +55,6 @@ from typing import Any
 import psutil
 import torch
 
-from firstlight.bench.process import answer
 from firstlight.bench.runner import Outcomes, Row, RowOutcome
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
@@ -203,7 +198,7 @@ class BenchMachine:
         return f"{' and '.join(missing)} not installed" if missing else ""
 
 
-def find_machine(request: Mapping[str, Any]) -> dict[str, Any]:
+def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     """Look at the machine.
 
     Returns:
@@ -265,7 +260,3 @@ def _driver_version() -> str:
         said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
         return said.stdout.splitlines()[0].strip() if said.stdout.strip() else ""
     return ""
-
-
-if __name__ == "__main__":
-    answer(lambda request: find_machine(request), sys.argv[1])

@@ -1,6 +1,6 @@
 """Part "run" of `firstlight bench gpu`: a real run by `firstlight train`, from text to its report.
 
-    python -m firstlight.bench.gpu_run REQUEST
+    python -m firstlight.bench.process firstlight.bench.gpu_run REQUEST
 
 REQUEST is a JSON object: "recipe" without data and steps, "minutes", "trial_steps" of a first run
 that finds the speed, "vocab_size", "work" and "keep".
@@ -21,7 +21,7 @@ from typing import Any
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.gpu_training import DRY_VOCAB_SIZE, VOCAB_SIZE
 from firstlight.bench.pictures import markdown_table, new_figure, png_of
-from firstlight.bench.process import answer, last_words
+from firstlight.bench.process import last_words
 from firstlight.bench.runner import Row
 from firstlight.bench.training_once import library_corpus
 from firstlight.errors import DIVERGED_EXIT_CODE, TrainingError
@@ -75,7 +75,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
     return [Row(_ROW, _MODULE, request, seconds=25 if machine.dry else 400, value=3, limit=500)]
 
 
-def _measure(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train twice: for some steps, to know the speed, and then for as many as the minutes hold.
 
     Returns:
@@ -203,6 +203,3 @@ RUN = Part(
     _rows,
     _page,
 )
-
-if __name__ == "__main__":
-    answer(_measure, sys.argv[1])

@@ -1,6 +1,6 @@
 """Part "training" of `firstlight bench gpu`: tokens a second beside other programs.
 
-    python -m firstlight.bench.gpu_training REQUEST
+    python -m firstlight.bench.process firstlight.bench.gpu_training REQUEST
 
 REQUEST has the keys of `training_once`, but in place of "data" it has "work", the folder of the
 standard library's tokens, which are made where they are missing, and "vocab_size", the size of
@@ -10,7 +10,6 @@ their vocabulary.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +19,10 @@ from firstlight.bench.gpu_ceilings import measured_ceiling
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import find_model
 from firstlight.bench.pictures import draw_bars, markdown_table
-from firstlight.bench.process import answer
 from firstlight.bench.runner import Row
 from firstlight.bench.training import FIRSTLIGHT, REFERENCE, turn_ratios
-from firstlight.bench.training_once import library_corpus, training_once
+from firstlight.bench.training_once import library_corpus
+from firstlight.bench.training_once import measure as measure_training
 from firstlight.models.accounting import meta_model, train_flops_per_token
 
 NAME = "training"
@@ -195,14 +194,14 @@ def _recipe(
     return values
 
 
-def _measure(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train as `training_once` does, on the standard library's source.
 
     Returns:
         "step_seconds", "first_step_seconds", "peak_bytes", "final_loss", "chosen".
     """
     corpus = library_corpus(Path(request["work"]), request["vocab_size"])
-    found = training_once({**request, "data": str(corpus)})
+    found = measure_training({**request, "data": str(corpus)})
     tokens = request["micro_batch_size"] * request["recipe"]["data"]["seq_len"]
     rate = tokens / statistics.median(found["step_seconds"])
     return {
@@ -326,6 +325,3 @@ TRAINING = Part(
     _rows,
     _page,
 )
-
-if __name__ == "__main__":
-    answer(_measure, sys.argv[1])

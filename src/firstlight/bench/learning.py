@@ -31,7 +31,7 @@ import torch
 from firstlight.bench.learning_rows import SIZES, choose_rows, find_row, recipe_values
 from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import LearningBench, require_known, require_positive
-from firstlight.bench.process import answer, ask, training_environment
+from firstlight.bench.process import ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
 from firstlight.bench.training_once import library_corpus
 from firstlight.console import say
@@ -328,7 +328,7 @@ def measure_run(case: LearningCase, earlier: list[dict[str, Any]], folder: Path)
     return {"digest": case.digest, **head, "seed": seed, "step": max_steps, **found}
 
 
-def learning_once(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train a recipe, in a process of its own.
 
     Args:
@@ -375,7 +375,3 @@ def learning_once(request: dict[str, Any]) -> dict[str, Any]:
 
 class _PaceIsKnown(Exception):  # noqa: N818 - no error
     """Ends a run whose first steps alone were wanted."""
-
-
-if __name__ == "__main__":
-    answer(learning_once, sys.argv[1])

@@ -112,7 +112,7 @@ def bench_loading(
 
     Returns:
         "checkpoint": its parameters, bytes and dtype; "machine"; "rows": for each way the median
-        of what `load_once` measures, its ratios, and all its "runs".
+        of what `memory.measure` finds, its ratios, and all its "runs".
 
     Raises:
         ConfigError, InputError, StorageError: an option is invalid, or the checkpoint be made.
@@ -173,7 +173,7 @@ def _read_once(path: Path) -> None:
 
 
 def measure(row: LoadingRow, folder: Path, dtype: str, device: str = "cpu") -> Found:
-    """Load one way in a new process; the result of `load_once`.
+    """Load one way in a new process; the result of `memory.measure`.
 
     Raises:
         ModelError: loading failed; with the last line that the process wrote.

@@ -1,9 +1,9 @@
 """Memory of a loading process: resident as the kernel counts it (`hardware.resident`), of torch's
 allocator, of the GPU.
 
-`load_once` loads one model once, in a process of its own, and says what it took:
+`measure` loads one model once, in a process of its own, and says what it took:
 
-    python -m firstlight.bench.memory REQUEST
+    python -m firstlight.bench.process firstlight.bench.memory REQUEST
 
 REQUEST is a JSON object:
 
@@ -33,7 +33,7 @@ threads: other work on the machine changes it less than wall-clock time.
 The one line on stdout is a JSON object of these numbers and `model_bytes`, the bytes of the
 model's parameters.
 
-torch is imported inside the functions: `load_once` times its import.
+torch is imported inside the functions: `measure` times its import.
 """
 
 from __future__ import annotations
@@ -43,13 +43,11 @@ import gc
 import importlib
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from firstlight.bench.process import answer
 from firstlight.hardware.resident import peak_resident_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
@@ -168,7 +166,7 @@ _PROMPT_TOKENS = 16
 _Program = tuple[Callable[[], Any], Callable[[Any, Any], Any]]
 
 
-def load_once(request: dict[str, Any]) -> dict[str, float | None]:
+def measure(request: dict[str, Any]) -> dict[str, float | None]:
     """Load a model as the module's head says, and return the measurements.
 
     Raises:
@@ -263,7 +261,3 @@ def copy_seconds(target: torch.Tensor, source: torch.Tensor, device: torch.devic
         synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
-
-
-if __name__ == "__main__":
-    answer(load_once, sys.argv[1])

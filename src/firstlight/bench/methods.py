@@ -158,7 +158,7 @@ def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None])
         server = None
         if bench.quick and plan.hardware.device.type == "cpu":
             environment = child_environment(False, folder / "caches")
-            server = stack.enter_context(ForkServer(environment, _MODULE, "training_once"))
+            server = stack.enter_context(ForkServer(environment, _MODULE))
         rows_a_step = larger_batch(plan.micro_batch_size)["batch.micro_batch_size"]
         rows_a_step *= processes_here(plan.hardware)
         count = (warmup_steps + plan.steps) * rows_a_step * plan.seq_len + 1

@@ -173,7 +173,7 @@ def bench_memory(
         return {"rows": rows, "summary": summary(rows)}
 
     # A process for each: what one leaves in memory would be another's.
-    with ForkServer(environment, "firstlight.bench.planner_memory", "memory_once") as server:
+    with ForkServer(environment, "firstlight.bench.planner_memory") as server:
         return run_bench(
             "memory",
             list(by_name),
@@ -232,7 +232,7 @@ def draw_memory_errors(axes: Any, good: Sequence[Mapping[str, Any]], xlabel: str
 _ANSWERS = 6
 
 
-def memory_once(request: Mapping[str, Any]) -> dict[str, Any]:
+def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     """Predict and measure the memory of one configuration on this machine's CPU.
 
     Returns:

@@ -1,8 +1,7 @@
 """Speed predicted beside speed measured, on this machine: a part of `firstlight bench planner`.
 
-Each configuration has a process of its own, which predicts and trains in turns
-(`python -m firstlight.bench.planner_speed REQUEST`), so that changes of the machine's speed affect
-both. The medians of the predictions and of the steps are compared.
+Each configuration has a process of its own, which predicts and trains in turns, so that changes of
+the machine's speed affect both. The medians of the predictions and of the steps are compared.
 
 Three errors are given for each. One is against the steps' time on the clock, for which a person
 waits. The other is against the processor time of the thread that starts the operators: on a machine
@@ -16,7 +15,6 @@ import importlib
 import itertools
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +25,7 @@ import torch
 
 from firstlight.bench.models import PlannerCase, config_of
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.process import answer, ask, training_environment
+from firstlight.bench.process import ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.bench.training_once import Tokens, write_tokens
 from firstlight.console import say
@@ -252,7 +250,7 @@ def _draw_band(axes: Any, rows: Sequence[Mapping[str, Any]], goal: float) -> Non
     axes.fill_between(ends, low, high, color="tab:green", alpha=0.15, label=f"within {goal:.0%}")
 
 
-def planner_speed_once(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Predict the speed of one recipe's step and train it for some, in turns.
 
     Args:
@@ -330,7 +328,3 @@ def _steps(recipe: ResolvedRecipe, request: dict[str, Any]) -> Callable[[], tupl
         return time.perf_counter() - wall, time.thread_time() - thread
 
     return step
-
-
-if __name__ == "__main__":
-    answer(planner_speed_once, sys.argv[1])

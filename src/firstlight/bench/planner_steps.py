@@ -1,6 +1,6 @@
 """Memory and speed of recipes' steps on a device, several recipes in one process.
 
-    python -m firstlight.bench.planner_steps REQUEST
+    python -m firstlight.bench.process firstlight.bench.planner_steps REQUEST
 
 REQUEST is a JSON object:
 
@@ -46,7 +46,6 @@ import json
 import multiprocessing
 import multiprocessing.pool
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -57,7 +56,6 @@ from firstlight.bench.gpu_parts import BenchMachine
 from firstlight.bench.memory import driver_used_bytes
 from firstlight.bench.models import PlannerCase, random_model
 from firstlight.bench.planner_memory import decode, measure_on_cpu, predict_memory, random_batch
-from firstlight.bench.process import answer
 from firstlight.errors import FirstlightError
 from firstlight.generation.engine import DTYPES
 from firstlight.hardware.device import find_hardware, is_out_of_memory, synchronize
@@ -86,7 +84,7 @@ _MOST_LEFT = 16 * 2**20
 _WARMUP_STEPS = 3
 
 
-def planner_steps(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Measure the cases of a request, see the module's head."""
     on_gpu, cases = request["device"] == "cuda", request["cases"]
     idle = driver_used_bytes() if on_gpu else None
@@ -101,7 +99,7 @@ def planner_steps(request: dict[str, Any]) -> dict[str, Any]:
 def _case(case: Mapping[str, Any], request: Mapping[str, Any], idle: int | None) -> dict[str, Any]:
     result: dict[str, Any] = {"name": case["name"], "kind": case["kind"], "reason": ""}
     try:
-        return result | _measure(case, request, idle)
+        return result | _measure_case(case, request, idle)
     except FirstlightError as error:
         return result | {"reason": str(error)}
     except Exception as error:  # noqa: BLE001  (whatever a recipe ran into is its result)
@@ -120,7 +118,7 @@ def _in_words(result: Mapping[str, Any]) -> str:
     return f"{result['name']}: {result['peak_bytes'] / 2**20:,.0f} MiB{speed}"
 
 
-def _measure(
+def _measure_case(
     case: Mapping[str, Any], request: Mapping[str, Any], idle: int | None
 ) -> dict[str, Any]:
     recipe, kind = parse_resolved_recipe(case["recipe"]), case["kind"]
@@ -394,7 +392,3 @@ def _answers(
 def _without_gpu() -> None:
     # CUDA reads it when it is first used.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-if __name__ == "__main__":
-    answer(planner_steps, sys.argv[1])

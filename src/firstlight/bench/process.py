@@ -1,5 +1,9 @@
 """Measurements in separate processes, whose memory and caches hold nothing of other measurements.
 
+    python -m firstlight.bench.process MODULE REQUEST
+
+A measurement is a module with a function `measure` from a request to a result, both JSON objects.
+
 `ask` starts a process from nothing, `ask_ranks` the processes of a distributed run. `ForkServer`
 forks one that has imported everything already: importing torch takes longer than a few steps of a
 small model do.
@@ -45,13 +49,13 @@ def ask(
     environment: Mapping[str, str],
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Run `python -m MODULE REQUEST`, and return the JSON object of its last line on stdout.
+    """Measure in a new process; the JSON object of its last line on stdout.
 
     An interrupt of this call ends the process, and those that it started.
 
     Args:
-        module: name of a module that ends in `answer`.
-        request: argument of the module, passed as JSON.
+        module: name of a module with the function `measure`.
+        request: argument of the function, passed as JSON.
         environment: the process's environment.
         seconds: time limit of the process; None is no limit.
 
@@ -70,7 +74,7 @@ def ask_ranks(
     count: int,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Run a module once for each rank of a distributed run on this machine; see `ask`.
+    """Measure once for each rank of a distributed run on this machine; see `ask`.
 
     Args:
         count: number of ranks.
@@ -106,7 +110,7 @@ def _ask_all(
             with signals_waiting():
                 process = subprocess.Popen(
                     # -P: modules in the current folder are not imported.
-                    [sys.executable, "-P", "-m", module, json.dumps(request)],
+                    [sys.executable, "-P", "-m", __name__, module, json.dumps(request)],
                     env=dict(environment),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -184,13 +188,13 @@ class ForkServer:
 
     Args:
         environment: environment of all processes.
-        module, function: names of the measurement, a function from the request to the result.
+        module: name of a module with the function `measure`.
     """
 
-    def __init__(self, environment: Mapping[str, str], module: str, function: str) -> None:
+    def __init__(self, environment: Mapping[str, str], module: str) -> None:
         with signals_waiting():
             self._server = subprocess.Popen(
-                [sys.executable, "-P", "-m", "firstlight.bench.process", module, function],
+                [sys.executable, "-P", "-m", __name__, module],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -270,10 +274,9 @@ def end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _serve() -> None:
+def _serve(measure: Any) -> None:
     """Fork a process for each line of stdin; write its number, and its exit code at its end."""
     # Without torch's compiler, which starts threads.
-    measure = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
     importlib.import_module("torch._dynamo")
     for line in sys.stdin:
         job = json.loads(line)
@@ -305,4 +308,8 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _measure = importlib.import_module(sys.argv[1]).measure
+    if sys.argv[2:]:
+        answer(_measure, sys.argv[2])
+    else:
+        _serve(_measure)

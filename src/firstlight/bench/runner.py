@@ -198,7 +198,7 @@ class Row:
 
     Attributes:
         name: name in tables, unique within its part.
-        module: module that measures, run as `python -m MODULE REQUEST`; see `process.answer`.
+        module: module that measures; see `process.ask`.
         request: JSON values for the measurement. "work" and "keep" are added to them: a folder for
             files that further rows of the call may use, and the folder of the results, where
             small files may be kept.

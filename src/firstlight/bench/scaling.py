@@ -6,9 +6,9 @@ n processes has n times the tokens ("weak scaling"). On a CPU, n processes share
 on GPUs each has its own. Those that compute the same sequences together (tensor, pipeline) see the
 tokens of one process. The rows take turns; numbers are medians over the turns.
 
-A rank (`python -m firstlight.bench.scaling REQUEST`) trains a model of random weights on random
-tokens, first by the row's engine, and then alone, all ranks at the same time. The additional time
-of the engine's step is for exchanging gradients and weights, and for waiting for each other.
+A rank trains a model of random weights on random tokens, first by the row's engine, and then alone,
+all ranks at the same time. The additional time of the engine's step is for exchanging gradients and
+weights, and for waiting for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import gc
 import importlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,7 +27,7 @@ from firstlight.bench.memory import begin_peak, peaks
 from firstlight.bench.models import find_model
 from firstlight.bench.options import ScalingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.process import answer, ask_ranks, training_environment
+from firstlight.bench.process import ask_ranks, training_environment
 from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
 from firstlight.bench.training_once import EPOCH_TOKENS
 from firstlight.data.loader import Batch
@@ -131,7 +130,7 @@ def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None])
         "scaling",
         list(rows),
         bench.repeats,
-        lambda name: _measure(bench, *rows[name], hardware),
+        lambda name: _ask_ranks_of(bench, *rows[name], hardware),
         lambda found: {
             **head,
             "rows": summarize(bench, {rows[name]: outcome for name, outcome in found.items()}),
@@ -140,7 +139,7 @@ def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None])
     )
 
 
-def _measure(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -> Found:
+def _ask_ranks_of(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -> Found:
     """Run a row's processes once; the result of rank 0."""
     recipe = {
         "run": {"device": hardware.device.type},
@@ -212,7 +211,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
     return draw_panels(f"{result['model']} · {machine['name']}, {machine['cores']} cores", [panels])
 
 
-def scaling_once(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train as the module's head says, as one rank.
 
     Args:
@@ -276,7 +275,3 @@ def _median_step(
         synchronize(hardware.device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[2:])
-
-
-if __name__ == "__main__":
-    answer(scaling_once, sys.argv[1])

@@ -1,6 +1,6 @@
 """Train a few steps with one program, in a separate process, and report their time and memory.
 
-    python -m firstlight.bench.training_once REQUEST
+    python -m firstlight.bench.process firstlight.bench.training_once REQUEST
 
 or in several, as ranks of a run with `distributed.engine` (`process.ask_ranks`): each trains on
 different sequences, with its share of a CPU's threads.
@@ -58,7 +58,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-import sys
 import sysconfig
 import zlib
 from collections.abc import Collection, Iterator
@@ -71,7 +70,6 @@ import safetensors.numpy
 import torch
 
 from firstlight.bench.memory import begin_peak
-from firstlight.bench.process import answer
 from firstlight.bench.reference_programs import (
     LoopStep,
     StepClock,
@@ -107,7 +105,7 @@ _RISE_STEPS = 4
 EPOCH_TOKENS = 10**9
 
 
-def training_once(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train as the module's head says, and return the measurements.
 
     Raises:
@@ -385,7 +383,3 @@ class Tokens:
         first, last = np.searchsorted(self.starts, [span.start, span.stop])
         starts = self.starts[first:last] - span.start
         return separate_documents(starts, self.seq_len, eos_opens=True)[0]
-
-
-if __name__ == "__main__":
-    answer(training_once, sys.argv[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import psutil
 import torch
 
 from firstlight.bench.models import changed_recipe
-from firstlight.bench.process import ForkServer, answer, ask, training_environment
+from firstlight.bench.process import ForkServer, ask, training_environment
 from firstlight.bench.tuning_study import pruning_trial
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import make_folder, remove_folder
@@ -41,7 +40,7 @@ def trial_processes(device: torch.device) -> Iterator[Asker]:
     forks of one that has imported everything: that takes as long as a small trial."""
     module, environment = "firstlight.bench.tuning_once", training_environment()
     if device.type == "cpu":
-        with ForkServer(environment, module, tuning_once.__name__) as server:
+        with ForkServer(environment, module) as server:
             yield server.ask
     else:
         yield lambda request, seconds: ask(module, request, environment, seconds)
@@ -57,7 +56,7 @@ def ask_trial(
     pace: bool = False,
     curves: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """The result of a trial, which is ended with the budget; see `tuning_once`."""
+    """The result of a trial, which is ended with the budget; see `measure`."""
     if place.exists():
         # A killed call's: its process may still be in it, and stops when the folder is gone.
         remove_folder(place)
@@ -74,7 +73,7 @@ def ask_trial(
     return asker(request, seconds)
 
 
-def tuning_once(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Run a trial, or the first steps of the recipe, in this process. No checkpoint is written.
 
     Args:
@@ -135,7 +134,7 @@ class _Trial:
         return is_last or self.pruned
 
     def result(self) -> dict[str, Any]:
-        """See `tuning_once`."""
+        """See `measure`."""
         return {"curve": self.curve, "pruned": self.pruned, "seconds": round(self.seconds, 3)}
 
 
@@ -170,7 +169,7 @@ class _Pace:
         return self.times[-1][0] - self.times[0][0]
 
     def result(self) -> dict[str, Any]:
-        """See `tuning_once`."""
+        """See `measure`."""
         gaps = [
             (after[0] - before[0], after[1])
             for before, after in zip(self.times, self.times[1:], strict=False)
@@ -191,7 +190,3 @@ class _Pace:
             "warmup_steps": start["warmup_steps"],
             "seq_len": resolved.data.seq_len,
         }
-
-
-if __name__ == "__main__":
-    answer(tuning_once, sys.argv[1])

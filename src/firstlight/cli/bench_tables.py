@@ -1,33 +1,53 @@
-"""The tables that `firstlight bench ...` shows."""
+"""The tables that `firstlight bench ...` shows.
+
+A table is declared by its header and the templates of a row's cells, each separated by " | ". The
+formats of a template are Python's, and those of `_UNITS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import string
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from firstlight.cli.output import counted, human_bytes, show, show_table
 
 Result = dict[str, Any]
 
-#: Parts of a training step, as `firstlight.bench.step_parts` names them.
-_PHASES = ("forward", "backward", "update")
+
+def _binary(size: int) -> str:  # as data sheets of processors name caches
+    return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
+_UNITS: Mapping[str, Callable[[Any], str]] = {
+    "bytes": human_bytes,
+    "MB": lambda size: f"{size / 1e6:,.0f} MB",
+    "GiB": lambda size: f"{size / 2**30:,.2f} GiB",
+    "binary": _binary,
+    "giga": lambda rate: f"{rate / 1e9:.3g}",
+    "tera": lambda rate: f"{rate / 1e12:.3g}",
+}
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        unit = _UNITS.get(format_spec)
+        formatted: str = super().format_field(value, format_spec) if unit is None else unit(value)
+        return formatted
 
 
-def _megabytes(value: float | None, missing: str = "") -> str:
-    return missing if value is None else f"{value / 1e6:,.0f} MB"
+def _cell(template: str, row: Mapping[str, Any]) -> str:
+    """A cell of a row; "" where the row has None for one of its values."""
+    try:
+        return _Formatter().vformat(template, (), row)
+    except TypeError:  # None has no format and no items
+        return ""
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    cells = [[_cell(template, row) for template in templates.split(" | ")] for row in rows]
     if rows:
-        show_table([header, *rows])
+        show_table([header.split(" | "), *cells])
 
 
 def _show_reasons(rows: Sequence[Result]) -> None:
@@ -45,24 +65,23 @@ def show_loading(result: Result) -> None:
         f"{human_bytes(checkpoint['file_bytes'])}; {machine['name']}, {machine['threads']} "
         f"threads; medians of {result['repeats']}"
     )
-    header = (
-        *("way", "peak host memory", "/ file", "/ model", "peak GPU memory"),
-        *("import", "load", "first logits", "/ transformers"),
-    )
     rows = [
-        (
-            row["name"] + (" (default)" if row["default"] else ""),
-            _megabytes(row["peak_bytes"]),
-            f"{row['peak_to_file']:.2f}",
-            f"{row['peak_to_model']:.2f}",
+        {
+            **row,
+            "name": row["name"] + (" (default)" if row["default"] else ""),
             # On a CPU the host's memory is all there is.
-            _megabytes(row["device_peak_bytes"], "no GPU used"),
-            *(f"{row[f'{key}_seconds']:.2f} s" for key in ("import", "load", "first_logits")),
-            "" if row["time_to_transformers"] is None else f"{row['time_to_transformers']:.2f}",
-        )
+            "on_device": _cell("{device_peak_bytes:MB}", row) or "no GPU used",
+        }
         for row in result["rows"]
     ]
-    _table(header, rows)
+    _table(
+        "way | peak host memory | / file | / model | peak GPU memory | import | load | first logits"
+        " | / transformers",
+        "{name} | {peak_bytes:MB} | {peak_to_file:.2f} | {peak_to_model:.2f} | {on_device}"
+        " | {import_seconds:.2f} s | {load_seconds:.2f} s | {first_logits_seconds:.2f} s"
+        " | {time_to_transformers:.2f}",
+        rows,
+    )
 
 
 def _show_steps_head(result: Result) -> None:
@@ -86,41 +105,32 @@ def show_methods(result: Result) -> None:
         "the first step is the compiler's"
     )
     header = (
-        *("samples/s", "(min-max)", "tokens/s", "MFU", "peak memory", "speed", "memory"),
-        *("final loss", "first step"),
+        "samples/s | (min-max) | tokens/s | MFU | peak memory | speed | memory | final loss"
+        " | first step"
+    )
+    cells = (
+        "{name} ({micro_batch_size}x{gradient_accumulation_steps}{more})"
+        " | {samples_per_second:,.2f}"
+        " | ({samples_per_second_min:,.2f}-{samples_per_second_max:,.2f})"
+        " | {tokens_per_second:,.0f} | {mfu:.1%} | {peak_bytes:bytes} | {speed_ratio:.2f}x"
+        " | {memory_ratio:.2f}x | {final_loss:.4f} | {first_step_seconds:.1f} s"
     )
     for table, title in (
         ("alone", "each method alone"),
         ("ladder", "the ladder: each added to those above"),
     ):
-        measured = [row for row in result[table] if row["status"] == "measured"]
+        if table == "ladder":
+            header += " | to the rung before"
+            cells += " | {ratio_to_previous:.2f}x"
+        measured = [
+            {**row, "more": f", {row['processes']} processes" if row["processes"] > 1 else ""}
+            for row in result[table]
+            if row["status"] == "measured"
+        ]
         if measured:
-            # Each rung includes those before it.
-            further = ("to the rung before",) if table == "ladder" else ()
-            cells = [
-                (*_method_cells(row), *(_ratio(row["ratio_to_previous"]) for _ in further))
-                for row in measured
-            ]
             show()
-            show_table([(title, *header, *further), *cells])
+            _table(f"{title} | {header}", cells, measured)
         _show_reasons(result[table])
-
-
-def _method_cells(row: Result) -> tuple[str, ...]:
-    rows = f"{row['micro_batch_size']}x{row['gradient_accumulation_steps']}"
-    processes = f", {row['processes']} processes" if row["processes"] > 1 else ""
-    return (
-        f"{row['name']} ({rows}{processes})",
-        f"{row['samples_per_second']:,.2f}",
-        f"({row['samples_per_second_min']:,.2f}-{row['samples_per_second_max']:,.2f})",
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['mfu']:.1%}",
-        human_bytes(row["peak_bytes"]),
-        _ratio(row["speed_ratio"]),
-        _ratio(row["memory_ratio"]),
-        f"{row['final_loss']:.4f}",
-        f"{row['first_step_seconds']:.1f} s",
-    )
 
 
 def show_training(result: Result) -> None:
@@ -140,13 +150,18 @@ def show_training(result: Result) -> None:
             "CPUs): threads that wait by spinning, as outside of firstlight's environment, wait "
             "longer for it; --same-environment takes that difference away"
         )
-    header = (
-        *("program", "tokens/s", "(min-max)", "of ceiling", "/ reference", "(min-max)"),
-        *("CPU s/step", "peak memory", "/ reference", "final loss", "first step"),
-        *_PHASES,
-    )
     measured = [row for row in result["rows"] if row["status"] == "measured"]
-    _table(header, [*map(_training_cells, measured)])
+    _table(
+        "program | tokens/s | (min-max) | of ceiling | / reference | (min-max) | CPU s/step"
+        " | peak memory | / reference | final loss | first step | forward | backward | update",
+        "{name} | {tokens_per_second:,.0f}"
+        " | ({tokens_per_second_min:,.0f}-{tokens_per_second_max:,.0f}) | {share_of_ceiling:.1%}"
+        " | {speed_ratio:.2f}x | ({speed_ratio_min:.2f}-{speed_ratio_max:.2f})"
+        " | {cpu_seconds:,.2f} | {total_peak_bytes:GiB} | {memory_ratio:.2f}x | {final_loss:.4f}"
+        " | {first_step_seconds:.1f} s | {phases[forward]:.0%} | {phases[backward]:.0%}"
+        " | {phases[update]:.0%}",
+        measured,
+    )
     for row in result["rows"]:
         if row["reason"]:
             show(f"{row['name']}: {row['status']}: {row['reason']}")
@@ -155,37 +170,12 @@ def show_training(result: Result) -> None:
             show(f"{row['name']}: {', '.join(chosen)}")
     for row in measured:
         if row["operators"]:
-            cells = [
-                (
-                    kind["class"],
-                    _share(kind["share"]),
-                    f"{kind['seconds']:.3f}",
-                    f"{kind['calls']:g}",
-                )
-                for kind in row["operators"]
-            ]
             show()
-            show_table([(f"{row['name']}: operators", "share", "s/step", "calls/step"), *cells])
-
-
-def _training_cells(row: Result) -> tuple[str, ...]:
-    spread = ""
-    if row["speed_ratio"] is not None:
-        spread = f"({row['speed_ratio_min']:.2f}-{row['speed_ratio_max']:.2f})"
-    return (
-        row["name"],
-        f"{row['tokens_per_second']:,.0f}",
-        f"({row['tokens_per_second_min']:,.0f}-{row['tokens_per_second_max']:,.0f})",
-        f"{row['share_of_ceiling']:.1%}",
-        _ratio(row["speed_ratio"]),
-        spread,
-        f"{row['cpu_seconds']:,.2f}",
-        f"{row['total_peak_bytes'] / 2**30:,.2f} GiB",
-        _ratio(row["memory_ratio"]),
-        f"{row['final_loss']:.4f}",
-        f"{row['first_step_seconds']:.1f} s",
-        *(_share(row["phases"] and row["phases"][phase]) for phase in _PHASES),
-    )
+            _table(
+                f"{row['name']}: operators | share | s/step | calls/step",
+                "{class} | {share:.0%} | {seconds:.3f} | {calls:g}",
+                row["operators"],
+            )
 
 
 def show_generation(result: Result) -> None:
@@ -196,27 +186,15 @@ def show_generation(result: Result) -> None:
         f"of prompt, {result['new_tokens']} new ones; {machine['name']}, {machine['threads']} "
         f"threads; memory copied at {machine['copy_bytes_per_second'] / 1e9:.1f} GB/s"
     )
-    header = (
-        *("row", "texts", "tokens/s", "(min-max)", "/ transformers bf16", "of the limit"),
-        *("the cache's gain", "first token", "first call", "peak memory"),
+    _table(
+        "row | texts | tokens/s | (min-max) | / transformers bf16 | of the limit"
+        " | the cache's gain | first token | first call | peak memory",
+        "{name} | {batch_size} | {tokens_per_second:,.1f}"
+        " | ({tokens_per_second_min:,.1f}-{tokens_per_second_max:,.1f}) | {speed_ratio:.2f}x"
+        " | {share_of_limit:.0%} | {cache_speedup:.2f}x | {first_token_seconds:.3f} s"
+        " | {warm_up_seconds:.1f} s | {peak_bytes:bytes}",
+        [{**row, **batch} for row in result["rows"] for batch in row["batches"]],
     )
-    rows = [
-        (
-            row["name"],
-            str(batch["batch_size"]),
-            f"{batch['tokens_per_second']:,.1f}",
-            f"({batch['tokens_per_second_min']:,.1f}-{batch['tokens_per_second_max']:,.1f})",
-            _ratio(batch["speed_ratio"]),
-            _share(batch["share_of_limit"]),
-            _ratio(batch["cache_speedup"]),
-            f"{batch['first_token_seconds']:.3f} s",
-            f"{batch['warm_up_seconds']:.1f} s",
-            human_bytes(row["peak_bytes"]),
-        )
-        for row in result["rows"]
-        for batch in row["batches"]
-    ]
-    _table(header, rows)
     _show_reasons(result["rows"])
 
 
@@ -229,18 +207,16 @@ def show_scaling(result: Result) -> None:
         f"{machine['name']}, {machine['cores']} cores"
     )
     rows = [
-        (
-            row["engine"],
-            str(row["processes"]),
-            f"{row['tokens_per_second']:,.0f}",
-            _ratio(row["speedup"]),
-            _share(row["sharing_share"]),
-            ", ".join(human_bytes(peak) for peak in row["peak_bytes"]),
-        )
+        {**row, "peaks": ", ".join(map(human_bytes, row["peak_bytes"]))}
         for row in result["rows"]
         if "tokens_per_second" in row
     ]
-    _table(("engine", "processes", "tokens/s", "/ one", "not computing", "memory by rank"), rows)
+    _table(
+        "engine | processes | tokens/s | / one | not computing | memory by rank",
+        "{engine} | {processes} | {tokens_per_second:,.0f} | {speedup:.2f}x | {sharing_share:.0%}"
+        " | {peaks}",
+        rows,
+    )
     _show_reasons(
         [{**row, "name": f"{row['engine']}, {row['processes']}"} for row in result["rows"]]
     )
@@ -259,104 +235,74 @@ def show_gemm(result: Result) -> None:
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
         show(f"the load was {load:.1f} at the start: other work takes part of these rates")
     dtypes = list(result["ceilings"])
-    ceilings = [_tera(rate) for rate in result["ceilings"].values()]
+    ceilings = [_UNITS["tera"](rate) for rate in result["ceilings"].values()]
     show_table([("TFLOP/s", *dtypes), ("ceiling (best seen of a large one)", *ceilings)])
     model = f"{result['model']}, {result['tokens']:,} tokens: share of the ceiling"
-    tokens = f"{result['step_tokens']:,}"
-    parts: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
-        ("size", "square", _size_cell),
-        ("model", model, _model_cell),
+    step = f"all products of a step of {result['step_tokens']:,} tokens take, at these rates"
+    rate = "{flops_per_second:tera} ({lowest:tera}-{highest:tera})"
+    ratio = "{time_ratio:.2f} ({rate_ratio:.2f}) [{lowest:.2f}-{highest:.2f}]"
+    parts = (
+        ("size", "square", "{name}", rate),
+        ("model", model, "{name} {m} x {n} x {k} {layout}", rate + " {share_of_ceiling:4.0%}"),
         (
-            "step",
-            f"all products of a step of {tokens} tokens take, at these rates",
-            _step_cell,
+            *("step", step, "weights as {weights}, vocabulary {vocabulary}"),
+            "{seconds:.3g} s, {share_of_ceiling:.0%} of the ceiling",
         ),
-        ("padding", "padded: time (rate) against unpadded", _ratio_cell),
-        ("tile", "N around a tile: time (rate) against 256", _ratio_cell),
-        ("wave", "tiles: time (rate) against one a multiprocessor", _ratio_cell),
     )
-    for key, title, cell in parts:
+    for key, title, name, cell in parts:
         found = result["rows"] if key in ("size", "model") else result[key]
         found = [row for row in found if row.get("part", key) == key]
-        _show_by_dtype(title, found, dtypes, cell)
+        _show_by_dtype(title, found, dtypes, (name, cell))
+    padded = "{group} {from} -> {to}{all}, work {work_ratio:.3f}"
+    paddings = [
+        {**row, "all": f" (to {', '.join(map(str, row['multiples']))})" if row["multiples"] else ""}
+        for row in result["padding"]
+    ]
+    _show_by_dtype("padded: time (rate) against unpadded", paddings, dtypes, (padded, ratio))
+    for key, title in (
+        ("tile", "N around a tile: time (rate) against 256"),
+        ("wave", "tiles: time (rate) against one a multiprocessor"),
+    ):
+        _show_by_dtype(title, result[key], dtypes, ("{to}, work {work_ratio:.3f}", ratio))
     if result["loops"]:
         _show_loops(result["loops"])
 
 
 def _show_loops(loops: Result) -> None:
     """Show the rates of passes over arrays and of a product in blocks, and waves of products."""
-
-    def binary(size: int) -> str:  # as data sheets of processors name caches
-        return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
-
-    caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
-
-    def rate(row: Result, name: str) -> str:
-        return f"{row[name] / 1e9:.3g} ({row['lowest'] / 1e9:.3g}-{row['highest'] / 1e9:.3g})"
-
+    caches = ", ".join(f"{name} {_binary(size)}" for name, size in loops["caches"].items())
     title = "one thread reads" + (f" (caches: {caches})" if caches else "")
-    passes = [(binary(row["bytes"]), rate(row, "bytes_per_second")) for row in loops["passes"]]
+    waves, spread = loops["waves"], "({lowest:giga}-{highest:giga})"
     show()
-    show_table([(title, "GB/s"), *passes])
-    blocks = [
-        (f"{row['cut']} of {row['block']}", rate(row, "flops_per_second"))
-        for row in loops["blocks"]
-    ]
+    _table(
+        f"{title} | GB/s",
+        "{bytes:binary} | {bytes_per_second:giga} " + spread,
+        loops["passes"],
+    )
     show()
-    show_table([(f"one thread multiplies fp32, {loops['edge']} square", "GFLOP/s"), *blocks])
-    waves = loops["waves"]
-    times = [
-        (str(row["products"]), "{time_ratio:.2f} ({lowest:.2f}-{highest:.2f})".format_map(row))
-        for row in waves["rows"]
-    ]
+    _table(
+        f"one thread multiplies fp32, {loops['edge']} square | GFLOP/s",
+        "{cut} of {block} | {flops_per_second:giga} " + spread,
+        loops["blocks"],
+    )
     show()
-    title = f"products of {waves['edge']} square at once, {waves['threads']} threads"
-    show_table([(title, "time / time of one"), *times])
+    _table(
+        f"products of {waves['edge']} square at once, {waves['threads']} threads"
+        " | time / time of one",
+        "{products} | {time_ratio:.2f} ({lowest:.2f}-{highest:.2f})",
+        waves["rows"],
+    )
 
 
 def _show_by_dtype(
-    title: str,
-    found: Sequence[Result],
-    dtypes: Sequence[str],
-    cell_of: Callable[[Result], tuple[str, str]],
+    title: str, found: Sequence[Result], dtypes: Sequence[str], templates: tuple[str, str]
 ) -> None:
-    """Show a table with a column for each number format."""
+    """Show a table with a column for each number format; templates of a row's name and cells."""
     rows: dict[str, dict[str, str]] = {}
     for one in found:
-        name, cell = cell_of(one)
+        name, cell = (_cell(template, one) for template in templates)
         rows.setdefault(name, {})[one["dtype"]] = cell
     if rows:
         show()
         cells = [(name, *(row.get(dtype, "") for dtype in dtypes)) for name, row in rows.items()]
         show_table([(title, *dtypes), *cells])
-
-
-def _size_cell(row: Result) -> tuple[str, str]:
-    spread = f"({_tera(row['lowest'])}-{_tera(row['highest'])})"
-    return row["name"], f"{_tera(row['flops_per_second'])} {spread}"
-
-
-def _model_cell(row: Result) -> tuple[str, str]:
-    name, cell = _size_cell(row)
-    shape = f"{row['m']} x {row['n']} x {row['k']} {row['layout']}"
-    return f"{name} {shape}", f"{cell} {row['share_of_ceiling']:4.0%}"
-
-
-def _step_cell(step: Result) -> tuple[str, str]:
-    name = f"weights as {step['weights']}, vocabulary {step['vocabulary']}"
-    return name, f"{step['seconds']:.3g} s, {step['share_of_ceiling']:.0%} of the ceiling"
-
-
-def _ratio_cell(row: Result) -> tuple[str, str]:
-    name = str(row["to"])
-    if "group" in row:
-        multiples = ", ".join(str(multiple) for multiple in row["multiples"])
-        name = f"{row['group']} {row['from']} -> {row['to']}"
-        name += f" (to {multiples})" if multiples else ""
-    name += f", work {row['work_ratio']:.3f}"
-    cell = f"{row['time_ratio']:.2f} ({row['rate_ratio']:.2f}) "
-    return name, cell + f"[{row['lowest']:.2f}-{row['highest']:.2f}]"
-
-
-def _tera(rate: float) -> str:
-    return f"{rate / 1e12:.3g}"
