@@ -592,7 +592,7 @@ def test_operators_have_classes(name: str, kind: str) -> None:
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module's file, which child processes find as `stub`."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return tmp_path / "stub.py"
 
 
