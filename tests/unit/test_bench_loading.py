@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from firstlight.bench import loading
+from firstlight.bench import loading, rows
 from firstlight.bench.loading import (
     DEFAULT_WAY,
     LARGEST,
@@ -27,9 +27,9 @@ from firstlight.bench.loading import (
     SINGLE,
     SMALLEST,
     LoadingRow,
-    chosen_rows,
     compare,
     draw,
+    loading_rows,
     make_checkpoints,
     model_config,
     parse_count,
@@ -125,14 +125,14 @@ def test_the_model_is_as_large_as_was_asked_for(parameters: int) -> None:
 )
 def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        chosen_rows(LoadingBench(**options))
+        loading_rows(LoadingBench(**options))
 
 
 def test_rows_can_be_chosen() -> None:
-    assert chosen_rows(LoadingBench()) == list(ROWS)
-    names = [row.name for row in chosen_rows(LoadingBench(no_transformers=True))]
+    assert loading_rows(LoadingBench()) == list(ROWS)
+    names = [row.name for row in loading_rows(LoadingBench(no_transformers=True))]
     assert names == [*LOADING_MODES, "sharded", "per-tensor", "per-tensor-sequential", "cast"]
-    chosen = chosen_rows(LoadingBench(ways=["transformers", "mmap"]))
+    chosen = loading_rows(LoadingBench(ways=["transformers", "mmap"]))
     assert [row.name for row in chosen] == ["mmap", "transformers"]
 
 
@@ -281,7 +281,7 @@ def test_a_way_that_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_without_transformers_its_rows_are_left_out(
     monkeypatch: pytest.MonkeyPatch, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loading, "has_package", lambda name: False)
+    monkeypatch.setattr(rows, "has_package", lambda name: False)
     measured = dict.fromkeys(_MEASURED, 1.0)
     monkeypatch.setattr(loading, "measure", lambda *_: measured)
     result = loading.bench_loading(LoadingBench(parameters=_TINY, repeats=1))

@@ -102,9 +102,8 @@ def tokens(tmp_path: Path) -> Path:
 def work(tokens: Path) -> MethodsWork:
     """Two steps of the tiny model, one of them timed."""
     plain = plain_recipe(_TINY, "cpu", 16, 4)
-    return MethodsWork(
-        plain, tokens, tokens.parent / "caches", steps=1, warmup_steps=1, deadline=None
-    )
+    request = {"data": str(tokens), "warmup_steps": 1, "steps": 1}
+    return MethodsWork(plain, request, tokens.parent / "caches", deadline=None)
 
 
 def parsed(plain: Mapping[str, Any], changes: Mapping[str, Any]) -> ResolvedRecipe:
@@ -436,7 +435,7 @@ def request_of(work: MethodsWork, changes: Mapping[str, Any]) -> dict[str, Any]:
         "program": "firstlight",
         "resolved": True,
         "recipe": parsed(work.plain, changes).model_dump(),
-        "data": str(work.data),
+        "data": work.request["data"],
         "warmup_steps": 2,
         "steps": 3,
         "threads": 1,
@@ -460,9 +459,10 @@ def test_methods_that_change_nothing_but_how_end_at_the_plain_loss(work: Methods
 
 @pytest.mark.usefixtures("one_thread")
 def test_masked_documents_a_larger_batch_and_lora_are_other_losses(work: MethodsWork) -> None:
-    arrays = safetensors.numpy.load_file(work.data)
+    tokens = Path(work.request["data"])
+    arrays = safetensors.numpy.load_file(tokens)
     arrays["starts"] = np.arange(0, 3000, 7)
-    work.data.write_bytes(safetensors.numpy.save(arrays))
+    tokens.write_bytes(safetensors.numpy.save(arrays))
     rows = {row.name: row for row in all_rows(_CPU)}
     plain = training_once(request_of(work, {}))["losses"]
     for name in ("larger-batch", "lora", "document-masking"):

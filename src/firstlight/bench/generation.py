@@ -21,12 +21,12 @@ import torch
 
 from firstlight.bench.memory import copy_rate
 from firstlight.bench.models import SMALL, find_model
-from firstlight.bench.options import GenerationBench, require_known, require_positive
+from firstlight.bench.options import GenerationBench, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment
-from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
+from firstlight.bench.rows import ProgramRow, chosen_rows, installed_rows
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.checkpoint.selection import resolve_model_folder
-from firstlight.console import say
 from firstlight.errors import ConfigError, ModelError
 from firstlight.files.atomic import new_folder, write_json
 from firstlight.hardware.device import find_hardware
@@ -42,19 +42,15 @@ REFERENCE = "transformers-bf16"
 
 
 @dataclass(frozen=True)
-class GenerationRow:
+class GenerationRow(ProgramRow):
     """One program with its settings.
 
     Attributes:
-        name: name in tables and for `--rows`.
-        program: "firstlight" or "transformers".
         dtype: number format of the weights.
         compile: see `firstlight.generation.batch`.
         cache: False computes the whole text again for each token.
     """
 
-    name: str
-    program: str
     dtype: str
     compile: bool = False
     cache: bool = True
@@ -93,7 +89,6 @@ def decided(bench: GenerationBench) -> GenerationBench:
     require_positive(2, new_tokens=bench.new_tokens or 0)
     if not bench.batch_sizes or min(bench.batch_sizes) < 1:
         raise ConfigError("batch sizes must be at least 1")
-    require_known("row", bench.rows, [row.name for row in ROWS])
     return bench
 
 
@@ -112,10 +107,7 @@ def bench_generation(
     """
     bench = decided(bench)
     hardware, own = find_hardware(bench.device), for_generation()
-    chosen = [row for row in ROWS if row.name in bench.rows]
-    rows = [row for row in chosen if row.program == "firstlight" or has_package("transformers")]
-    if len(rows) < len(chosen):
-        say("transformers is not installed: its rows are left out")
+    rows = installed_rows(chosen_rows("row", ROWS, bench.rows))
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder, config = _model_folder(bench, Path(temporary))
         sizes = {"prompt_tokens": bench.prompt_tokens, "new_tokens": bench.new_tokens}

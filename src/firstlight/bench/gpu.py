@@ -21,8 +21,9 @@ from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.gpu_planner import PLANNER
 from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
-from firstlight.bench.options import GPUBench, require_known
+from firstlight.bench.options import GPUBench
 from firstlight.bench.process import ask, plain_environment, training_environment
+from firstlight.bench.rows import chosen_rows
 from firstlight.bench.runner import (
     Call,
     Measure,
@@ -44,16 +45,6 @@ _MACHINE_MODULE = "firstlight.bench.gpu_parts"
 _MACHINE_SECONDS = 120.0
 
 
-def choose_parts(names: Sequence[str]) -> list[Part]:
-    """The parts that are named; all where none is.
-
-    Raises:
-        ConfigError: a name is unknown.
-    """
-    require_known("part", names, [part.name for part in PARTS])
-    return [part for part in PARTS if not names or part.name in names]
-
-
 def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]:
     """Measure rows for some minutes.
 
@@ -73,7 +64,7 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
     """
     if bench.minutes <= 0:
         raise ConfigError(f"--minutes {bench.minutes:g}: more than 0 are needed")
-    parts = choose_parts(bench.parts)
+    parts = chosen_rows("part", PARTS, bench.parts)
     results = Results.read(bench.folder)
     with tempfile.TemporaryDirectory(
         prefix="firstlight-bench-", ignore_cleanup_errors=True

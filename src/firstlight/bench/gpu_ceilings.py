@@ -238,25 +238,30 @@ CEILINGS = Part(
 #: Products of fewer FLOPs say more about the start of a kernel than about the units.
 _LARGE_FLOPS = 1e10
 
-#: The linear layers of a model: inputs, outputs, how often a step has them.
-_LAYERS: dict[str, dict[str, tuple[int, int, int]]] = {
-    "gpt2-124m": {
-        "qkv": (768, 2304, 12),
-        "attention out": (768, 768, 12),
-        "mlp up": (768, 3072, 12),
-        "mlp down": (3072, 768, 12),
-        "head": (768, 50304, 1),
-    },
-    "llama-1b": {
-        "q": (2048, 2048, 16),
-        "kv": (2048, 1024, 16),
-        "attention out": (2048, 2048, 16),
-        "mlp gate, up": (2048, 16384, 16),
-        "mlp down": (8192, 2048, 16),
-        "head": (2048, 128256, 1),
-    },
+#: The number of a model's blocks, inputs and outputs of the head, and of each linear layer of a
+#: block.
+_LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
+    "gpt2-124m": (
+        *(12, (768, 50304)),
+        {
+            "qkv": (768, 2304),
+            "attention out": (768, 768),
+            "mlp up": (768, 3072),
+            "mlp down": (3072, 768),
+        },
+    ),
+    "llama-1b": (
+        *(16, (2048, 128256)),
+        {
+            "q": (2048, 2048),
+            "kv": (2048, 1024),
+            "attention out": (2048, 2048),
+            "mlp gate, up": (2048, 16384),
+            "mlp down": (8192, 2048),
+        },
+    ),
     # For dry runs.
-    "tiny": {"mlp up": (64, 256, 2), "head": (64, 512, 1)},
+    "tiny": (2, (64, 512), {"mlp up": (64, 256)}),
 }
 
 
@@ -267,9 +272,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 def model_layers(model: str, tokens: int) -> list[GemmProduct]:
     """The matrix products of the linear layers in a training step, forward and backward."""
+    blocks, head, layers = _LAYERS[model]
     return [
-        GemmProduct("model", model, 0, *one, count=count)
-        for name, (inputs, outputs, count) in _LAYERS[model].items()
+        GemmProduct("model", model, 0, *one, count=1 if name == "head" else blocks)
+        for name, (inputs, outputs) in {**layers, "head": head}.items()
         for one in layer_products(name, tokens, inputs, outputs)
     ]
 

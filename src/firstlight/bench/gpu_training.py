@@ -52,8 +52,8 @@ class TrainingCase:
         model: name in `models.MODELS`.
         seq_len: tokens of a sequence.
         rows: micro-batch size by least memory of the GPU in GiB, the largest memory first.
-        values: place in the order of measurement by program; a lower one is measured earlier.
-        seconds: expected seconds of the first turn, by program.
+        programs: place in the order of measurement, of which a lower one is measured earlier, and
+            expected seconds of the first turn, by program.
         goal: goal in Markdown.
         goal_rate: label of the picture's reference line, and its tokens a second.
         variants: keys of the recipe of further rows of firstlight, by name.
@@ -62,8 +62,7 @@ class TrainingCase:
     model: str
     seq_len: int
     rows: Mapping[int, int]
-    values: Mapping[str, int]
-    seconds: Mapping[str, float]
+    programs: Mapping[str, tuple[int, float]]
     goal: str
     goal_rate: tuple[str, float]
     variants: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -74,8 +73,7 @@ _CASES = (
         "gpt2-124m",
         1024,
         {120: 64, 60: 32, 30: 16, 0: 8},
-        {FIRSTLIGHT: 1, REFERENCE: 1, "trainer": 2},
-        {FIRSTLIGHT: 75, REFERENCE: 65, "trainer": 100},
+        {FIRSTLIGHT: (1, 75), REFERENCE: (1, 65), "trainer": (2, 100)},
         "60 % of the measured bf16 rate, and 1.1 times the bare loop; llm.c reaches about 460,000 "
         "tokens/s on an H100",
         ("llm.c on an H100", 460e3),
@@ -90,8 +88,7 @@ _CASES = (
         "llama-1b",
         2048,
         {120: 8, 60: 4, 30: 2, 0: 1},
-        {FIRSTLIGHT: 2, REFERENCE: 3, "trainer": 4},
-        {FIRSTLIGHT: 110, REFERENCE: 100, "trainer": 140},
+        {FIRSTLIGHT: (2, 110), REFERENCE: (3, 100), "trainer": (4, 140)},
         "45,000 tokens/s; nanotron reaches 42,000",
         ("nanotron", 42e3),
         {"cuDNN attention": {"efficiency.attention": "cudnn"}},
@@ -102,8 +99,7 @@ _DRY_CASES = (
         "small",
         64,
         {0: 2},
-        {FIRSTLIGHT: 1, REFERENCE: 1, "trainer": 2},
-        {FIRSTLIGHT: 10, REFERENCE: 10, "trainer": 15},
+        {FIRSTLIGHT: (1, 10), REFERENCE: (1, 10), "trainer": (2, 15)},
         "none: a dry run",
         ("no goal", 1.0),
         {"loss in chunks": {"efficiency.loss_chunk_tokens": 32}},
@@ -152,14 +148,14 @@ def _row(
         "compile": not machine.dry,
         "vocab_size": DRY_VOCAB_SIZE if machine.dry else VOCAB_SIZE,
     }
-    value = case.values[program] if changes is None else 5
+    value, seconds = case.programs[program]
     missing = machine.lacks("transformers", "accelerate") if program == "trainer" else ""
     return Row(
         name,
         _MODULE,
         request,
-        seconds=case.seconds[program],
-        value=value,
+        seconds=seconds,
+        value=value if changes is None else 5,
         turns=turns if not machine.dry else 1,
         plain=program != FIRSTLIGHT,
         skip=missing,

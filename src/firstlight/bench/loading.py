@@ -8,7 +8,6 @@ same for all, the modes take turns (A B C, A B C), and each number is the median
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import os
 import re
@@ -17,15 +16,17 @@ import statistics
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from firstlight.bench.options import LoadingBench, require_known, require_positive
+from firstlight.bench.options import LoadingBench, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask
-from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
+from firstlight.bench.rows import ProgramRow, chosen_rows, has_package, installed_rows
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.files.atomic import new_folder, read_json, storage_errors, write_json
@@ -52,20 +53,16 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 @dataclass(frozen=True)
-class LoadingRow:
+class LoadingRow(ProgramRow):
     """One way to load.
 
     Attributes:
-        name: name in tables and for `--ways`.
-        program: "firstlight" or "transformers".
         way: firstlight's loading mode; None is its default.
         layout: model folder that is loaded, one of `LAYOUTS`; the second and third have an index.
         cast: True loads into the other number format of float32 and bfloat16 than the file's.
         huge_pages: True lets torch take huge pages; None is as the person has set it.
     """
 
-    name: str
-    program: str
     way: str | None = None
     layout: str = SINGLE
     cast: bool = False
@@ -83,7 +80,7 @@ ROWS = (
 )
 
 
-def chosen_rows(bench: LoadingBench) -> list[LoadingRow]:
+def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
     """The rows that are to be measured.
 
     Raises:
@@ -97,9 +94,8 @@ def chosen_rows(bench: LoadingBench) -> list[LoadingRow]:
     require_positive(repeats=bench.repeats)
     if bench.dtype not in ("bfloat16", "float32"):
         raise ConfigError(f"dtype '{bench.dtype}' is not one of bfloat16, float32")
-    require_known("way", bench.ways, [row.name for row in ROWS])
-    rows = [row for row in ROWS if not bench.ways or row.name in bench.ways]
-    rows = [row for row in rows if not (bench.no_transformers and row.program != "firstlight")]
+    chosen = chosen_rows("way", ROWS, bench.ways)
+    rows = [row for row in chosen if not (bench.no_transformers and row.program != "firstlight")]
     if not rows:
         raise ConfigError("no way is left to measure")
     return rows
@@ -118,20 +114,16 @@ def bench_loading(
         ConfigError, InputError, StorageError: an option is invalid, or the checkpoint be made.
         ModelError: a way failed.
     """
-    chosen, has_transformers = chosen_rows(bench), has_package("transformers")
-    rows = [row for row in chosen if row.program == "firstlight" or has_transformers]
-    if len(rows) < len(chosen):
-        say("transformers is not installed: its rows are left out")
+    rows = installed_rows(loading_rows(bench))
     if not rows:
         raise ConfigError("no way is left to measure: transformers is not installed")
-    version = importlib.metadata.version("transformers") if has_transformers else None
     hardware = find_hardware(bench.device)
     if hardware.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"bench loading runs on cpu and cuda, not on {hardware.device.type}")
     machine = {
         **machine_facts(hardware),
         "huge_pages": os.environ.get(HUGE_PAGES, "0") == "1",
-        "transformers": version,
+        "transformers": version("transformers") if has_package("transformers") else None,
     }
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder = bench.folder or Path(temporary)

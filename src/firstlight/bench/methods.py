@@ -162,17 +162,12 @@ def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None])
         rows_a_step = larger_batch(plan.micro_batch_size)["batch.micro_batch_size"]
         rows_a_step *= processes_here(plan.hardware)
         count = (warmup_steps + plan.steps) * rows_a_step * plan.seq_len + 1
-        write_tokens(folder / "tokens.safetensors", count, plan.model.vocab_size)
+        data = folder / "tokens.safetensors"
+        write_tokens(data, count, plan.model.vocab_size)
         device = str(plan.hardware.device)
-        work = MethodsWork(
-            plain_recipe(plan.model, device, plan.seq_len, plan.micro_batch_size),
-            folder / "tokens.safetensors",
-            folder / "caches",
-            plan.steps,
-            warmup_steps,
-            deadline,
-            server,
-        )
+        plain = plain_recipe(plan.model, device, plan.seq_len, plan.micro_batch_size)
+        request = {"data": str(data), "warmup_steps": warmup_steps, "steps": plan.steps}
+        work = MethodsWork(plain, request, folder / "caches", deadline, server)
         runs.measure_all(work, plan.repeats, lambda: on_run(result(False)))
     # The machine may have been slower at the start: a share above 100 % would say nothing.
     machine |= max(machine, _ceiling(plan.hardware), key=lambda found: found["matmul_flops"])
@@ -206,20 +201,16 @@ class MethodsWork:
 
     Attributes:
         plain: values of the recipe that the rows change.
-        data: file of `write_tokens`.
+        request: what every request of `training_once` has: "data", "warmup_steps" and "steps".
         caches: folder of torch.compile, which is empty, so that the first turn compiles.
-        steps: timed steps of a run.
-        warmup_steps: steps before those.
         deadline: time by `time.monotonic` after which nothing is measured; None is none.
         server: starts the processes that live in the environment of training; None starts each
             from nothing.
     """
 
     plain: Mapping[str, Any]
-    data: Path
+    request: Mapping[str, Any]
     caches: Path
-    steps: int
-    warmup_steps: int
     deadline: float | None = None
     server: ForkServer | None = None
 
@@ -234,9 +225,7 @@ class MethodsWork:
             "program": "firstlight",
             "recipe": recipe.model_dump(),
             "resolved": True,
-            "data": str(self.data),
-            "warmup_steps": self.warmup_steps,
-            "steps": self.steps,
+            **self.request,
             "threads": torch.get_num_threads(),
             "written_out": list(changes.get(WRITTEN_OUT, ())),
         }

@@ -13,6 +13,17 @@ from firstlight.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
+class FolderBench:
+    """Options of the benchmarks that go on where an earlier call stopped.
+
+    Attributes:
+        folder: folder of the results; those of earlier calls are gone on with.
+    """
+
+    folder: Path
+
+
+@dataclass(frozen=True)
 class LoadingBench:
     """Options of `bench loading`.
 
@@ -173,11 +184,10 @@ class GemmBench:
 
 
 @dataclass(frozen=True)
-class LearningBench:
+class LearningBench(FolderBench):
     """Options of `bench learning`.
 
     Attributes:
-        folder: folder of corpora and results; those of earlier calls are gone on with.
         corpora: the source of Python's standard library; a text; or a text whose tokens are bytes.
             May be given several times.
         sizes: only these: 0.8m, 2.6m, 11m, 30m, which are parameters. [2.6m]
@@ -192,7 +202,6 @@ class LearningBench:
             points of its curve are of an eighth of them. [all]
     """
 
-    folder: Path
     corpora: Sequence[str] = ("stdlib",)
     sizes: Sequence[str] = ()
     rows: Sequence[str] = ()
@@ -204,28 +213,25 @@ class LearningBench:
 
 
 @dataclass(frozen=True)
-class BudgetBench:
+class BudgetBench(FolderBench):
     """Options of `bench budget`.
 
     Attributes:
-        folder: folder of the results; those of earlier calls are gone on with.
         corpora: the source of Python's standard library, or texts. May be given several times.
         budgets: wall-clock time of each run: 3m, 1h. May be given several times.
         trials: random settings beside the chosen ones.
     """
 
-    folder: Path
     corpora: Sequence[str] = ("stdlib",)
     budgets: Sequence[str] = ("3m",)
     trials: int = 20
 
 
 @dataclass(frozen=True)
-class GPUBench:
+class GPUBench(FolderBench):
     """Options of `bench gpu`.
 
     Attributes:
-        folder: folder of the results; those of earlier calls are gone on with.
         minutes: greatest duration of the call; rows that would not end in time are left for the
             next.
         parts: only these parts: ceilings, training, ladder, planner, generation, guide, run.
@@ -233,7 +239,6 @@ class GPUBench:
         retry: measure rows again that have failed.
     """
 
-    folder: Path
     minutes: float = 9.0
     parts: Sequence[str] = ()
     dry: bool = False

@@ -54,10 +54,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "selective": {"efficiency.activation_checkpointing": "selective"},
     "chunked loss": {"efficiency.loss_chunk_tokens": 256},
     "plain attention": {"efficiency.attention": "plain"},
-    "adamw8bit": {"optimizer.name": "adamw8bit"},
-    "adafactor": {"optimizer.name": "adafactor"},
-    "muon": {"optimizer.name": "muon"},
-    "sgd": {"optimizer.name": "sgd"},
+    **{name: {"optimizer.name": name} for name in ("adamw8bit", "adafactor", "muon", "sgd")},
     "accumulation": {"batch.gradient_accumulation_steps": 3},
     "in backward": {
         "efficiency.optimizer_in_backward": True,

@@ -17,7 +17,6 @@ affects all of them; a row that has failed once is not tried again.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import statistics
@@ -173,11 +172,6 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "torch": str(torch.__version__),
     }
-
-
-def has_package(name: str) -> bool:
-    """True if a package is installed."""
-    return importlib.util.find_spec(name) is not None
 
 
 RESULTS_NAME = "results.json"

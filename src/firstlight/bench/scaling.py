@@ -28,7 +28,8 @@ from firstlight.bench.models import find_model
 from firstlight.bench.options import ScalingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask_ranks, training_environment
-from firstlight.bench.runner import Found, RowOutcome, has_package, machine_facts, run_bench
+from firstlight.bench.rows import has_package
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.bench.training_once import EPOCH_TOKENS
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError

@@ -13,7 +13,6 @@ firstlight's rows run in the environment of `firstlight train`, the others in th
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import statistics
 import tempfile
@@ -29,6 +28,7 @@ from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import StepsBench, TrainingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment, training_environment
+from firstlight.bench.rows import ProgramRow, has_package
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.bench.step_parts import operator_shares, phase_shares
 from firstlight.bench.training_once import EPOCH_TOKENS, write_tokens
@@ -61,11 +61,9 @@ _VARIABLE = ("batch", "data", "efficiency", "optimizer")
 
 
 @dataclass(frozen=True)
-class TrainingRow:
+class TrainingRow(ProgramRow):
     """One program, with the recipe that it follows."""
 
-    name: str
-    program: str
     recipe: Recipe
 
 
@@ -175,9 +173,7 @@ def choose_programs(
             raise ConfigError(
                 f"program '{name}' is a loop for GPT-2, and {model} is none: use --programs trainer"
             )
-    missing = [
-        name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None
-    ]
+    missing = [name for name in ("transformers", "accelerate") if not has_package(name)]
     if "trainer" in names and missing:
         say(f"{' and '.join(missing)} not installed: the row 'trainer' is left out")
     return [name for name in dict.fromkeys(names) if name != "trainer" or not missing]
