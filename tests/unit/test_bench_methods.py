@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import mmap
 import os
@@ -657,9 +658,7 @@ def test_what_compiles_comes_last(work: MethodsWork, monkeypatch: pytest.MonkeyP
 def test_when_the_time_is_over_nothing_more_is_started(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = MethodsWork(
-        work.plain, work.data, work.caches, steps=1, warmup_steps=1, deadline=time.monotonic()
-    )
+    work = dataclasses.replace(work, deadline=time.monotonic())
     processes = FakeProcesses({})
     runner = run_rows(work, monkeypatch, processes, {ALONE: [PLAIN], LADDER: []})
     assert processes.seen == []

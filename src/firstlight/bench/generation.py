@@ -21,10 +21,10 @@ import torch
 
 from firstlight.bench.memory import copy_rate
 from firstlight.bench.models import SMALL, find_model
-from firstlight.bench.options import GenerationBench, require_positive
+from firstlight.bench.options import GenerationBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment
-from firstlight.bench.rows import ProgramRow, chosen_rows, installed_rows
+from firstlight.bench.rows import ProgramRow, installed_rows
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError
@@ -89,6 +89,7 @@ def decided(bench: GenerationBench) -> GenerationBench:
     require_positive(2, new_tokens=bench.new_tokens or 0)
     if not bench.batch_sizes or min(bench.batch_sizes) < 1:
         raise ConfigError("batch sizes must be at least 1")
+    require_known("row", bench.rows, [row.name for row in ROWS])
     return bench
 
 
@@ -107,7 +108,7 @@ def bench_generation(
     """
     bench = decided(bench)
     hardware, own = find_hardware(bench.device), for_generation()
-    rows = installed_rows(chosen_rows("row", ROWS, bench.rows))
+    rows = installed_rows([row for row in ROWS if row.name in bench.rows])
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder, config = _model_folder(bench, Path(temporary))
         sizes = {"prompt_tokens": bench.prompt_tokens, "new_tokens": bench.new_tokens}

@@ -70,8 +70,9 @@ class LearningCorpus:
     """A prepared corpus.
 
     Attributes:
-        name: name in tables.
-        sha256: hash of its tokens.
+        name: name in tables: "stdlib", or the stem of the text's file, with " bytes" added where
+            the tokens are bytes.
+        sha256: hash of the hashes of its shards.
         folder: folder of its shards.
     """
 

@@ -61,17 +61,14 @@ _FEWEST_STEPS = 2 * POINTS
 #: Reserve of time, as a factor: another program may take its share of the machine.
 _RESERVE = 1.1
 
-#: Complete trials without which no key is called more important than another.
-_TRIALS_TO_WEIGH = 8
-
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The result of a search.
+    """The result of `tune`: the trials of a study so far, and the files of the best one.
 
     Attributes:
-        folder: folder of the study.
-        study: the question.
+        folder: folder of the study, with study.json and trials.jsonl.
+        study: searched keys, objective and length of a trial.
         trials: lines of trials.jsonl: "trial" (number), "values", "state" ("complete", "pruned" or
             "failed"), "objective" (None of a failed one), "step", "steps", "curve", "seconds",
             "message".
@@ -376,11 +373,11 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
     complete = [line for line in lines if line["state"] == "complete"]
     best = min(complete, key=lambda line: line["objective"], default=None)
     best_recipe = picture = None
-    weights = importance(study, lines) if len(complete) >= _TRIALS_TO_WEIGH else {}
     if best is not None:
         best_recipe, picture = folder / BEST_NAME, folder / PICTURE_NAME
         write_file(best_recipe, _best_recipe(folder, study, best, len(lines)))
         write_file(picture, draw(study.search, study.objective, lines))
+    weights = importance(study, lines)
     return TuneResult(folder, study, lines, best, best_recipe, weights, picture)
 
 

@@ -23,6 +23,9 @@ TRIALS_NAME = "trials.jsonl"
 #: Trials with values drawn at random before the sampler has something to go by.
 _RANDOM_TRIALS = 8
 
+#: Complete trials without which no key is called more important than another.
+_TRIALS_TO_WEIGH = 8
+
 #: A trial goes on while it is not among the worst quarter of those that reached this point; the
 #: first complete trials and the first third of each are never ended early.
 _KEPT_PERCENT, _UNPRUNED_TRIALS, _UNPRUNED_POINTS = 75.0, 5, 2
@@ -201,9 +204,12 @@ def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
 
 
 def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of each key, by PED-ANOVA (Watanabe et al. 2023, arXiv 2304.10255)."""
+    """Share of each key, by PED-ANOVA (Watanabe et al. 2023, arXiv 2304.10255); empty where too few
+    trials are complete."""
     import optuna
 
+    if sum(line["state"] == "complete" for line in lines) < _TRIALS_TO_WEIGH:
+        return {}
     with _quiet():
         found = optuna.importance.get_param_importances(
             _replayed(study, lines), evaluator=optuna.importance.PedAnovaImportanceEvaluator()

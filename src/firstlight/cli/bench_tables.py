@@ -23,6 +23,7 @@ _UNITS: Mapping[str, Callable[[Any], str]] = {
     "bytes": human_bytes,
     "MB": lambda size: f"{size / 1e6:,.0f} MB",
     "GiB": lambda size: f"{size / 2**30:,.2f} GiB",
+    "GB/s": lambda rate: f"{rate / 1e9:.1f} GB/s",
     "binary": _binary,
     "giga": lambda rate: f"{rate / 1e9:.3g}",
     "tera": lambda rate: f"{rate / 1e12:.3g}",
@@ -44,6 +45,11 @@ def _cell(template: str, row: Mapping[str, Any]) -> str:
         return ""
 
 
+def _show(template: str, result: Result) -> None:
+    """Show a line about a result."""
+    show(_cell(template, result))
+
+
 def _table(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -> None:
     cells = [[_cell(template, row) for template in templates.split(" | ")] for row in rows]
     if rows:
@@ -59,11 +65,11 @@ def _show_reasons(rows: Sequence[Result]) -> None:
 
 def show_loading(result: Result) -> None:
     """Show the result of `bench loading`."""
-    checkpoint, machine = result["checkpoint"], result["machine"]
-    show(
-        f"{checkpoint['parameters']:,} parameters in {checkpoint['dtype']}, "
-        f"{human_bytes(checkpoint['file_bytes'])}; {machine['name']}, {machine['threads']} "
-        f"threads; medians of {result['repeats']}"
+    _show(
+        "{checkpoint[parameters]:,} parameters in {checkpoint[dtype]}, "
+        "{checkpoint[file_bytes]:bytes}; {machine[name]}, {machine[threads]} threads; medians of "
+        "{repeats}",
+        result,
     )
     rows = [
         {
@@ -85,11 +91,10 @@ def show_loading(result: Result) -> None:
 
 
 def _show_steps_head(result: Result) -> None:
-    machine = result["machine"]
-    show(
-        f"{result['model']}, {result['parameters']:,} parameters, {result['micro_batch_size']} x "
-        f"{result['seq_len']} tokens a step; {machine['name']}, {machine['threads']} threads; "
-        f"medians of {result['repeats']} x {result['steps']} steps"
+    _show(
+        "{model}, {parameters:,} parameters, {micro_batch_size} x {seq_len} tokens a step; "
+        "{machine[name]}, {machine[threads]} threads; medians of {repeats} x {steps} steps",
+        result,
     )
 
 
@@ -180,11 +185,11 @@ def show_training(result: Result) -> None:
 
 def show_generation(result: Result) -> None:
     """Show the result of `bench generation`."""
-    machine = result["machine"]
-    show(
-        f"{result['model']}, {result['parameters']:,} parameters, {result['prompt_tokens']} tokens "
-        f"of prompt, {result['new_tokens']} new ones; {machine['name']}, {machine['threads']} "
-        f"threads; memory copied at {machine['copy_bytes_per_second'] / 1e9:.1f} GB/s"
+    _show(
+        "{model}, {parameters:,} parameters, {prompt_tokens} tokens of prompt, {new_tokens} new "
+        "ones; {machine[name]}, {machine[threads]} threads; memory copied at "
+        "{machine[copy_bytes_per_second]:GB/s}",
+        result,
     )
     _table(
         "row | texts | tokens/s | (min-max) | / transformers bf16 | of the limit"
@@ -200,11 +205,10 @@ def show_generation(result: Result) -> None:
 
 def show_scaling(result: Result) -> None:
     """Show the result of `bench scaling`."""
-    machine = result["machine"]
-    show(
-        f"{result['model']}, {result['parameters']:,} parameters, {result['precision']}, "
-        f"{result['micro_batch_size']} rows of {result['seq_len']} tokens a process; "
-        f"{machine['name']}, {machine['cores']} cores"
+    _show(
+        "{model}, {parameters:,} parameters, {precision}, {micro_batch_size} rows of {seq_len} "
+        "tokens a process; {machine[name]}, {machine[cores]} cores",
+        result,
     )
     rows = [
         {**row, "peaks": ", ".join(map(human_bytes, row["peak_bytes"]))}
