@@ -15,14 +15,7 @@ from firstlight.console import rounded
 from firstlight.errors import ConfigError, nearest
 from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import (
-    Choice,
-    Choices,
-    RunFacts,
-    given_rows,
-    micro_batch,
-    other_choices,
-)
+from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_rows
 from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
 
@@ -54,22 +47,12 @@ class _Candidate:
     """A model, the length of its training, and its expected loss."""
 
     shape: ModelSize
-    rate: float
-    batch: int
-    steps: int
+    run: RunFacts
     bits: float
-
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.batch
 
     @property
     def flops(self) -> float:
         return self.shape.flops_per_token
-
-    @property
-    def facts(self) -> RunFacts:
-        return RunFacts(self.tokens, self.steps, self.shape.seq_len, self.rate)
 
 
 def choose(
@@ -107,22 +90,13 @@ def choose(
     items = [
         *_model_choices(best, len(candidates) > 1, length, text),
         *_step_choices(best, machine, fixed),
-        *_length_choices(best, length, text, fixed),
-        *other_choices(best.facts, machine, text.val_tokens),
+        *_length_choices(best.run, length, text, fixed),
+        *best.run.other_choices(machine, text.val_tokens),
     ]
-    chosen = [
-        Choice(one.key, fixed[one.key], "given") if one.key in fixed else one for one in items
-    ]
-    epochs = best.tokens / max(text.train_tokens, 1.0)
+    epochs = best.run.tokens / max(text.train_tokens, 1.0)
     low, high = settings.EXPECTED_RANGE
-    return Choices(
-        choices=chosen,
-        parameters=best.shape.parameters,
-        tokens=best.tokens,
-        steps=best.steps,
-        seconds=best.tokens / best.rate / (1 - settings.EVALUATION_SHARE),
-        tokens_per_second=best.rate,
-        epochs=epochs,
+    return replace(
+        best.run.choices(items, fixed, best.shape.parameters, epochs),
         bits_per_byte=(low * best.bits, high * best.bits),
         advice=_advice(best, text, epochs),
     )
@@ -155,7 +129,7 @@ def _best(
         return max((one for one in candidates if one.bits <= most), key=lambda one: one.flops)
     best = candidates[0]
     for one in candidates[1:]:
-        time = Length(one.tokens / one.rate)
+        time = Length(one.run.tokens / one.run.rate)
         rivals = [_candidate(other.shape, text, machine, time, fixed) for other in candidates]
         if _best(rivals, text, machine, time, fixed).flops < one.flops:
             break
@@ -223,8 +197,9 @@ def _candidate(
         )
     if steps is None:
         steps = max(round(tokens / batch), 1)
-    bits = expected_bits(shape.layer_parameters, steps * batch * text.bytes_per_token, text)
-    return _Candidate(shape, rate, batch, steps, bits)
+    run = RunFacts(steps, batch, shape.seq_len, rate)
+    bits = expected_bits(shape.layer_parameters, run.tokens * text.bytes_per_token, text)
+    return _Candidate(shape, run, bits)
 
 
 def _batch_tokens(tokens: float, seq_len: int) -> int:
@@ -242,7 +217,7 @@ def _model_choices(
 ) -> Iterator[Choice]:
     shape = best.shape
     size = f"{rounded(shape.parameters)} parameters"
-    flops = f"{rounded(shape.flops_per_token * best.tokens)} FLOPs"
+    flops = f"{rounded(shape.flops_per_token * best.run.tokens)} FLOPs"
     reason = f"{size}: the least expected loss for {flops}" if is_chosen else f"{size}, as given"
     if shape.hidden_size % settings.HEAD_DIM:
         raise ConfigError(
@@ -271,12 +246,10 @@ def _step_choices(
     shape = best.shape
     kept = f"about {shape.seq_len * 3.3:,.0f} characters that a prediction sees"
     yield Choice("data.seq_len", shape.seq_len, kept)
-    yield micro_batch(best.batch, shape.seq_len, machine, fixed)
-    yield Choice(
-        "batch.global_batch_tokens",
-        best.batch,
-        f"tokens of a step: grows with the root of the {rounded(best.tokens)} tokens of the run",
-    )
+    yield best.run.micro_batch(machine, fixed)
+    tokens = rounded(best.run.tokens)
+    reason = f"tokens of a step: grows with the root of the {tokens} tokens of the run"
+    yield Choice("batch.global_batch_tokens", best.run.batch_tokens, reason)
     for key, value in _layout(fixed).items():
         if key.startswith(("optimizer.", "init.")) and key not in _FOLLOWING_RATES:
             yield Choice(key, value, _RATE_REASONS.get(key, ""))
@@ -337,11 +310,11 @@ _FOLLOWING_RATES = ("optimizer.muon_learning_rate", "optimizer.head_lr_multiple"
 
 
 def _length_choices(
-    best: _Candidate, length: Length, text: TextFacts, fixed: Mapping[str, Any]
+    run: RunFacts, length: Length, text: TextFacts, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
     schedule = {k: v for k, v in _layout(fixed).items() if k.startswith("schedule.")}
     reasons = {"schedule.kind": "full rate, then a line down to zero over the last part"}
-    epochs = best.tokens / max(text.train_tokens, 1.0)
+    epochs = run.tokens / max(text.train_tokens, 1.0)
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
         reason = "of the training; measured steps decide their number, once"
@@ -351,9 +324,9 @@ def _length_choices(
             reason = "passes over the text at most: more would not help"
             yield Choice("schedule.epochs", settings.MOST_EPOCHS, reason)
     else:
-        passes = f"{best.tokens:,} tokens, {epochs:.2g} passes over the text"
-        yield Choice("schedule.max_steps", best.steps, passes)
-    yield Choice("schedule.warmup_steps", max(best.steps // 50, min(10, best.steps // 10)), "")
+        passes = f"{run.tokens:,} tokens, {epochs:.2g} passes over the text"
+        yield Choice("schedule.max_steps", run.steps, passes)
+    yield Choice("schedule.warmup_steps", max(run.steps // 50, min(10, run.steps // 10)), "")
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
     decay, reason = settings.WEIGHT_DECAY, ""
@@ -368,8 +341,8 @@ def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
     if epochs <= settings.GOOD_EPOCHS:
         return ""
     # The same run on text that is all new.
-    read = best.tokens * text.bytes_per_token
-    plenty = replace(text, train_tokens=best.tokens)
+    read = best.run.tokens * text.bytes_per_token
+    plenty = replace(text, train_tokens=best.run.tokens)
     new = expected_bits(best.shape.layer_parameters, read, plenty)
     return (
         f"the text is read {epochs:.0f} times; {rounded(read)} bytes of such text in place of "

@@ -70,75 +70,90 @@ class Choices:
         return next(choice.value for choice in self.choices if choice.key == key)
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """Length and speed of a run.
-
-    Attributes:
-        tokens, steps: numbers of tokens and of steps of its training.
-        seq_len: tokens of a sequence.
-        rate: tokens a second.
-    """
-
-    tokens: float
-    steps: int
-    seq_len: int
-    rate: float
-
-
 def given_rows(fixed: Mapping[str, Any]) -> int:
     """Sequences of the micro-batch that a person has given; 1 if it is not decided yet."""
     rows = fixed.get("batch.micro_batch_size")
     return rows if isinstance(rows, int) else 1
 
 
-def micro_batch(
-    batch_tokens: int, seq_len: int, machine: MachineFacts, fixed: Mapping[str, Any]
-) -> Choice:
-    """The sequences of a forward pass, a divisor of those of a step.
+@dataclass(frozen=True)
+class RunFacts:
+    """Length and speed of a run, and the choices that follow from them.
 
-    Args:
+    Attributes:
+        steps: number of steps of its training.
         batch_tokens: tokens of a step.
         seq_len: tokens of a sequence.
-        machine: the machine to train on.
-        fixed: values of keys that a person has given.
+        rate: tokens a second.
     """
-    rows = batch_tokens // seq_len
-    busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // seq_len, 1)
-    micro = min(rows, 1 << int(math.log2(busy)))
-    while rows % micro:
-        micro -= 1
-    reason = f"{micro * seq_len:,} tokens keep this device busy"
-    return Choice(
-        "batch.micro_batch_size",
-        fixed.get("batch.micro_batch_size") or micro,
-        reason if micro < rows else "all of a step at once",
-    )
 
+    steps: int
+    batch_tokens: int
+    seq_len: int
+    rate: float
 
-def other_choices(run: RunFacts, machine: MachineFacts, val_tokens: float) -> Iterator[Choice]:
-    """Compiling, evaluations and checkpoints of a run.
+    @property
+    def tokens(self) -> int:
+        """Tokens of the training."""
+        return self.steps * self.batch_tokens
 
-    Args:
-        run: its length and speed.
-        machine: the machine to train on.
-        val_tokens: tokens of the validation split.
-    """
-    seconds = run.tokens / run.rate
-    compiles = machine.kind == "cuda" and machine.compiles and seconds >= settings.COMPILE_SECONDS
-    why = (
-        "a minute of compiling is repaid" if compiles else "compiling would cost more than it gains"
-    )
-    yield Choice("efficiency.compile", compiles, why)
-    count = settings.EVALUATIONS
-    every = max(math.ceil(run.steps / count), 1)
-    yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
-    # The rest is for the sample texts.
-    share = settings.EVALUATION_SHARE * 2 / 3
-    tokens = share * run.tokens * settings.EVALUATION_SPEED / count
-    rows = max(int(tokens / run.seq_len), 16)
-    if rows * run.seq_len >= val_tokens:
-        yield Choice("evaluation.max_rows", 0, "all that is held out")
-    else:
-        yield Choice("evaluation.max_rows", rows, f"evaluations take {share:.0%} of the run")
-    yield Choice("checkpoint.every_steps", every, "with each evaluation")
+    def choices(
+        self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
+    ) -> Choices:
+        """The whole run.
+
+        Args:
+            items: a choice for each key.
+            fixed: values of keys that a person has given, which replace those chosen.
+            parameters: number of the model's parameters.
+            epochs: passes over the text.
+        """
+        chosen = [
+            Choice(one.key, fixed[one.key], "given") if one.key in fixed else one for one in items
+        ]
+        seconds = self.tokens / self.rate / (1 - settings.EVALUATION_SHARE)
+        return Choices(chosen, parameters, self.tokens, self.steps, seconds, self.rate, epochs)
+
+    def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
+        """The sequences of a forward pass, a divisor of those of a step.
+
+        Args:
+            machine: the machine to train on.
+            fixed: values of keys that a person has given.
+        """
+        rows = self.batch_tokens // self.seq_len
+        busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
+        micro = min(rows, 1 << int(math.log2(busy)))
+        while rows % micro:
+            micro -= 1
+        reason = f"{micro * self.seq_len:,} tokens keep this device busy"
+        return Choice(
+            "batch.micro_batch_size",
+            fixed.get("batch.micro_batch_size") or micro,
+            reason if micro < rows else "all of a step at once",
+        )
+
+    def other_choices(self, machine: MachineFacts, val_tokens: float) -> Iterator[Choice]:
+        """Compiling, evaluations and checkpoints.
+
+        Args:
+            machine: the machine to train on.
+            val_tokens: tokens of the validation split.
+        """
+        is_long = self.tokens / self.rate >= settings.COMPILE_SECONDS
+        compiles = machine.kind == "cuda" and machine.compiles and is_long
+        cost = "compiling would cost more than it gains"
+        why = "a minute of compiling is repaid" if compiles else cost
+        yield Choice("efficiency.compile", compiles, why)
+        count = settings.EVALUATIONS
+        every = max(math.ceil(self.steps / count), 1)
+        yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
+        # The rest is for the sample texts.
+        share = settings.EVALUATION_SHARE * 2 / 3
+        tokens = share * self.tokens * settings.EVALUATION_SPEED / count
+        rows = max(int(tokens / self.seq_len), 16)
+        if rows * self.seq_len >= val_tokens:
+            yield Choice("evaluation.max_rows", 0, "all that is held out")
+        else:
+            yield Choice("evaluation.max_rows", rows, f"evaluations take {share:.0%} of the run")
+        yield Choice("checkpoint.every_steps", every, "with each evaluation")

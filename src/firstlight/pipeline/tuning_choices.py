@@ -11,14 +11,7 @@ from typing import Any, Literal
 from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import (
-    Choice,
-    Choices,
-    RunFacts,
-    given_rows,
-    micro_batch,
-    other_choices,
-)
+from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_rows
 from firstlight.pipeline.facts import Length, MachineFacts
 
 
@@ -170,25 +163,19 @@ def choose_tuning(
             f"{-(-batch // row.value) * row.value}"
         )
     steps = length.steps or max(round(tokens / batch), 1)
-    run = RunFacts(steps * batch, steps, row.value, rate)
+    run = RunFacts(steps, batch, row.value, rate)
     epochs = run.tokens / max(epoch_tokens, 1.0)
     items = [
         row,
         *method.choices(),
-        micro_batch(batch, row.value, machine, fixed),
+        run.micro_batch(machine, fixed),
         Choice("batch.global_batch_tokens", batch, _batch_reason(data, batch, epoch_tokens)),
         *_optimizer_choices(model, method),
         *_length_choices(run, length, epochs, data),
-        *other_choices(run, machine, val_tokens),
+        *run.other_choices(machine, val_tokens),
         Choice("checkpoint.keep_best", 1, "the one with the least held-out loss is kept, too"),
     ]
-    chosen = [
-        Choice(one.key, fixed[one.key], "given") if one.key in fixed else one for one in items
-    ]
-    seconds = run.tokens / rate / (1 - settings.EVALUATION_SHARE)
-    return Choices(
-        chosen, model.parameters, round(run.tokens), steps, seconds, rate, epochs, advice=""
-    )
+    return run.choices(items, fixed, model.parameters, epochs)
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
