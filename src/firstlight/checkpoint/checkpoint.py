@@ -48,11 +48,10 @@ from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.checkpoint.sharded import shard_names
 from firstlight.errors import (
     CheckpointError,
-    InputError,
     ModelError,
     describe_os_error,
 )
-from firstlight.files.atomic import forget_cached, read_json, sha256_of
+from firstlight.files.atomic import forget_cached, read_json_object, sha256_of
 from firstlight.files.disk import HashedFile, OutputFile
 from firstlight.files.tensor_file import write_tensors
 from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
@@ -289,13 +288,9 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: trainer_state.json can't be read, or is not a JSON object.
     """
-    try:
-        state = read_json(folder / STATE_NAME)
-    except InputError as error:
-        raise CheckpointError(str(error)) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{folder / STATE_NAME} is damaged: it is not a JSON object")
-    _require_objects(folder / STATE_NAME, state)
+    path = folder / STATE_NAME
+    state = read_json_object(path, CheckpointError, "is damaged: it is not a JSON object")
+    _require_objects(path, state)
     return state
 
 

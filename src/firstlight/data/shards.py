@@ -51,8 +51,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from firstlight.errors import DataError, InputError, describe_os_error
-from firstlight.files.atomic import read_json
+from firstlight.errors import DataError, describe_os_error
+from firstlight.files.atomic import read_json_object
 
 MAGIC = b"FLTOKENS"
 VERSION = 1
@@ -104,12 +104,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{folder} is not a prepared corpus (no {MANIFEST_NAME}): run `firstlight prepare`"
         )
-    try:
-        manifest = read_json(path)
-    except InputError as error:
-        raise DataError(str(error)) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != MANIFEST_FORMAT:
-        raise DataError(f"{path} is not the manifest of a prepared corpus")
+    fault = "is not the manifest of a prepared corpus"
+    manifest = read_json_object(path, DataError, fault)
+    if manifest.get("format") != MANIFEST_FORMAT:
+        raise DataError(f"{path} {fault}")
     if manifest.get("version") not in (VERSION, LABELLED_VERSION):
         raise DataError(
             f"{path} is of version {manifest.get('version')}; this firstlight reads {VERSION} "

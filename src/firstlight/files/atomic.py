@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import InputError, StorageError, describe_os_error
+from firstlight.errors import FirstlightError, InputError, StorageError, describe_os_error
 from firstlight.files import disk as seam
 from firstlight.files.disk import OutputFile
 
@@ -210,14 +210,11 @@ def remove_file(path: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Keep a damaged file as NAME.damaged, or NAME.damaged-2 and so on if that exists, before it is
-    replaced.
+    replaced; return the new name.
 
     It has both names until then, so that a process that is killed in between leaves its readable
     part under the old name. A path that is not a file, and could not be replaced, is renamed; so is
     a file if the file system has no hard links.
-
-    Returns:
-        the new name.
 
     Raises:
         StorageError: the disk refuses.
@@ -318,10 +315,7 @@ def plain_lines(text: str) -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file.
-
-    Args:
-        max_bytes: a longer one is refused unread.
+    """Read a JSON file; one of more than `max_bytes` is refused unread.
 
     Raises:
         InputError: the file is missing, unreadable, too long, not UTF-8, not JSON, gives a key
@@ -330,12 +324,25 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     return parse_json(path, read_file(path, max_bytes))
 
 
-def parse_json(path: Path, content: bytes) -> Any:
-    """The value of a JSON file that was read.
+def read_json_object(
+    path: Path, kind: type[FirstlightError], fault: str = "is not a JSON object"
+) -> dict[str, Any]:
+    """Read a JSON file that holds one object.
 
-    Args:
-        path: the file, for messages.
-        content: its bytes.
+    Raises:
+        kind: the file can't be read, see `read_json`, or holds anything else, which `fault` says.
+    """
+    try:
+        value = read_json(path)
+    except InputError as error:
+        raise kind(str(error)) from error
+    if not isinstance(value, dict):
+        raise kind(f"{path} {fault}")
+    return value
+
+
+def parse_json(path: Path, content: bytes) -> Any:
+    """The value of a JSON file from its bytes; `path` is for messages.
 
     Raises:
         InputError: see `read_json`.

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import CheckpointError, InputError
-from firstlight.files.atomic import read_json
+from firstlight.errors import CheckpointError
+from firstlight.files.atomic import read_json_object
 
 LENGTH_NAME = "length.json"
 
@@ -36,12 +36,7 @@ def read_length(run_folder: Path) -> dict[str, Any]:
     path = run_folder / LENGTH_NAME
     if not path.exists():
         return {}
-    try:
-        record = read_json(path)
-    except InputError as error:
-        raise CheckpointError(str(error)) from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{path} is damaged: it is no object")
+    record = read_json_object(path, CheckpointError, "is damaged: it is no object")
     for key, kind, least in _KEYS:
         value = record.get(key, least)
         if type(value) not in kind or not least <= value <= _MOST:

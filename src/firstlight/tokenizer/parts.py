@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
 from firstlight.errors import FirstlightError, InputError, TokenizerError
-from firstlight.files.atomic import plain_lines, read_file, read_json
+from firstlight.files.atomic import plain_lines, read_file, read_json_object
 from firstlight.tokenizer.patterns import may_panic
 
 #: Names of padding tokens; Qwen's is `<|endoftext|>`, because its turns end with another token.
@@ -68,13 +68,7 @@ def read_chat_template(folder: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        config = read_json(path) if path.is_file() else {}
-    except InputError as error:
-        raise TokenizerError(str(error)) from error
-    if not isinstance(config, dict):
-        raise TokenizerError(f"{path} is not a JSON object")
-    return config
+    return read_json_object(path, TokenizerError) if path.is_file() else {}
 
 
 def chat_template_of(config: dict[str, Any]) -> str | None:

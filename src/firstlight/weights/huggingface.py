@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from firstlight.errors import InputError, ModelError
-from firstlight.files.atomic import read_json, sha256_of
+from firstlight.errors import ModelError
+from firstlight.files.atomic import read_json_object, sha256_of
 from firstlight.lora.files import (
     ADAPTER_WEIGHTS_NAME,
     adapter_chain,
@@ -200,7 +200,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = _config_path(folder)
     if not path.is_file():
         raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
-    return config_from_hf(_read_model_json(path), str(path))
+    return config_from_hf(read_json_object(path, ModelError), str(path))
 
 
 def _config_path(folder: Path) -> Path:
@@ -244,21 +244,12 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         raise ModelError(f"{where}: {error}") from error
 
 
-def _read_model_json(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path)
-    except InputError as error:
-        raise ModelError(str(error)) from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return content
-
-
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The ids that end a text, of generation_config.json, else config.json, else the tokenizer."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         path = folder / name
-        value = _read_model_json(path).get("eos_token_id") if path.is_file() else None
+        values = read_json_object(path, ModelError) if path.is_file() else {}
+        value = values.get("eos_token_id")
         if isinstance(value, int):
             return (value,)
         if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
@@ -295,7 +286,7 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
 def training_notes(folder: Path) -> list[str]:
     """Training settings of a model folder that firstlight does not apply: one line each."""
     path = _config_path(folder)
-    content = _read_model_json(path)
+    content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
     # GPT-2 has the last two.
     applied = {} if family is None else family.config.model_fields

@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from firstlight.errors import InputError, ModelError, describe_os_error
+from firstlight.errors import ModelError, describe_os_error
 from firstlight.files.atomic import (
     MAX_JSON_BYTES,
-    read_json,
+    read_json_object,
     replacing,
     unique_keys,
     write_file,
@@ -324,18 +324,15 @@ def _read_index(folder: Path, index_name: str) -> dict[str, str]:
     Raises:
         ModelError: the index is damaged, or names a file elsewhere.
     """
-    try:
-        index = read_json(folder / index_name)
-    except InputError as error:
-        raise ModelError(str(error)) from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    path, fault = folder / index_name, "has no weight_map of tensors to files"
+    weight_map = read_json_object(path, ModelError, fault).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
-        raise ModelError(f"{folder / index_name} has no weight_map of tensors to files")
+        raise ModelError(f"{path} {fault}")
     outside = {name for name in weight_map.values() if os.path.basename(name) != name}
     if outside:
-        raise ModelError(f"{folder / index_name} names a file outside its folder: {min(outside)}")
+        raise ModelError(f"{path} names a file outside its folder: {min(outside)}")
     return weight_map
 
 
