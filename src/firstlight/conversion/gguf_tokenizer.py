@@ -6,6 +6,7 @@ name of the split. BPE with byte fallback (Llama 2) becomes "llama": tokens and 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GGUFTokenizer:
     """The tokenizer's part of a GGUF file's metadata.
 
@@ -43,8 +44,8 @@ class GGUFTokenizer:
         pre: tokenizer.ggml.pre.
         tokens: every token, by id.
         types: the kind of each token.
-        scores: scores for "llama": the pair whose joint token scores highest is merged first.
-        merges: merges for "gpt2": pairs in order, each "left right".
+        scores: scores, for "llama" only: the pair whose joint token scores highest is merged first.
+        merges: merges, for "gpt2" only: pairs in order, each "left right".
         bos_id, eos_id: the tokens that begin and end a document.
         unknown_id: the unknown token, if there is one.
         add_bos: True if a prompt begins with `bos_id`.
@@ -54,16 +55,16 @@ class GGUFTokenizer:
     """
 
     model: str
-    pre: str
+    pre: str = "default"
     tokens: tuple[str, ...]
     types: tuple[int, ...]
-    scores: tuple[float, ...] | None
-    merges: tuple[str, ...] | None
+    scores: tuple[float, ...] | None = None
+    merges: tuple[str, ...] | None = None
     bos_id: int
     eos_id: int
     unknown_id: int | None
     add_bos: bool
-    add_space_prefix: bool
+    add_space_prefix: bool = False
     chat_template: str | None
     notes: tuple[str, ...]
 
@@ -96,33 +97,26 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
             raise _refused(f"its token '{content}' takes in white space or needs word borders")
     tokens = _tokens(tokenizer, vocab_size)
     types = _types(tokens, added, model)
-    scores: tuple[float, ...] | None = None
-    merges: tuple[str, ...] | None = None
-    prefix, pre = False, "default"
-    if model.get("byte_fallback"):
-        prefix, notes = _space_prefix(state)
-        scores = _scores(tokens, types, model)
-    else:
-        pre, notes = _split_name(state, added)
-        merges = tuple(" ".join(pair) for pair in _pairs(model))
     unknown = model.get("unk_token")
     # llama.cpp's default for a missing bos or eos is some ordinary token.
     separator = tokenizer.separator_id
-    return GGUFTokenizer(
-        model="gpt2" if scores is None else "llama",
-        pre=pre,
+    described = functools.partial(
+        GGUFTokenizer,
         tokens=tokens,
         types=types,
-        scores=scores,
-        merges=merges,
         bos_id=separator,
         eos_id=separator if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
         unknown_id=None if unknown is None else tokenizer.backend.token_to_id(unknown),
         add_bos=tokenizer.add_bos,
-        add_space_prefix=prefix,
         chat_template=tokenizer.chat_template,
-        notes=notes,
     )
+    if model.get("byte_fallback"):
+        prefix, notes = _space_prefix(state)
+        scores = _scores(tokens, types, model)
+        return described(model="llama", scores=scores, add_space_prefix=prefix, notes=notes)
+    pre, notes = _split_name(state, added)
+    merges = tuple(" ".join(pair) for pair in _pairs(model))
+    return described(model="gpt2", pre=pre, merges=merges, notes=notes)
 
 
 def _refused(reason: str) -> TokenizerError:
