@@ -125,23 +125,16 @@ class Scheduler:
             Exception: whatever `make_decoder` raises.
         """
         self._decoder = self._thread.submit(self._make_decoder).result()
+        #: Longest text, prompt and new tokens together; largest batch.
+        self.max_tokens = self._decoder.max_tokens
+        self.max_sequences = self._decoder.max_sequences
         self._loop_ended = self._thread.submit(self._loop)
         self._loop_ended.add_done_callback(_say_failure)
 
     @property
-    def max_tokens(self) -> int:
-        """Longest text, prompt and new tokens together."""
-        return self._decoder.max_tokens
-
-    @property
-    def max_sequences(self) -> int:
-        """Largest batch."""
-        return self._decoder.max_sequences
-
-    @property
     def capacity(self) -> int:
         """Largest number of running and waiting texts."""
-        return self._decoder.max_sequences + self._max_queue
+        return self.max_sequences + self._max_queue
 
     @property
     def running(self) -> int:
