@@ -108,7 +108,12 @@ def _connect(ray: Any, address: str | None) -> None:
         raise ConfigError(_NO_CLIENT)
     try:
         if address is not None and address not in ("auto", "local"):
-            _require_listening(address)
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError("it is not auto, local or HOST:PORT")
+            # Ray would wait minutes for an address at which nobody answers.
+            place = (host.strip("[]"), int(port))
+            socket.create_connection(place, timeout=_SECONDS_TO_ANSWER).close()
         with _signal_handlers_kept(), _no_usage_statistics():
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     # A cluster's problems are raised as nearly any kind of error.
@@ -117,14 +122,6 @@ def _connect(ray: Any, address: str | None) -> None:
             f"no ray cluster can be used at '{address or 'local'}' ({_reason(error)}): start "
             "one with `ray start --head`, or have one for this run with --ray-address local"
         ) from error
-
-
-def _require_listening(address: str) -> None:
-    """Refuse an address at which nobody answers, for which Ray would wait minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError("it is not auto, local or HOST:PORT")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_ANSWER).close()
 
 
 @contextlib.contextmanager
