@@ -15,7 +15,7 @@ from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
-from firstlight.evaluation.scores import Task, TaskResult
+from firstlight.evaluation.scores import Task
 from firstlight.evaluation.tasks import ready_tasks
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.config import SamplingConfig
@@ -63,10 +63,25 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
 
 
 def _write_samples(run: Run, check: Callable[[], None]) -> None:
-    step = run.state.step
-    for prompt, text in sample_texts(
-        run.program, run.tokenizer, run.folder, check, answered=run.dataset.has_examples
-    ):
+    """Let the model continue each prompt of the recipe's `evaluation` section."""
+    program, config, step = run.program, run.recipe.evaluation, run.state.step
+    # One seed for all evaluations: texts differ only by the model's weights.
+    sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
+    loaded = _loaded(program.model, run.tokenizer, run.folder)
+    for prompt in config.sample_prompts:
+        text = ""
+        try:
+            with autocast(program.hardware.device, program.dtype):
+                # With examples prompts are messages to be answered, but blank ones are texts.
+                if run.dataset.has_examples and prompt.strip():
+                    pieces = ChatSession(loaded, settings=sampling).answer(prompt)
+                else:
+                    pieces = iter(GenerationStream(loaded, prompt, sampling))
+                for piece in pieces:
+                    text += piece
+                    check()
+        except ModelError as error:
+            raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
         run.samples.append({"step": step, "prompt": prompt, "text": text})
         run.bar.sample(step, prompt, text)
 
@@ -124,10 +139,19 @@ def _take_validation(
 
 
 def _score(run: Run, check: Callable[[], None]) -> None:
-    record = _record(run)
-    for score in task_results(run.program, run.tokenizer, run.folder, run.tasks, check):
-        run.bar.message(f"step {run.state.step}: {score}")
-        record |= {f"{score.task}/{name}": x for name, x in score.figures().items()}
+    program, record = run.program, _record(run)
+    loaded = _loaded(program.model, run.tokenizer, run.folder)
+    # The endings of an item are short, and nothing is kept for a backward pass.
+    texts = 4 * run.recipe.batch.rows
+    for task in run.tasks:
+        try:
+            with autocast(program.hardware.device, program.dtype), _masked_attention(program):
+                scores = task.evaluate(loaded, batch_size=texts, on_texts=lambda *_: check())
+        except ModelError as error:
+            raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
+        for score in scores:
+            run.bar.message(f"step {run.state.step}: {score}")
+            record |= {f"{score.task}/{name}": x for name, x in score.figures().items()}
 
 
 def _record(run: Run) -> dict[str, Any]:
@@ -245,45 +269,6 @@ def split_loss(
     return found
 
 
-def sample_texts(
-    program: TrainingProgram,
-    tokenizer: Tokenizer,
-    run_folder: Path,
-    check: Callable[[], None],
-    *,
-    answered: bool = False,
-) -> Iterator[tuple[str, str]]:
-    """Each prompt of the recipe's `evaluation` section, and the model's continuation.
-
-    Args:
-        program: the run's program, its model in evaluation mode.
-        check: called after each piece of text; may raise.
-        answered: prompts are messages, laid out by the tokenizer's chat template and answered;
-            but blank ones are texts.
-
-    Raises:
-        DivergedError: the weights are of no use.
-    """
-    config = program.recipe.evaluation
-    # One seed for all evaluations: texts differ only by the model's weights.
-    sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
-    loaded = _loaded(program.model, tokenizer, run_folder)
-    for prompt in config.sample_prompts:
-        text = ""
-        try:
-            with autocast(program.hardware.device, program.dtype):
-                if answered and prompt.strip():
-                    pieces = ChatSession(loaded, settings=sampling).answer(prompt)
-                else:
-                    pieces = iter(GenerationStream(loaded, prompt, sampling))
-                for piece in pieces:
-                    text += piece
-                    check()
-        except ModelError as error:
-            raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
-        yield prompt, text
-
-
 def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
     """The tasks of a recipe's `evaluation` section, read and checked.
 
@@ -300,35 +285,6 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
         items=config.task_items or None,
         task_folder=config.task_folder,
     )
-
-
-def task_results(
-    program: TrainingProgram,
-    tokenizer: Tokenizer,
-    run_folder: Path,
-    tasks: Sequence[Task],
-    check: Callable[[], None],
-) -> Iterator[TaskResult]:
-    """Evaluate a run's model on tasks.
-
-    Args:
-        program: the run's program, its model in evaluation mode.
-        tasks: the tasks of `tasks_of`.
-        check: called after each batch; may raise.
-
-    Raises:
-        DivergedError: the weights are of no use.
-    """
-    loaded = _loaded(program.model, tokenizer, run_folder)
-    # The endings of an item are short, and nothing is kept for a backward pass.
-    texts = 4 * program.recipe.batch.rows
-    for task in tasks:
-        try:
-            with autocast(program.hardware.device, program.dtype), _masked_attention(program):
-                found = task.evaluate(loaded, batch_size=texts, on_texts=lambda *_: check())
-        except ModelError as error:
-            raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
-        yield from found
 
 
 @contextlib.contextmanager
