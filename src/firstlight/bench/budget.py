@@ -17,12 +17,12 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench.options import BudgetBench, require_positive
+from firstlight.bench.options import BudgetBench, Keep, Result, require_positive
 from firstlight.bench.pictures import markdown_table, new_figure, png_of
 from firstlight.bench.process import ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
@@ -102,7 +102,7 @@ class BudgetCase:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def bench_budget(bench: BudgetBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
     """Measure the runs that have no result yet.
 
     Args:
@@ -139,7 +139,7 @@ def bench_budget(bench: BudgetBench, on_run: Callable[[dict[str, Any]], None]) -
             outcomes[title].runs.append(lines[case.digest])
     machine = machine_facts(find_hardware())
 
-    def result(complete: bool) -> dict[str, Any]:
+    def result(complete: bool) -> Result:
         problems = {title: one.problem for title, one in outcomes.items() if one.problem}
         runs = [run for one in outcomes.values() for run in one.runs]
         return {"machine": machine, "problems": problems, "complete": complete, "runs": runs}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 
 from firstlight.bench.memory import copy_rate
 from firstlight.bench.models import SMALL, find_model
-from firstlight.bench.options import GenerationBench, require_known, require_positive
+from firstlight.bench.options import GenerationBench, Keep, Result, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment
 from firstlight.bench.rows import ProgramRow, installed_rows
@@ -93,9 +93,7 @@ def decided(bench: GenerationBench) -> GenerationBench:
     return bench
 
 
-def bench_generation(
-    bench: GenerationBench, on_run: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
+def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
     """Measure all rows.
 
     Returns:
@@ -140,7 +138,7 @@ def bench_generation(
             of_row = {**request, **asdict(row), "times": times}
             return ask("firstlight.bench.generation_once", of_row, environment)
 
-        def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
+        def result(outcomes: Mapping[str, RowOutcome]) -> Result:
             found = summarize(rows, outcomes, machine["copy_bytes_per_second"], config)
             return {**head, "machine": machine, "rows": found}
 

@@ -266,6 +266,7 @@ _LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Measure what the request names under "measure"; see the module's head."""
     kinds = {"products": _products, "copies": _copies, "start": _start}
     return kinds[request["measure"]](request)
 

@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import torch
 
 from firstlight.bench.learning_rows import SIZES, choose_rows, find_row, recipe_values
 from firstlight.bench.models import changed_recipe
-from firstlight.bench.options import LearningBench, require_known, require_positive
+from firstlight.bench.options import Keep, LearningBench, Result, require_known, require_positive
 from firstlight.bench.process import ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
 from firstlight.bench.training_once import library_corpus
@@ -209,9 +209,7 @@ def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
     return {f"{case.corpus.name}, {case.size}, {case.row}": case for case in cases}
 
 
-def bench_learning(
-    bench: LearningBench, on_run: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
+def bench_learning(bench: LearningBench, on_run: Keep) -> Result:
     """Measure the runs that have no result yet.
 
     Args:
@@ -231,7 +229,7 @@ def bench_learning(
     outcomes = {title: _outcome(case, lines, bench.seeds) for title, case in cases.items()}
     machine = machine_facts(find_hardware())
 
-    def result(complete: bool) -> dict[str, Any]:
+    def result(complete: bool) -> Result:
         problems = {title: one.problem for title, one in outcomes.items() if one.problem}
         head = {"machine": machine, "problems": problems, "complete": complete}
         return {**head, "runs": _in_order(lines, list(cases.values()))}

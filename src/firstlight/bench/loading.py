@@ -14,7 +14,7 @@ import re
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.options import LoadingBench, require_positive
+from firstlight.bench.options import Keep, LoadingBench, Result, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask
 from firstlight.bench.rows import ProgramRow, chosen_rows, has_package, installed_rows
@@ -101,9 +101,7 @@ def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
     return rows
 
 
-def bench_loading(
-    bench: LoadingBench, on_run: Callable[[dict[str, Any]], None] = lambda _: None
-) -> dict[str, Any]:
+def bench_loading(bench: LoadingBench, on_run: Keep = lambda _: None) -> Result:
     """Make the checkpoint, load it each way, and return the measurements.
 
     Returns:
@@ -134,7 +132,7 @@ def bench_loading(
             _read_once(path)
         by_name = {row.name: row for row in rows}
 
-        def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
+        def result(outcomes: Mapping[str, RowOutcome]) -> Result:
             runs = {name: outcome.runs for name, outcome in outcomes.items() if outcome.runs}
             return {
                 "checkpoint": checkpoint,

@@ -46,7 +46,7 @@ from firstlight.bench.methods_rows import (
     why_skipped,
 )
 from firstlight.bench.models import changed_recipe
-from firstlight.bench.options import MethodsBench, require_known
+from firstlight.bench.options import Keep, MethodsBench, Result, require_known
 from firstlight.bench.process import (
     ForkServer,
     ask,
@@ -121,7 +121,7 @@ def choose_rows(
     return {ALONE: alone, LADDER: ladder}
 
 
-def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
     """Measure all rows.
 
     Returns:
@@ -147,7 +147,7 @@ def bench_methods(bench: MethodsBench, on_run: Callable[[dict[str, Any]], None])
         if reason:
             runs.outcomes[label] = MethodOutcome(problem=reason, refused=True, changes=row.changes)
 
-    def result(complete: bool) -> dict[str, Any]:
+    def result(complete: bool) -> Result:
         return {**head, "complete": complete, **runs.summaries(head)}
 
     with contextlib.ExitStack() as stack:

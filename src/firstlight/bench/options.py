@@ -5,11 +5,16 @@ The text of an attribute is the help of its option; the values that stand for No
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from firstlight.errors import ConfigError, nearest
+
+#: Result of a benchmark as JSON values, and a function that keeps the result so far.
+Result = dict[str, Any]
+Keep = Callable[[Result], None]
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from firstlight.bench.memory import MeasuredMemory, measured_memory
 from firstlight.bench.models import PlannerCase
+from firstlight.bench.options import Keep, Result
 from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
 from firstlight.bench.planner_speed import percentile
 from firstlight.bench.process import ForkServer
@@ -147,9 +148,7 @@ def _case(
     return PlannerCase(model, rows, tokens, changes, kind, title=title)
 
 
-def bench_memory(
-    cases: Sequence[PlannerCase], on_run: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
+def bench_memory(cases: Sequence[PlannerCase], on_run: Keep) -> Result:
     """Predict and run every case.
 
     Args:

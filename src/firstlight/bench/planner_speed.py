@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from firstlight.bench.models import PlannerCase, config_of
+from firstlight.bench.options import Keep
 from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.process import ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
@@ -95,7 +96,7 @@ def speed_grid() -> tuple[PlannerCase, ...]:
 
 def bench_speed(
     cases: Sequence[PlannerCase],
-    on_row: Callable[[dict[str, Any]], None],
+    on_row: Keep,
     *,
     steps: int = 4,
     turns: int = 3,

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from firstlight.bench.options import Keep, Result
 from firstlight.bench.process import error_of
 from firstlight.console import progress_bar, say
 from firstlight.errors import InputError
@@ -133,10 +134,10 @@ def run_bench(
     names: Sequence[str],
     turns: int,
     measure: Callable[[str], Found],
-    summarize: Callable[[dict[str, RowOutcome]], dict[str, Any]],
-    on_run: Callable[[dict[str, Any]], None],
+    summarize: Callable[[dict[str, RowOutcome]], Result],
+    on_run: Keep,
     before_turn: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+) -> Result:
     """Measure all rows of a benchmark; see `take_turns`.
 
     Args:
@@ -149,7 +150,7 @@ def run_bench(
     """
     outcomes = {name: RowOutcome() for name in names}
 
-    def result(complete: bool) -> dict[str, Any]:
+    def result(complete: bool) -> Result:
         return {**summarize(outcomes), "complete": complete}
 
     def keep() -> None:

@@ -25,7 +25,7 @@ import torch
 
 from firstlight.bench.memory import begin_peak, peaks
 from firstlight.bench.models import find_model
-from firstlight.bench.options import ScalingBench, require_known, require_positive
+from firstlight.bench.options import Keep, Result, ScalingBench, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask_ranks, training_environment
 from firstlight.bench.rows import has_package
@@ -99,7 +99,7 @@ def step_tokens(bench: ScalingBench, engine: str, count: int) -> int:
     return bench.seq_len * rows * bench.accumulation
 
 
-def bench_scaling(bench: ScalingBench, on_run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def bench_scaling(bench: ScalingBench, on_run: Keep) -> Result:
     """Measure all rows.
 
     Returns:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,14 @@ import torch
 
 from firstlight.bench.gemm_products import ceiling
 from firstlight.bench.models import SMALL, find_model
-from firstlight.bench.options import StepsBench, TrainingBench, require_known, require_positive
+from firstlight.bench.options import (
+    Keep,
+    Result,
+    StepsBench,
+    TrainingBench,
+    require_known,
+    require_positive,
+)
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.process import ask, plain_environment, training_environment
 from firstlight.bench.rows import ProgramRow, has_package
@@ -179,9 +186,7 @@ def choose_programs(
     return [name for name in dict.fromkeys(names) if name != "trainer" or not missing]
 
 
-def bench_training(
-    bench: TrainingBench, on_run: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
+def bench_training(bench: TrainingBench, on_run: Keep) -> Result:
     """Measure all rows.
 
     Returns:

@@ -11,15 +11,15 @@ import click
 from firstlight.bench.options import (
     GemmBench,
     GenerationBench,
+    Keep,
     LoadingBench,
     MethodsBench,
+    Result,
     ScalingBench,
     TrainingBench,
 )
 from firstlight.cli import bench_tables as tables
 from firstlight.cli.bench_options import (
-    Keep,
-    Result,
     bench_options,
     out_option,
     publish,

@@ -8,16 +8,12 @@ from typing import Any, TypeVar
 
 import click
 
+from firstlight.bench.options import Keep, Result
 from firstlight.cli.options import config_fields, path_option
 from firstlight.cli.output import show
 from firstlight.files.atomic import write_file, write_json
 
-Result = dict[str, Any]
-
 C = TypeVar("C", bound=Callable[..., Any])
-
-#: Function that keeps the result so far.
-Keep = Callable[[Result], None]
 
 
 def bench_options(config: type, *names: str, **metavars: str) -> Callable[[C], C]:

@@ -12,10 +12,8 @@ from typing import Any
 
 import click
 
-from firstlight.bench.options import BudgetBench, GPUBench, LearningBench
+from firstlight.bench.options import BudgetBench, GPUBench, Keep, LearningBench, Result
 from firstlight.cli.bench_options import (
-    Keep,
-    Result,
     bench_options,
     folder_option,
     page_option,

@@ -10,9 +10,8 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from firstlight.bench.options import Result
 from firstlight.cli.output import counted, human_bytes, show, show_table
-
-Result = dict[str, Any]
 
 
 def _binary(size: int) -> str:  # as data sheets of processors name caches

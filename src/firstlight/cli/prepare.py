@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -136,82 +137,47 @@ def prepare_command(
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}
     from firstlight.checkpoint.selection import resolve_tokenizer
 
-    place = resolve_tokenizer(tokenizer)
+    folders = (resolve_tokenizer(tokenizer), out)
+    shared: dict[str, Any] = {"val_fraction": val_fraction, "overwrite": overwrite}
     if kind == "text":
         if of_chat:
             raise ConfigError(
                 "--val-input, --template, --format, --train-on and --on-bad are for conversations: "
                 "add --kind chat"
             )
-        manifest = _prepare_text(inputs, place, out, val_fraction, overwrite=overwrite, **of_text)
+        manifest = _prepare_text(inputs, *folders, **shared, **of_text)
     else:
         if of_text != _OF_TEXT:
             raise ConfigError(
                 "--workers, --engine, --ray-address, --text-key, --max-documents, --max-tokens and "
                 "--strip-gutenberg are for text: leave them out with --kind chat"
             )
-        manifest = _prepare_chat(
-            inputs, place, out, kind, val_fraction, overwrite=overwrite, **of_chat
-        )
+        manifest = _prepare_chat(inputs, *folders, kind=kind, **shared, **of_chat)
     _show_summary(out, manifest)
     return {"out": str(out), **manifest}
 
 
-def _prepare_text(
-    inputs: tuple[str, ...],
-    tokenizer: Path,
-    out: Path,
-    val_fraction: float,
-    *,
-    overwrite: bool,
-    **options: Any,
-) -> dict[str, Any]:
-    """Prepare texts; `options` are arguments of `prepare`."""
+def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
+    """Prepare texts; all arguments are those of `prepare`."""
     from firstlight.data.prepare import prepare
     from firstlight.data.sources import note_on_inputs
 
     for name in ("max_documents", "max_tokens"):
         if options[name] is not None:
             options[name] = int(parse_count(options[name]))
-
     if note := note_on_inputs(inputs):
         say(note)
-    return prepare(
-        inputs,
-        tokenizer,
-        out,
-        val_fraction=val_fraction,
-        overwrite=overwrite,
-        progress=True,
-        **options,
-    )
+    return prepare(inputs, *folders, progress=True, **options)
 
 
-def _prepare_chat(
-    inputs: tuple[str, ...],
-    tokenizer: Path,
-    out: Path,
-    kind: str,
-    val_fraction: float,
-    *,
-    overwrite: bool,
-    val_inputs: tuple[str, ...] = (),
-    template: str | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Prepare conversations or preference pairs; `options` are fields of ChatOptions."""
+def _prepare_chat(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
+    """Prepare conversations or preference pairs; the options are arguments of `prepare_chat` and
+    fields of ChatOptions."""
     from firstlight.data.chat import ChatOptions, prepare_chat
 
-    return prepare_chat(
-        inputs,
-        tokenizer,
-        out,
-        val_inputs=val_inputs,
-        template=template,
-        options=ChatOptions(kind=kind, val_fraction=val_fraction, **options),  # type: ignore[arg-type]
-        overwrite=overwrite,
-        progress=True,
-    )
+    fields = {field.name for field in dataclasses.fields(ChatOptions)}
+    of_records = ChatOptions(**{name: options.pop(name) for name in fields & options.keys()})
+    return prepare_chat(inputs, *folders, options=of_records, progress=True, **options)
 
 
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
