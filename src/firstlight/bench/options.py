@@ -39,7 +39,7 @@ class LoadingBench:
         ways: only these rows: auto, sequential, mmap, straight, sharded, per-tensor,
             per-tensor-sequential, cast, transformers, transformers-huge-pages, transformers-cast.
         no_transformers: leave transformers' rows out.
-        folder: folder where the checkpoint is made, kept and used again. [a temporary one]
+        folder: make the checkpoint here, keep it and use it again. [a temporary folder]
         device: device to load to: auto, cpu, cuda or cuda:1.
     """
 

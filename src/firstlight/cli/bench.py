@@ -30,7 +30,7 @@ from firstlight.cli.bench_studies import (
     learning_command,
     planner_command,
 )
-from firstlight.cli.options import path_option, repeated_option
+from firstlight.cli.options import field_option
 from firstlight.cli.output import with_json
 from firstlight.errors import ConfigError
 
@@ -58,11 +58,7 @@ def bench_group() -> None:
     help="Number format of the file.",
 )
 @bench_options(LoadingBench, "repeats", "ways", "no_transformers", "device")
-@path_option(
-    "--dir",
-    "folder",
-    help="Make the checkpoint here, keep it and use it again. [a temporary folder]",
-)
+@field_option(LoadingBench, "folder", "--dir")
 @out_option("loading")
 @with_json
 def loading_command(parameters: str, out: Path | None, as_json: bool, **options: Any) -> Result:
@@ -100,7 +96,7 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
 
 @bench_group.command("training")
 @bench_options(TrainingBench, *_STEPS, "programs", model="NAME|RECIPE.yaml")
-@repeated_option(TrainingBench, "variants", "--set", "SECTION.KEY=VALUE,...")
+@field_option(TrainingBench, "variants", "--set", "SECTION.KEY=VALUE,...")
 @bench_options(TrainingBench, "same_environment", "profile", "device", "quick")
 @out_option("training")
 @with_json

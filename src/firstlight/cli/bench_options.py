@@ -41,9 +41,8 @@ def bench_options(config: type, *names: str, **metavars: str) -> Callable[[C], C
                 settings |= {"metavar": "NAME,...", "callback": split}
                 settings["default"] = None if field.default is None else ""
             else:
-                settings |= {"type": field.kind, "default": field.default}
-                settings |= {"metavar": metavars.get(name)}
-                settings["show_default"] = field.default is not None
+                settings |= {"type": field.kind, "default": field.default, "show_default": True}
+                settings["metavar"] = metavars.get(name)
             option = name.replace("_", "-")
             command = click.option(f"--{option}", name, **settings)(command)
         return command
@@ -56,29 +55,23 @@ def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
     return path_option(
         "--out",
         default=default,
-        show_default=default is not None,
+        show_default=True,
         help=f"Write {name}.json and {name}.png into this folder.",
     )
 
 
-def folder_option(command: C) -> C:
-    """The required folder of a benchmark that a second call goes on with."""
-    return path_option(
-        "--out",
-        "folder",
-        required=True,
-        help="Folder of texts and results; go on with what it holds already.",
-    )(command)
-
-
-def page_option(command: C) -> C:
-    """The file of the page in Markdown."""
-    return path_option(
-        "--page",
-        "page_file",
-        metavar="FILE",
-        help="Write a page of all results here, its picture into ../images.",
-    )(command)
+#: The required folder of a benchmark that a second call goes on with.
+folder_option = path_option(
+    *("--out", "folder"),
+    required=True,
+    help="Folder of texts and results; go on with what it holds already.",
+)
+#: The file of the page in Markdown.
+page_option = path_option(
+    *("--page", "page_file"),
+    metavar="FILE",
+    help="Write a page of all results here, its picture into ../images.",
+)
 
 
 def write_page(

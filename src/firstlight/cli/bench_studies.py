@@ -20,7 +20,7 @@ from firstlight.cli.bench_options import (
     publish,
     write_page,
 )
-from firstlight.cli.options import path_option, repeated_option
+from firstlight.cli.options import field_option, path_option
 from firstlight.cli.output import show, show_table, with_json
 from firstlight.console import say
 from firstlight.errors import ConfigError
@@ -78,9 +78,9 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
 
 @click.command("learning")
 @folder_option
-@repeated_option(LearningBench, "corpora", "--corpus", "stdlib|FILE|bytes:FILE")
+@field_option(LearningBench, "corpora", "--corpus", "stdlib|FILE|bytes:FILE")
 @bench_options(LearningBench, "sizes", "rows")
-@repeated_option(LearningBench, "variants", "--set", "ROW:SECTION.KEY=VALUE,...")
+@field_option(LearningBench, "variants", "--set", "ROW:SECTION.KEY=VALUE,...")
 @bench_options(LearningBench, "seeds", "tokens", "minutes", "held_out_tokens")
 @page_option
 @with_json
@@ -102,8 +102,8 @@ def learning_command(folder: Path, page_file: Path | None, as_json: bool, **opti
 
 @click.command("budget")
 @folder_option
-@repeated_option(BudgetBench, "corpora", "--corpus", "stdlib|FILE|FOLDER")
-@repeated_option(BudgetBench, "budgets", "--budget", "TIME")
+@field_option(BudgetBench, "corpora", "--corpus", "stdlib|FILE|FOLDER")
+@field_option(BudgetBench, "budgets", "--budget", "TIME")
 @bench_options(BudgetBench, "trials")
 @page_option
 @with_json

@@ -21,9 +21,9 @@ from firstlight.cli.options import (
     count_option,
     device_option,
     dtype_option,
+    field_option,
     loading_option,
     path_option,
-    repeated_option,
 )
 from firstlight.cli.output import human_bytes, show_table, with_json, write_out
 from firstlight.console import say
@@ -242,8 +242,8 @@ def chat_command(
     metavar="FILE",
     help="File with the API key, one line, that clients must send; or set FIRSTLIGHT_API_KEY.",
 )
-@repeated_option(ServerOptions, "allowed_hosts", "--allowed-host", "NAME")
-@repeated_option(ServerOptions, "allowed_origins", "--allowed-origin", "URL")
+@field_option(ServerOptions, "allowed_hosts", "--allowed-host", "NAME")
+@field_option(ServerOptions, "allowed_origins", "--allowed-origin", "URL")
 @config_options(
     ServerOptions, "max_batch_size", "max_queue", "max_context_tokens", "shutdown_timeout"
 )

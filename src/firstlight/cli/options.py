@@ -77,7 +77,7 @@ def config_options(config: type, *names: str) -> Callable[[F], F]:
                 f"--{option}/--no-{option}" if field.kind is bool else f"--{option}",
                 type=field.kind,
                 default=field.default,
-                show_default=field.default is not None,
+                show_default=True,
                 help=field.help,
             )(verb)
         return verb
@@ -85,18 +85,22 @@ def config_options(config: type, *names: str) -> Callable[[F], F]:
     return add
 
 
-def repeated_option(config: type, name: str, option: str, metavar: str) -> Callable[[F], F]:
-    """An option for one value of a field, which may be given several times.
+def field_option(
+    config: type, name: str, option: str, metavar: str | None = None
+) -> Callable[[F], F]:
+    """An option of another name than its field: a path, or one value of several.
 
     Args:
         config: a dataclass; the field's default and text are those of the option.
         name: name of the field.
-        option: name of the option.
+        option: name of the option, which may be given several times unless it is a path.
         metavar: placeholder of the value in --help.
     """
     field = config_fields(config)[name]
-    settings = {"default": field.default, "show_default": bool(field.default), "help": field.help}
-    return click.option(option, name, metavar=metavar, multiple=True, **settings)
+    settings: dict[str, Any] = {"default": field.default, "help": field.help, "metavar": metavar}
+    if field.kind is Path:
+        return path_option(option, name, **settings)
+    return click.option(option, name, multiple=True, show_default=True, **settings)
 
 
 def count_option(
