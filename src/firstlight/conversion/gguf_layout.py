@@ -160,8 +160,9 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
     model_type = require_known(config)
     family, config_class = FAMILIES[model_type].spec, FAMILIES[model_type].config
     rotary = config_class.has_rotary
-    for key, values, default in (*family.gguf.fixed, *(_fixed_rotary(family) if rotary else ())):
-        value = config.get(key, default)
+    fixed = {**family.gguf.fixed, **(_fixed_rotary(family) if rotary else {})}
+    for key, values in fixed.items():
+        value = config.get(key, family.hf_defaults.get(key, values[0]))
         if value not in values:
             raise ModelError(
                 f"llama.cpp has no {model_type} with {key} {value!r}: only {values[0]!r} can be "
@@ -205,13 +206,15 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
     )
 
 
-def _fixed_rotary(family: FamilySpec) -> tuple[tuple[str, tuple[Any, ...], Any], ...]:
+def _fixed_rotary(family: FamilySpec) -> dict[str, tuple[Any, ...]]:
     """Settings that llama.cpp fixes for a rotary family; see `GGUFSpec.fixed`."""
+    fixed: dict[str, tuple[Any, ...]] = {}
     # llama.cpp computes one of GELU's forms, which is near the others: see `gguf_notes`.
-    acts = () if family.activation == "gelu" else (family.activation,)
-    fixed = [(family.activation_key, acts, family.activation)] if acts else []
-    part = "partial_rotary_factor"
-    return (*fixed, *([] if part in family.own_keys else [(part, (1, None), None)]))
+    if family.activation != "gelu":
+        fixed[family.activation_key] = (family.activation,)
+    if "partial_rotary_factor" not in family.own_keys:
+        fixed["partial_rotary_factor"] = (1, None)
+    return fixed
 
 
 def _check_computed(family: FamilySpec, model: Any) -> None:

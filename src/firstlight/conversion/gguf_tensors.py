@@ -283,12 +283,8 @@ def _expert_rules(
 ) -> Iterator[TensorRule]:
     C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
     yield TensorRule(f"{theirs}ffn_gate_inp.weight", (f"{ours}{names.router}",), (E, C))
-    for word, name, outputs, inputs in (
-        ("gate", names.gate, F, C),
-        ("up", names.up, F, C),
-        ("down", names.down, C, F),
-    ):
-        sources = tuple(ours + name.format(expert) for expert in range(E))
+    for word, outputs, inputs in (("gate", F, C), ("up", F, C), ("down", C, F)):
+        sources = tuple(ours + names.matrix(word, expert) for expert in range(E))
         yield TensorRule(
             f"{theirs}ffn_{word}_exps.weight", sources, (outputs, inputs), stacked=True
         )

@@ -86,7 +86,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 #: The family of a recipe that names none.
-DEFAULT_FAMILY = LlamaConfig.default_type
+DEFAULT_FAMILY = LlamaConfig.default_type()
 
 
 def families_with(has: Callable[[Family], object]) -> str:

@@ -16,6 +16,7 @@ from firstlight.models.family import (
     FamilySpec,
     GGUFSpec,
     RopeSpec,
+    hf_values,
 )
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_json import values_from_json
@@ -25,11 +26,7 @@ _JSON_NAMES = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_l
 _GGUF = GGUFSpec(
     "deepseek2",
     rope_kinds=("default", "yarn"),
-    fixed=(
-        ("attention_bias", (False,), False),
-        ("mlp_bias", (False,), False),
-        ("rope_interleave", (True,), True),
-    ),
+    fixed={"attention_bias": (False,), "mlp_bias": (False,), "rope_interleave": (True,)},
     numbers={"routed_scaling_factor": "expert_weights_scale"},
     counts={
         "kv_lora_rank": "attention.kv_lora_rank",
@@ -62,10 +59,8 @@ class DeepseekConfig(DecoderConfig):
             own_keys=("attention_bias", "mlp_bias"),
             json_names=_JSON_NAMES,
             hf_defaults={
+                **hf_values(102400, 4096, 11008, 32, 32, None, 2048),
                 **_SIZES,
-                "vocab_size": 102400,
-                "intermediate_size": 11008,
-                "max_position_embeddings": 2048,
                 "num_experts": 64,
                 "n_shared_experts": 2,
                 "moe_intermediate_size": 1407,
@@ -83,14 +78,8 @@ class DeepseekConfig(DecoderConfig):
             own_keys=("attention_bias",),
             json_names=_JSON_NAMES,
             hf_defaults={
+                **hf_values(129280, 7168, 18432, 61, 128, 128, 4096),
                 **_SIZES,
-                "vocab_size": 129280,
-                "hidden_size": 7168,
-                "intermediate_size": 18432,
-                "num_hidden_layers": 61,
-                "num_attention_heads": 128,
-                "num_key_value_heads": 128,
-                "max_position_embeddings": 4096,
                 "num_experts": 256,
                 "num_experts_per_tok": 8,
                 "n_shared_experts": 1,
@@ -105,7 +94,6 @@ class DeepseekConfig(DecoderConfig):
             has_buffers=True,
         ),
     }
-    default_type: ClassVar[str] = "deepseek_v3"
 
     model_type: Literal["deepseek_v2", "deepseek_v3"] = "deepseek_v3"
     """"deepseek_v2" or "deepseek_v3" (Moonlight's, too)."""
@@ -219,7 +207,7 @@ class DeepseekConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """From a Hugging Face `config.json`; see `DecoderConfig.from_hf`."""
-        kind = str(config.get("model_type", cls.default_type))
+        kind = str(config.get("model_type", cls.default_type()))
         # It is that of the rotated part there.
         config = {key: value for key, value in config.items() if key != "head_dim"}
         is_v2 = kind == "deepseek_v2"

@@ -45,28 +45,38 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a layer's experts in a family's files, {} standing for an expert's number.
+    """Names of a layer's experts in a family's files.
 
     Attributes:
-        gate, up, down: matrices of an expert.
-        router: matrix of the router.
+        module: a layer's module of router and experts.
+        matrices: names of an expert's matrices "gate", "up" and "down".
         size: key of config.json for the width inside an expert.
     """
 
-    gate: str
-    up: str
-    down: str
-    router: str
+    module: str
+    matrices: Mapping[str, str]
     size: str
 
+    @property
+    def router(self) -> str:
+        """Name of the router's matrix in a layer."""
+        return f"{self.module}.gate.weight"
+
+    def matrix(self, word: str, expert: int) -> str:
+        """Name of an expert's "gate", "up" or "down" in a layer."""
+        return f"{self.module}.experts.{expert}.{self.matrices[word]}.weight"
+
+
+#: llama.cpp's form of their mixtures of experts, for `GGUFSpec.fixed`.
+GGUF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+}
 
 #: The names that Qwen and DeepSeek share.
 QWEN_EXPERTS = ExpertNames(
-    gate="mlp.experts.{}.gate_proj.weight",
-    up="mlp.experts.{}.up_proj.weight",
-    down="mlp.experts.{}.down_proj.weight",
-    router="mlp.gate.weight",
-    size="moe_intermediate_size",
+    "mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}, "moe_intermediate_size"
 )
 
 
@@ -80,8 +90,8 @@ class GGUFSpec:
         rotates_pairs: True if llama.cpp rotates neighbouring rows of a head, while Hugging Face
             rotates halves; rows of queries and keys are then stored in another order.
         rope_kinds: kinds of rotary scaling that llama.cpp computes.
-        fixed: settings that llama.cpp computes one way only: (config.json's key, values that it
-            computes with, value of a missing key).
+        fixed: settings that llama.cpp computes one way only: config.json's key -> values that it
+            computes with. A missing key is the family's default, or else the first of them.
         numbers: our key of a number -> GGUF's key.
         counts: our key of a whole number -> GGUF's key.
         optional: those of `numbers` and `counts` that a model may lack; for a count that is 0.
@@ -106,7 +116,7 @@ class GGUFSpec:
     architecture: str
     rotates_pairs: bool = False
     rope_kinds: tuple[str, ...] = ("default", "linear")
-    fixed: tuple[tuple[str, tuple[Any, ...], Any], ...] = ()
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
@@ -177,7 +187,7 @@ class FamilySpec:
         own_keys: config keys that not all families of the config class have.
         json_names: config.json's name of a key of ours, where it has another.
         hf_defaults: values of keys that config.json leaves out, as Hugging Face's config class has
-            them, where they differ from a recipe's.
+            them, where they differ from a recipe's: see `hf_values`.
         qkv_bias: True where queries, keys and values always have biases.
         output_bias: False where the attention's output projection never has a bias.
         qk_norm: "head" if queries and keys are normalised in each head, "width" if over all heads
@@ -247,6 +257,25 @@ class FamilySpec:
         return bool(self.full_attention_every or self.no_rope_every)
 
 
+#: Sizes that all of Hugging Face's config classes have, in the order of `hf_values`.
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+
+
+def hf_values(*sizes: int | None, rms_norm_eps: float = 1e-6, **others: Any) -> dict[str, Any]:
+    """Default values of a config class of Hugging Face.
+
+    Args:
+        sizes: vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+            num_key_value_heads and max_position_embeddings; None is worked out from the others.
+        rms_norm_eps, others: values of further keys.
+    """
+    given = {name: size for name, size in zip(_SIZES, sizes, strict=True) if size is not None}
+    return {**given, "rms_norm_eps": rms_norm_eps, **others}
+
+
 class FamilyConfig(Section):
     """Base of the config classes: the facts that every model's config has.
 
@@ -269,6 +298,11 @@ class FamilyConfig(Section):
     has_pipeline: ClassVar[bool] = False
 
     model_type: str
+
+    @classmethod
+    def default_type(cls) -> str:
+        """The family of a config that doesn't name it."""
+        return str(cls.model_fields["model_type"].default)
 
     @property
     def family(self) -> FamilySpec:
@@ -317,6 +351,16 @@ class FamilyConfig(Section):
     def router_loss_coefficient(self) -> float:
         """Weight of the load-balancing loss in training; 0 for dense models."""
         return getattr(self, "router_aux_loss_coef", 0.0)
+
+    def require_multiple(self, name: str, of: str) -> None:
+        """Check that one key is a multiple of another.
+
+        Raises:
+            ValueError: it is not.
+        """
+        value, divisor = getattr(self, name), getattr(self, of)
+        if value % divisor:
+            raise ValueError(f"{name} {value} must be a multiple of {of} {divisor}")
 
     def has_experts(self, layer: int) -> bool:
         """True if a layer (counted from 0) has experts in place of an MLP."""

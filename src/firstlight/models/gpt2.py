@@ -39,12 +39,12 @@ _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(
     "gpt2",
-    fixed=(
-        ("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu"), "gelu_new"),
-        ("scale_attn_weights", (True,), True),
-        ("scale_attn_by_inverse_layer_idx", (False,), False),
-        ("add_cross_attention", (False,), False),
-    ),
+    fixed={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
     layer="named",
     block={
         "attn_norm": "ln_1",
@@ -125,11 +125,7 @@ class GPT2Config(FamilyConfig):
 
     @model_validator(mode="after")
     def _check(self) -> GPT2Config:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
+        self.require_multiple("hidden_size", of="num_attention_heads")
         return self
 
     @model_serializer(mode="wrap")

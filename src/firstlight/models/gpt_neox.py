@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from firstlight.models.cache import Cache
-from firstlight.models.family import FamilySpec, GGUFSpec, RopeSpec
+from firstlight.models.family import FamilySpec, GGUFSpec, RopeSpec, hf_values
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, make_norm
@@ -27,7 +27,7 @@ _NEOX = FamilySpec(
     "GPTNeoXForCausalLM",
     GGUFSpec(
         "gptneox",
-        fixed=(("attention_bias", (True,), True),),
+        fixed={"attention_bias": (True,)},
         layer="named",
         block={
             "attn_norm": "input_layernorm",
@@ -45,15 +45,7 @@ _NEOX = FamilySpec(
         "rope_theta": "rotary_emb_base",
         "partial_rotary_factor": "rotary_pct",
     },
-    hf_defaults={
-        "vocab_size": 50432,
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-    },
+    hf_defaults=hf_values(50432, 6144, 24576, 44, 64, None, 2048, rms_norm_eps=1e-5),
     norm_kind="layer",
     activation="gelu",
     gated=False,
@@ -67,7 +59,6 @@ class GPTNeoXConfig(DecoderConfig):
     """Shape of a GPT-NeoX model."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {"gpt_neox": _NEOX}
-    default_type: ClassVar[str] = "gpt_neox"
     tensor_parallel_sizes = ("num_attention_heads", "intermediate_size")
     has_pipeline = True
 

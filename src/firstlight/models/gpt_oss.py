@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from firstlight.models.family import AttentionSpec, FamilySpec, GGUFSpec, RopeSpec
+from firstlight.models.family import AttentionSpec, FamilySpec, GGUFSpec, RopeSpec, hf_values
 from firstlight.models.llama import Llama, LlamaDecoder
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import LlamaBlock
@@ -34,11 +34,7 @@ class GptOssConfig(DecoderConfig):
             GGUFSpec(
                 "gpt-oss",
                 rope_kinds=("default", "linear", "yarn"),
-                fixed=(
-                    ("attention_bias", (True,), True),
-                    ("swiglu_alpha", (1.702,), 1.702),
-                    ("swiglu_limit", (7.0,), 7.0),
-                ),
+                fixed={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
                 layer="sinks",
                 head="written",
                 has_windows=True,
@@ -46,15 +42,7 @@ class GptOssConfig(DecoderConfig):
             ),
             own_keys=("attention_bias", "sliding_window", "layer_types"),
             hf_defaults={
-                "vocab_size": 201088,
-                "hidden_size": 2880,
-                "intermediate_size": 2880,
-                "num_hidden_layers": 36,
-                "num_attention_heads": 64,
-                "num_key_value_heads": 8,
-                "head_dim": 64,
-                "max_position_embeddings": 131072,
-                "rms_norm_eps": 1e-5,
+                **hf_values(201088, 2880, 2880, 36, 64, 8, 131072, rms_norm_eps=1e-5, head_dim=64),
                 "rope_theta": 150_000.0,
                 "sliding_window": 128,
                 "num_experts": 128,
@@ -76,7 +64,6 @@ class GptOssConfig(DecoderConfig):
             has_mxfp4=True,
         )
     }
-    default_type: ClassVar[str] = "gpt_oss"
 
     model_type: Literal["gpt_oss"] = "gpt_oss"
     """"gpt_oss"."""

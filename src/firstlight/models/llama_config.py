@@ -28,9 +28,6 @@ else:
 class DecoderConfig(FamilyConfig):
     """The keys that all families of this file share; names and meanings are Hugging Face's."""
 
-    #: The family of a config that doesn't name it.
-    default_type: ClassVar[str] = "llama"
-
     model_type: str
     vocab_size: int = Field(0, ge=0)
     """tokens the model knows; 0 takes the tokenizer's."""
@@ -129,7 +126,7 @@ class DecoderConfig(FamilyConfig):
         if not isinstance(values, dict):
             return values
         values = dict(values)
-        spec = cls.families.get(values.get("model_type", cls.default_type), FamilySpec(""))
+        spec = cls.families.get(values.get("model_type", cls.default_type()), FamilySpec(""))
         hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
         if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
             # transformers refuses a Llama folder of such a width even where head_dim is given.
@@ -147,11 +144,7 @@ class DecoderConfig(FamilyConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
+        self.require_multiple("num_attention_heads", of="num_key_value_heads")
         heads = self.num_attention_heads
         derived = {"head_dim": self.hidden_size // heads, "num_key_value_heads": heads}
         for name in self.family.derived_keys:
@@ -264,7 +257,7 @@ class DecoderConfig(FamilyConfig):
             ModelError: the config has a setting that would change the outputs and is not
                 implemented.
         """
-        kind = str(config.get("model_type", cls.default_type))
+        kind = str(config.get("model_type", cls.default_type()))
         values = values_from_json(cls.families[kind], tuple(cls.model_fields), config)
         return cls(**{**values, "model_type": kind})
 
@@ -316,7 +309,7 @@ def _open_default_lists(values: dict[str, Any], spec: FamilySpec) -> None:
 class LlamaConfig(DecoderConfig):
     """Shape of a dense model."""
 
-    families = DENSE
+    families: ClassVar[Mapping[str, FamilySpec]] = DENSE
     tensor_parallel_sizes = ("num_key_value_heads", "intermediate_size")
     has_pipeline = True
 
@@ -329,7 +322,6 @@ class MoEConfig(DecoderConfig):
     """Shape of a Mixture-of-Experts model: each token visits a few of the experts of an MLP."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = ROUTED
-    default_type: ClassVar[str] = "mixtral"
     shared_sizes: ClassVar[tuple[str, ...]] = ()  # moe_intermediate_size unless given
 
     model_type: RoutedType = "mixtral"
@@ -345,9 +337,9 @@ class MoEConfig(DecoderConfig):
     router_aux_loss_coef: float = Field(0.01, ge=0)
     """weight of the load-balancing loss in training (Fedus et al. 2021)."""
     decoder_sparse_step: int = Field(1, gt=0)
-    """step between layers with experts: layers n, 2n, ..., counted from 1 (qwen3_moe)."""
+    """step between layers with experts: layers n, 2n, ..., counted from 1 (not mixtral)."""
     mlp_only_layers: list[int] = Field([])
-    """layers, counted from 0, without experts (qwen3_moe)."""
+    """layers, counted from 0, without experts (not mixtral)."""
 
     @model_validator(mode="before")
     @classmethod

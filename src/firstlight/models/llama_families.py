@@ -4,28 +4,19 @@ of `ROUTED`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from firstlight.models.family import (
+    GGUF_EXPERTS,
     QWEN_EXPERTS,
     BlockNorms,
     ExpertNames,
     FamilySpec,
     GGUFSpec,
     RopeSpec,
+    hf_values,
 )
 
-#: Values of keys that config.json leaves out, as in Hugging Face's config classes, where a recipe
-#: has another default. A family's own values stand in its entry.
-HF_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-}
-
-_NO_BIAS = ("attention_bias", (False,), False)
-_NO_BIASES = (_NO_BIAS, ("mlp_bias", (False,), False))
+_NO_BIAS = {"attention_bias": (False,)}
+_NO_BIASES = {**_NO_BIAS, "mlp_bias": (False,)}
 _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _YARN_ROPE = ("default", "linear", "yarn")
 _ALL_ROPE = (*_YARN_ROPE, "llama3")
@@ -39,36 +30,11 @@ MULTIPLIERS = (
 )
 
 # Sizes that several of Hugging Face's config classes have in common.
-_SIZES_OF_LLAMA = {
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-}
-_SIZES_OF_MISTRAL = {
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
-_SIZES_OF_QWEN = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
-
-_SIZES_OF_OLMO = {
-    "vocab_size": 50304,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-}
-_SIZES_OF_GEMMA = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+_SIZES_OF_LLAMA = (32000, 4096, 11008, 32, 32, None, 2048)
+_SIZES_OF_MISTRAL = (32000, 4096, 14336, 32, 32, 8, 131072)
+_SIZES_OF_QWEN = (151936, 4096, 22016, 32, 32, 32, 32768)
+_SIZES_OF_OLMO = (50304, 4096, 11008, 32, 32, None, 2048)
+_KEYS_OF_GEMMA = {
     "head_dim": 256,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
@@ -87,29 +53,29 @@ DENSE: dict[str, FamilySpec] = {
         "LlamaForCausalLM",
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("attention_bias", "mlp_bias"),
-        hf_defaults=_SIZES_OF_LLAMA,
+        hf_defaults=hf_values(*_SIZES_OF_LLAMA),
         divides_width=True,
     ),
     "mistral": FamilySpec(
         "MistralForCausalLM",
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("sliding_window",),
-        hf_defaults={**_SIZES_OF_MISTRAL, "sliding_window": 4096},
+        hf_defaults=hf_values(*_SIZES_OF_MISTRAL, sliding_window=4096),
     ),
     "qwen2": FamilySpec(
         "Qwen2ForCausalLM",
         GGUFSpec("qwen2", rope_kinds=_YARN_ROPE),
         own_keys=("sliding_window", "max_window_layers", "layer_types"),
-        hf_defaults=_SIZES_OF_QWEN,
+        hf_defaults=hf_values(*_SIZES_OF_QWEN),
         qkv_bias=True,
         has_window_switch=True,
         tokenizer_split="qwen2",
     ),
     "qwen3": FamilySpec(
         "Qwen3ForCausalLM",
-        GGUFSpec("qwen3", rope_kinds=_YARN_ROPE, fixed=(_NO_BIAS,)),
+        GGUFSpec("qwen3", rope_kinds=_YARN_ROPE, fixed=_NO_BIAS),
         own_keys=("attention_bias", "sliding_window", "max_window_layers", "layer_types"),
-        hf_defaults={**_SIZES_OF_QWEN, "head_dim": 128},
+        hf_defaults=hf_values(*_SIZES_OF_QWEN, head_dim=128),
         qk_norm="head",
         has_window_switch=True,
     ),
@@ -126,7 +92,7 @@ DENSE: dict[str, FamilySpec] = {
             },
         ),
         own_keys=("attention_bias", "mlp_bias", *MULTIPLIERS),
-        hf_defaults={**_SIZES_OF_LLAMA, "attention_multiplier": 1.0},
+        hf_defaults=hf_values(*_SIZES_OF_LLAMA, attention_multiplier=1.0),
     ),
     "smollm3": FamilySpec(
         "SmolLM3ForCausalLM",
@@ -134,18 +100,12 @@ DENSE: dict[str, FamilySpec] = {
         own_keys=(
             *("attention_bias", "mlp_bias", "sliding_window", "layer_types", "no_rope_layers"),
         ),
-        hf_defaults={
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_theta": 2e6,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-        },
+        hf_defaults=hf_values(
+            *(128256, 2048, 11008, 36, 16, 4, 32768),
+            rope_theta=2e6,
+            sliding_window=None,
+            tie_word_embeddings=True,
+        ),
         has_window_switch=True,
         no_rope_every=4,
     ),
@@ -153,14 +113,9 @@ DENSE: dict[str, FamilySpec] = {
         "Phi3ForCausalLM",
         GGUFSpec("phi3", rope_kinds=("default", "longrope"), exact_heads=True),
         own_keys=("sliding_window", "partial_rotary_factor"),
-        hf_defaults={
-            "vocab_size": 32064,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": None,
-        },
+        hf_defaults=hf_values(
+            32064, 3072, 8192, 32, 32, None, 4096, rms_norm_eps=1e-5, sliding_window=None
+        ),
         fused=True,
         rope=RopeSpec(
             kinds=("longrope",),
@@ -171,9 +126,9 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "olmo2": FamilySpec(
         "Olmo2ForCausalLM",
-        GGUFSpec("olmo2", fixed=(_NO_BIAS,), head="written", exact_heads=True),
+        GGUFSpec("olmo2", fixed=_NO_BIAS, head="written", exact_heads=True),
         own_keys=("attention_bias",),
-        hf_defaults=_SIZES_OF_OLMO,
+        hf_defaults=hf_values(*_SIZES_OF_OLMO, rms_norm_eps=1e-5),
         qk_norm="width",
         norms=_OLMO_NORMS,
         norm_kind="wide",
@@ -182,14 +137,15 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "olmo3": FamilySpec(
         "Olmo3ForCausalLM",
-        GGUFSpec("olmo2", fixed=(_NO_BIAS,), head="written", has_windows=True, exact_heads=True),
+        GGUFSpec("olmo2", fixed=_NO_BIAS, head="written", has_windows=True, exact_heads=True),
         own_keys=("attention_bias", "sliding_window", "layer_types", "rope_local_base_freq"),
-        hf_defaults={
-            **_SIZES_OF_OLMO,
-            "sliding_window": 4096,
-            "rope_theta": 5e5,
-            "rope_local_base_freq": 5e5,
-        },
+        hf_defaults=hf_values(
+            *_SIZES_OF_OLMO,
+            rms_norm_eps=1e-5,
+            sliding_window=4096,
+            rope_theta=5e5,
+            rope_local_base_freq=5e5,
+        ),
         qk_norm="width",
         norms=_OLMO_NORMS,
         norm_kind="wide",
@@ -201,13 +157,7 @@ DENSE: dict[str, FamilySpec] = {
         "ArceeForCausalLM",
         GGUFSpec("arcee", rotates_pairs=True, rope_kinds=_ALL_ROPE, fixed=_NO_BIASES),
         own_keys=("attention_bias", "mlp_bias"),
-        hf_defaults={
-            "vocab_size": 32000,
-            "hidden_size": 2560,
-            "intermediate_size": 18432,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-        },
+        hf_defaults=hf_values(32000, 2560, 18432, 32, 32, None, 4096, rms_norm_eps=1e-5),
         activation="relu2",
         gated=False,
         divides_width=True,
@@ -216,16 +166,12 @@ DENSE: dict[str, FamilySpec] = {
         "Glm4ForCausalLM",
         GGUFSpec("glm4"),
         own_keys=("attention_bias", "partial_rotary_factor"),
-        hf_defaults={
-            "vocab_size": 151552,
-            "intermediate_size": 13696,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1.5625e-7,
-            "attention_bias": True,
-        },
+        hf_defaults=hf_values(
+            *(151552, 4096, 13696, 40, 32, 2, 131072),
+            rms_norm_eps=1.5625e-7,
+            head_dim=128,
+            attention_bias=True,
+        ),
         output_bias=False,
         norms=BlockNorms(
             after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
@@ -238,7 +184,7 @@ DENSE: dict[str, FamilySpec] = {
         "Gemma2ForCausalLM",
         GGUFSpec(
             "gemma2",
-            fixed=(_NO_BIAS,),
+            fixed=_NO_BIAS,
             numbers={**_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
             head="tied",
             has_windows=True,
@@ -249,13 +195,12 @@ DENSE: dict[str, FamilySpec] = {
             *("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"),
             *("attn_logit_softcapping", "final_logit_softcapping"),
         ),
-        hf_defaults={
-            **_SIZES_OF_GEMMA,
-            "vocab_size": 256000,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        hf_defaults=hf_values(
+            *(256000, 2304, 9216, 26, 8, 4, 8192),
+            **_KEYS_OF_GEMMA,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+        ),
         norms=_GEMMA_NORMS,
         norm_kind="one_plus",
         activation="gelu_pytorch_tanh",
@@ -268,7 +213,7 @@ DENSE: dict[str, FamilySpec] = {
         "Gemma3ForCausalLM",
         GGUFSpec(
             "gemma3",
-            fixed=(_NO_BIAS,),
+            fixed=_NO_BIAS,
             numbers=_CAP,
             optional=tuple(_CAP),
             has_windows=True,
@@ -279,13 +224,12 @@ DENSE: dict[str, FamilySpec] = {
             *("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"),
             *("final_logit_softcapping", "rope_local_base_freq"),
         ),
-        hf_defaults={
-            **_SIZES_OF_GEMMA,
-            "vocab_size": 262208,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-        },
+        hf_defaults=hf_values(
+            *(262208, 2304, 9216, 26, 8, 4, 131072),
+            **_KEYS_OF_GEMMA,
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
+        ),
         qk_norm="head",
         norms=_GEMMA_NORMS,
         norm_kind="one_plus",
@@ -304,14 +248,7 @@ DENSE: dict[str, FamilySpec] = {
             *("attention_bias", "partial_rotary_factor", "qk_layernorm", "use_parallel_residual"),
         ),
         json_names={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
-        hf_defaults={
-            "vocab_size": 50304,
-            "hidden_size": 2560,
-            "intermediate_size": 6912,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-        },
+        hf_defaults=hf_values(50304, 2560, 6912, 32, 32, 32, 4096, rms_norm_eps=1e-5),
         output_bias=False,
         norm_kind="layer",
         rope=RopeSpec(partial_factor=0.25),
@@ -325,20 +262,16 @@ ROUTED: dict[str, FamilySpec] = {
         "MixtralForCausalLM",
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("sliding_window",),
-        hf_defaults={
-            **_SIZES_OF_MISTRAL,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-        },
+        hf_defaults=hf_values(
+            *_SIZES_OF_MISTRAL,
+            rms_norm_eps=1e-5,
+            rope_theta=1e6,
+            num_experts=8,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.001,
+        ),
         experts=ExpertNames(
-            gate="block_sparse_moe.experts.{}.w1.weight",
-            up="block_sparse_moe.experts.{}.w3.weight",
-            down="block_sparse_moe.experts.{}.w2.weight",
-            router="block_sparse_moe.gate.weight",
-            size="intermediate_size",
+            "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}, "intermediate_size"
         ),
     ),
     "qwen3_moe": FamilySpec(
@@ -346,27 +279,17 @@ ROUTED: dict[str, FamilySpec] = {
         GGUFSpec(
             "qwen3moe",
             rope_kinds=_YARN_ROPE,
-            fixed=(
-                _NO_BIAS,
-                ("norm_topk_prob", (True,), False),
-                ("decoder_sparse_step", (1,), 1),
-                ("mlp_only_layers", ([], None), None),
-            ),
+            fixed={**_NO_BIAS, **GGUF_EXPERTS},
         ),
         own_keys=("attention_bias", "sliding_window"),
-        hf_defaults={
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.001,
-        },
+        hf_defaults=hf_values(
+            *(151936, 2048, 6144, 24, 32, 4, 32768),
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=False,
+            router_aux_loss_coef=0.001,
+        ),
         qk_norm="head",
         has_window_switch=True,
         experts=QWEN_EXPERTS,

@@ -7,7 +7,7 @@ from typing import Any
 
 from firstlight.errors import ModelError
 from firstlight.models.family import FamilySpec
-from firstlight.models.llama_families import HF_DEFAULTS, OWN_KEYS
+from firstlight.models.llama_families import OWN_KEYS
 from firstlight.models.rope import ROPE_KINDS
 
 #: Greatest number of layers that a model may have.
@@ -39,7 +39,7 @@ def values_from_json(
     # Under our names. Where both stand, transformers reads the family's own.
     own = {ours: config[theirs] for ours, theirs in spec.json_names.items() if theirs in config}
     config = {**{key: value for key, value in config.items() if key not in spec.json_names}, **own}
-    values = {**HF_DEFAULTS, **spec.hf_defaults}
+    values = dict(spec.hf_defaults)
     common = set(names) - {"rope_theta", "rope_scaling", *OWN_KEYS, *spec.derived_keys}
     given = {ours: ours for ours in common if ours in config}
     if "num_experts" in names and "num_local_experts" in config:

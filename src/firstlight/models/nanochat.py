@@ -14,36 +14,26 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from firstlight.models.family import FamilySpec
+from firstlight.models.family import FamilySpec, hf_values
 from firstlight.models.llama import Llama, LlamaDecoder
-from firstlight.models.llama_config import DecoderConfig
+from firstlight.models.llama_config import DecoderConfig, LlamaConfig
 from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, LlamaBlock, rms_norm
 from firstlight.models.rope import Ropes, apply_rope
 
 _NANOCHAT = FamilySpec(
     "NanoChatForCausalLM",
     own_keys=("attention_bias", "final_logit_softcapping"),
-    hf_defaults={
-        "vocab_size": 50304,
-        "hidden_size": 768,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 6,
-        "max_position_embeddings": 2048,
-    },
+    hf_defaults=hf_values(50304, 768, 8192, 12, 6, None, 2048),
     norm_kind="bare",
     activation="relu2",
     gated=False,
 )
 
 
-class NanoChatConfig(DecoderConfig):
+class NanoChatConfig(LlamaConfig):
     """Shape of a model of nanochat's first form."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {"nanochat": _NANOCHAT}
-    default_type: ClassVar[str] = "nanochat"
-    tensor_parallel_sizes = ("num_key_value_heads", "intermediate_size")
-    has_pipeline = True
 
     model_type: Literal["nanochat"] = "nanochat"
     """"nanochat"."""
@@ -98,7 +88,7 @@ class NanoChatBlock(LlamaBlock):
 class NanoChat(Llama):
     """A language model of nanochat's first form; see `LanguageModel`."""
 
-    config: NanoChatConfig  # type: ignore[assignment]
+    config: NanoChatConfig
 
     residual_projections = ("o_proj.", "fc2.")
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {

@@ -8,11 +8,13 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from firstlight.models.family import (
+    GGUF_EXPERTS,
     QWEN_EXPERTS,
     AttentionSpec,
     FamilySpec,
     GGUFSpec,
     RopeSpec,
+    hf_values,
 )
 from firstlight.models.llama_config import MoEConfig
 from firstlight.models.llama_json import values_from_json
@@ -34,12 +36,7 @@ class Qwen3NextConfig(MoEConfig):
             GGUFSpec(
                 "qwen3next",
                 rope_kinds=("default", "linear", "yarn"),
-                fixed=(
-                    ("attention_bias", (False,), False),
-                    ("norm_topk_prob", (True,), True),
-                    ("decoder_sparse_step", (1,), 1),
-                    ("mlp_only_layers", ([], None), None),
-                ),
+                fixed={"attention_bias": (False,), **GGUF_EXPERTS},
                 counts={
                     "linear_conv_kernel_dim": "ssm.conv_kernel",
                     "linear_key_head_dim": "ssm.state_size",
@@ -52,14 +49,7 @@ class Qwen3NextConfig(MoEConfig):
             ),
             own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
             hf_defaults={
-                "vocab_size": 151936,
-                "hidden_size": 2048,
-                "intermediate_size": 5632,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 2,
-                "head_dim": 256,
-                "max_position_embeddings": 32768,
+                **hf_values(151936, 2048, 5632, 48, 16, 2, 32768, head_dim=256),
                 "linear_key_head_dim": 128,
                 "linear_value_head_dim": 128,
                 "linear_num_key_heads": 16,
@@ -78,7 +68,6 @@ class Qwen3NextConfig(MoEConfig):
             left_out=("mtp.",),
         )
     }
-    default_type: ClassVar[str] = "qwen3_next"
     shared_sizes: ClassVar[tuple[str, ...]] = ("shared_expert_intermediate_size",)
 
     model_type: Literal["qwen3_next"] = "qwen3_next"
@@ -98,10 +87,6 @@ class Qwen3NextConfig(MoEConfig):
     """value heads of layers with linear attention, a multiple of their key heads."""
     shared_expert_intermediate_size: int = Field(0, ge=0)
     """width inside the shared expert, which every token visits; 0 is moe_intermediate_size."""
-    decoder_sparse_step: int = Field(1, gt=0)
-    """layers whose number, counted from 1, is a multiple of this have experts."""
-    mlp_only_layers: list[int] = Field([])
-    """layers, counted from 0, without experts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -124,11 +109,7 @@ class Qwen3NextConfig(MoEConfig):
                 "no layer has full_attention, without which transformers' cache does not work: "
                 "give one in layer_types"
             )
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads {self.linear_num_value_heads} must be a multiple of "
-                f"linear_num_key_heads {self.linear_num_key_heads}"
-            )
+        self.require_multiple("linear_num_value_heads", of="linear_num_key_heads")
         return self
 
     @property
@@ -157,11 +138,11 @@ class Qwen3NextConfig(MoEConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """From a Hugging Face `config.json`; see `DecoderConfig.from_hf`."""
-        spec = cls.families[cls.default_type]
-        values = values_from_json(spec, tuple(cls.model_fields), config)
+        kind = cls.default_type()
+        values = values_from_json(cls.families[kind], tuple(cls.model_fields), config)
         kinds, period = config.get("layer_types"), config.get("full_attention_interval") or 4
         values["layer_types"] = list(kinds or _usual_types(values["num_hidden_layers"], period))
-        return cls(**{**values, "model_type": cls.default_type})
+        return cls(**{**values, "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model."""

@@ -132,12 +132,14 @@ def _expert_tensors(name: str, tensor: Tensor, names: ExpertNames) -> dict[str, 
     layer, inner = name.split("mlp.", 1)
     if inner == "experts.gate_up_proj":
         return {
-            layer + file_name.format(expert): half
+            layer + names.matrix(word, expert): half
             for expert, matrix in enumerate(tensor)
-            for file_name, half in zip((names.gate, names.up), matrix.chunk(2), strict=True)
+            for word, half in zip(("gate", "up"), matrix.chunk(2), strict=True)
         }
     if inner == "experts.down_proj":
-        return {layer + names.down.format(expert): matrix for expert, matrix in enumerate(tensor)}
+        return {
+            layer + names.matrix("down", expert): matrix for expert, matrix in enumerate(tensor)
+        }
     return {layer + names.router if inner == "gate.weight" else name: tensor}
 
 
