@@ -130,22 +130,17 @@ class DeepseekConfig(DecoderConfig):
     router_aux_loss_coef: float = Field(0.001, ge=0)
     """weight of the load-balancing loss in training."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in_heads(cls, values: Any) -> Any:
-        # Runs before the base's.
-        if not isinstance(values, dict):
-            return values
+    def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
         sizes = [
             values.get(name, cls.model_fields[name].default)
             for name in ("qk_nope_head_dim", "qk_rope_head_dim")
         ]
-        values = {**values}
         if values.get("model_type") == "deepseek_v2":
             values.setdefault("norm_topk_prob", False)
         if all(isinstance(size, int) for size in sizes):
             values["head_dim"] = sum(sizes)
-        return values
+        return super()._filled_in(values)
 
     @model_validator(mode="after")
     def _check_latents(self) -> Self:

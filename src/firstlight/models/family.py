@@ -276,6 +276,12 @@ def hf_values(*sizes: int | None, rms_norm_eps: float = 1e-6, **others: Any) -> 
     return {**given, "rms_norm_eps": rms_norm_eps, **others}
 
 
+def hf_experts(num_experts: int, num_experts_per_tok: int, **others: Any) -> dict[str, Any]:
+    """As `hf_values`, for the keys of a mixture of experts."""
+    own = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
+    return {**own, "router_aux_loss_coef": 0.001, **others}
+
+
 class FamilyConfig(Section):
     """Base of the config classes: the facts that every model's config has.
 

@@ -18,7 +18,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from firstlight.models.family import AttentionSpec, FamilySpec, GGUFSpec, RopeSpec, hf_values
+from firstlight.models.family import (
+    AttentionSpec,
+    FamilySpec,
+    GGUFSpec,
+    RopeSpec,
+    hf_experts,
+    hf_values,
+)
 from firstlight.models.llama import Llama, LlamaDecoder
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import LlamaBlock
@@ -45,9 +52,7 @@ class GptOssConfig(DecoderConfig):
                 **hf_values(201088, 2880, 2880, 36, 64, 8, 131072, rms_norm_eps=1e-5, head_dim=64),
                 "rope_theta": 150_000.0,
                 "sliding_window": 128,
-                "num_experts": 128,
-                "num_experts_per_tok": 4,
-                "router_aux_loss_coef": 0.001,
+                **hf_experts(128, 4),
             },
             norm_kind="wide",
             rope=RopeSpec(

@@ -123,9 +123,12 @@ class DecoderConfig(FamilyConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        values = dict(values)
+        return cls._filled_in(dict(values)) if isinstance(values, dict) else values
+
+    @classmethod
+    def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The keys as written, changed in place: those that are left open or 0 are worked out from
+        others."""
         spec = cls.families.get(values.get("model_type", cls.default_type()), FamilySpec(""))
         hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
         if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
@@ -322,7 +325,6 @@ class MoEConfig(DecoderConfig):
     """Shape of a Mixture-of-Experts model: each token visits a few of the experts of an MLP."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = ROUTED
-    shared_sizes: ClassVar[tuple[str, ...]] = ()  # moe_intermediate_size unless given
 
     model_type: RoutedType = "mixtral"
     """"mixtral" or "qwen3_moe" (queries and keys normalised by head)."""
@@ -341,16 +343,11 @@ class MoEConfig(DecoderConfig):
     mlp_only_layers: list[int] = Field([])
     """layers, counted from 0, without experts (not mixtral)."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in_experts(cls, values: Any) -> Any:
-        # Runs before the base's, which works intermediate_size out the same way.
-        if not isinstance(values, dict) or not isinstance(values.get("hidden_size", 256), int):
-            return values
-        size = cls.usual_width(values.get("hidden_size", 256))
-        size = values.get("moe_intermediate_size") or values.get("intermediate_size") or size
-        shared = {name: values.get(name) or size for name in cls.shared_sizes}
-        return {**values, "moe_intermediate_size": size, **shared}
+    def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = super()._filled_in(values)
+        size = values.get("moe_intermediate_size") or values.get("intermediate_size", 0)
+        return values | {"moe_intermediate_size": size}
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:

@@ -12,6 +12,7 @@ from firstlight.models.family import (
     FamilySpec,
     GGUFSpec,
     RopeSpec,
+    hf_experts,
     hf_values,
 )
 
@@ -266,9 +267,7 @@ ROUTED: dict[str, FamilySpec] = {
             *_SIZES_OF_MISTRAL,
             rms_norm_eps=1e-5,
             rope_theta=1e6,
-            num_experts=8,
-            num_experts_per_tok=2,
-            router_aux_loss_coef=0.001,
+            **hf_experts(8, 2),
         ),
         experts=ExpertNames(
             "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}, "intermediate_size"
@@ -284,11 +283,7 @@ ROUTED: dict[str, FamilySpec] = {
         own_keys=("attention_bias", "sliding_window"),
         hf_defaults=hf_values(
             *(151936, 2048, 6144, 24, 32, 4, 32768),
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=False,
-            router_aux_loss_coef=0.001,
+            **hf_experts(128, 8, moe_intermediate_size=768, norm_topk_prob=False),
         ),
         qk_norm="head",
         has_window_switch=True,

@@ -14,6 +14,7 @@ from firstlight.models.family import (
     FamilySpec,
     GGUFSpec,
     RopeSpec,
+    hf_experts,
     hf_values,
 )
 from firstlight.models.llama_config import MoEConfig
@@ -50,15 +51,12 @@ class Qwen3NextConfig(MoEConfig):
             own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
             hf_defaults={
                 **hf_values(151936, 2048, 5632, 48, 16, 2, 32768, head_dim=256),
+                **hf_experts(512, 10, moe_intermediate_size=512),
+                "shared_expert_intermediate_size": 512,
                 "linear_key_head_dim": 128,
                 "linear_value_head_dim": 128,
                 "linear_num_key_heads": 16,
                 "linear_num_value_heads": 32,
-                "moe_intermediate_size": 512,
-                "shared_expert_intermediate_size": 512,
-                "num_experts": 512,
-                "num_experts_per_tok": 10,
-                "router_aux_loss_coef": 0.001,
             },
             qk_norm="head",
             norm_kind="one_plus",
@@ -68,7 +66,6 @@ class Qwen3NextConfig(MoEConfig):
             left_out=("mtp.",),
         )
     }
-    shared_sizes: ClassVar[tuple[str, ...]] = ("shared_expert_intermediate_size",)
 
     model_type: Literal["qwen3_next"] = "qwen3_next"
     """name of the family in config.json, "qwen3_next"."""
@@ -88,13 +85,11 @@ class Qwen3NextConfig(MoEConfig):
     shared_expert_intermediate_size: int = Field(0, ge=0)
     """width inside the shared expert, which every token visits; 0 is moe_intermediate_size."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _fill_in_kinds(cls, values: Any) -> Any:
-        # Runs before the validators of the base classes.
-        if not isinstance(values, dict):
-            return values
-        values = {**values}
+    def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = super()._filled_in(values)
+        shared = "shared_expert_intermediate_size"
+        values[shared] = values.get(shared) or values["moe_intermediate_size"]
         layers = values.get("num_hidden_layers", cls.model_fields["num_hidden_layers"].default)
         kinds = values.get("layer_types")
         if isinstance(layers, int) and kinds and kinds == _usual_types(layers, min(layers, 4)):
