@@ -264,22 +264,25 @@ _SIZES = (
 )
 
 
-def hf_values(*sizes: int | None, rms_norm_eps: float = 1e-6, **others: Any) -> dict[str, Any]:
+def hf_values(
+    *sizes: int | None,
+    rms_norm_eps: float = 1e-6,
+    experts: tuple[int, int] | None = None,
+    **others: Any,
+) -> dict[str, Any]:
     """Default values of a config class of Hugging Face.
 
     Args:
         sizes: vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
             num_key_value_heads and max_position_embeddings; None is worked out from the others.
+        experts: num_experts and num_experts_per_tok of a mixture of experts.
         rms_norm_eps, others: values of further keys.
     """
-    given = {name: size for name, size in zip(_SIZES, sizes, strict=True) if size is not None}
-    return {**given, "rms_norm_eps": rms_norm_eps, **others}
-
-
-def hf_experts(num_experts: int, num_experts_per_tok: int, **others: Any) -> dict[str, Any]:
-    """As `hf_values`, for the keys of a mixture of experts."""
-    own = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
-    return {**own, "router_aux_loss_coef": 0.001, **others}
+    values = {name: size for name, size in zip(_SIZES, sizes, strict=True) if size is not None}
+    if experts is not None:
+        values["num_experts"], values["num_experts_per_tok"] = experts
+        others = {"router_aux_loss_coef": 0.001, **others}
+    return {**values, "rms_norm_eps": rms_norm_eps, **others}
 
 
 class FamilyConfig(Section):

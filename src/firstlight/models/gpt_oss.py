@@ -18,57 +18,52 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from firstlight.models.family import (
-    AttentionSpec,
-    FamilySpec,
-    GGUFSpec,
-    RopeSpec,
-    hf_experts,
-    hf_values,
-)
+from firstlight.models.family import AttentionSpec, FamilySpec, GGUFSpec, RopeSpec, hf_values
 from firstlight.models.llama import Llama, LlamaDecoder
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import LlamaBlock
 from firstlight.models.moe import Experts, RoutedMLP, Router, grouped_linear
 
+_GPT_OSS = FamilySpec(
+    "GptOssForCausalLM",
+    GGUFSpec(
+        "gpt-oss",
+        rope_kinds=("default", "linear", "yarn"),
+        fixed={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        layer="sinks",
+        head="written",
+        has_windows=True,
+        needs_window=True,
+    ),
+    own_keys=("attention_bias", "sliding_window", "layer_types"),
+    hf_defaults=hf_values(
+        *(201088, 2880, 2880, 36, 64, 8, 131072),
+        experts=(128, 4),
+        rms_norm_eps=1e-5,
+        head_dim=64,
+        rope_theta=150_000.0,
+        sliding_window=128,
+    ),
+    norm_kind="wide",
+    rope=RopeSpec(
+        default={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
+    ),
+    full_attention_every=2,
+    has_mxfp4=True,
+)
+
 
 class GptOssConfig(DecoderConfig):
     """Shape of a gpt-oss model."""
 
-    families: ClassVar[Mapping[str, FamilySpec]] = {
-        "gpt_oss": FamilySpec(
-            "GptOssForCausalLM",
-            GGUFSpec(
-                "gpt-oss",
-                rope_kinds=("default", "linear", "yarn"),
-                fixed={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-                layer="sinks",
-                head="written",
-                has_windows=True,
-                needs_window=True,
-            ),
-            own_keys=("attention_bias", "sliding_window", "layer_types"),
-            hf_defaults={
-                **hf_values(201088, 2880, 2880, 36, 64, 8, 131072, rms_norm_eps=1e-5, head_dim=64),
-                "rope_theta": 150_000.0,
-                "sliding_window": 128,
-                **hf_experts(128, 4),
-            },
-            norm_kind="wide",
-            rope=RopeSpec(
-                default={
-                    "rope_type": "yarn",
-                    "factor": 32.0,
-                    "beta_fast": 32.0,
-                    "beta_slow": 1.0,
-                    "truncate": False,
-                    "original_max_position_embeddings": 4096,
-                }
-            ),
-            full_attention_every=2,
-            has_mxfp4=True,
-        )
-    }
+    families: ClassVar[Mapping[str, FamilySpec]] = {"gpt_oss": _GPT_OSS}
 
     model_type: Literal["gpt_oss"] = "gpt_oss"
     """"gpt_oss"."""

@@ -4,6 +4,8 @@ of `ROUTED`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from firstlight.models.family import (
     GGUF_EXPERTS,
     QWEN_EXPERTS,
@@ -12,7 +14,6 @@ from firstlight.models.family import (
     FamilySpec,
     GGUFSpec,
     RopeSpec,
-    hf_experts,
     hf_values,
 )
 
@@ -35,7 +36,7 @@ _SIZES_OF_LLAMA = (32000, 4096, 11008, 32, 32, None, 2048)
 _SIZES_OF_MISTRAL = (32000, 4096, 14336, 32, 32, 8, 131072)
 _SIZES_OF_QWEN = (151936, 4096, 22016, 32, 32, 32, 32768)
 _SIZES_OF_OLMO = (50304, 4096, 11008, 32, 32, None, 2048)
-_KEYS_OF_GEMMA = {
+_KEYS_OF_GEMMA: dict[str, Any] = {
     "head_dim": 256,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
@@ -267,7 +268,7 @@ ROUTED: dict[str, FamilySpec] = {
             *_SIZES_OF_MISTRAL,
             rms_norm_eps=1e-5,
             rope_theta=1e6,
-            **hf_experts(8, 2),
+            experts=(8, 2),
         ),
         experts=ExpertNames(
             "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}, "intermediate_size"
@@ -283,7 +284,9 @@ ROUTED: dict[str, FamilySpec] = {
         own_keys=("attention_bias", "sliding_window"),
         hf_defaults=hf_values(
             *(151936, 2048, 6144, 24, 32, 4, 32768),
-            **hf_experts(128, 8, moe_intermediate_size=768, norm_topk_prob=False),
+            experts=(128, 8),
+            moe_intermediate_size=768,
+            norm_topk_prob=False,
         ),
         qk_norm="head",
         has_window_switch=True,
