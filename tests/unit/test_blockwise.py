@@ -14,7 +14,7 @@ from torch import Tensor
 
 from firstlight.models import blockwise
 from firstlight.models.blockwise import at_a_time, blocks_of, blockwise_attention
-from firstlight.models.ops import attention, dense_mask, plain_attention
+from firstlight.models.ops import AttentionOptions, attention, dense_mask, plain_attention
 
 FP64 = torch.float64
 
@@ -27,7 +27,7 @@ def drawn(*shape: int, dtype: torch.dtype = FP64, seed: int = 0) -> Tensor:
 
 def with_gradients(function: Any, tensors: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    result = function(*leaves, **options)
+    result = function(*leaves, AttentionOptions(**options))
     gradient = drawn(*result.transpose(1, 2).shape, dtype=result.dtype, seed=7)
     return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
 
@@ -35,8 +35,9 @@ def with_gradients(function: Any, tensors: tuple[Tensor, ...], **options: Any) -
 def with_sinks(function: Any) -> Any:
     """The function with the sinks, if any, behind the values."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor, **options: Any) -> Any:
-        return function(q, k, v, sinks_H=sinks[0] if sinks else None, **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+        *sinks, options = others
+        return function(q, k, v, options._replace(sinks=sinks[0] if sinks else None))
 
     return attend
 
@@ -137,7 +138,7 @@ def test_only_its_inputs_are_kept() -> None:
 
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        blockwise_attention(*leaves)
+        blockwise_attention(leaves[0], leaves[1], leaves[2])
     assert sorted(kept) == sorted(leaf.data_ptr() for leaf in leaves)
 
 
@@ -202,7 +203,7 @@ def test_with_dropout_it_is_the_formula_of_the_weights_that_stay(groups: int) ->
     kept = torch.empty(3, 2 * groups, 30, 33, dtype=torch.bool).bernoulli_(0.75)
     assert kept.float().mean().item() == pytest.approx(0.75, abs=0.02)
 
-    def written_down(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def written_down(q: Tensor, k: Tensor, v: Tensor, _: AttentionOptions) -> Tensor:
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         scores = (q @ k.transpose(-2, -1) / 2).masked_fill(~mask, -math.inf)
         return (scores.softmax(-1) * kept / 0.75) @ v
@@ -231,8 +232,8 @@ def test_one_mask_is_all_rows() -> None:
     mask = dense_mask(torch.arange(5), 5, 2, None)
     assert mask is not None
     with mock.patch.multiple(blockwise, SCORES=1):
-        found = blockwise_attention(*tensors, mask=mask[None, None])
-    torch.testing.assert_close(found, blockwise_attention(*tensors, mask=mask))
+        found = blockwise_attention(*tensors, AttentionOptions(mask[None, None]))
+    torch.testing.assert_close(found, blockwise_attention(*tensors, AttentionOptions(mask)))
 
 
 def test_no_tokens_are_no_error() -> None:

@@ -37,6 +37,7 @@ from firstlight.models import (
 )
 from firstlight.models.llama_layers import LlamaAttention
 from firstlight.models.ops import (
+    AttentionOptions,
     attention,
     dense_mask,
     document_positions,
@@ -118,8 +119,9 @@ def test_plain_attention_is_attention(
 
     q, k, v = drawn(heads * groups, new), drawn(heads, total), drawn(heads, total)
     mask = dense_mask(torch.arange(before, total), total, 3 if windowed else None, None)
-    expected = attention(q, k, v, mask=mask)
-    torch.testing.assert_close(plain_attention(q, k, v, mask=mask), expected)
+    options = AttentionOptions(mask)
+    expected = attention(q, k, v, options)
+    torch.testing.assert_close(plain_attention(q, k, v, options), expected)
 
 
 def test_positions_start_anew_in_each_document() -> None:
@@ -598,7 +600,7 @@ def test_capped_scores_are_the_same_in_every_backend_that_caps_and_refused_in_ot
     for way in ("plain", "blockwise"):
         choose_attention(model, way)
         attend = attention_layer.attend
-        found = attend(q, k, v, dropout=0.0, mask=None, scale=0.5, softcap=3.0)
+        found = attend(q, k, v, AttentionOptions(scale=0.5, softcap=3.0))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for way in ("sdpa", "flash", "efficient", "cudnn", "math"):
         with pytest.raises(ConfigError, match=f"attention '{way}' can't cap the scores of gemma2"):
@@ -628,7 +630,7 @@ def test_sinks_take_their_share_in_every_backend_that_has_them_and_others_are_re
     for way in ("plain", "blockwise"):
         choose_attention(model, way)
         attend = attention_layer.attend
-        found = attend(q, k, v, dropout=0.0, mask=None, scale=0.5, sinks_H=sinks)
+        found = attend(q, k, v, AttentionOptions(scale=0.5, sinks=sinks))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for way in ("sdpa", "flash", "efficient", "cudnn", "math"):
         said = f"attention '{way}' can't compute the attention sinks of gpt_oss models: use blockw"
@@ -675,7 +677,7 @@ def test_flex_computes_sinks_and_their_gradients_from_its_log_sum_exp(
         choose_attention(model, way)
         mask = model.make_mask(torch.arange(40), 40, window, None)
         attend = attention_layer.attend
-        found = attend(q, k, v, dropout=0.0, mask=mask, scale=0.5, sinks_H=sinks)
+        found = attend(q, k, v, AttentionOptions(mask, scale=0.5, sinks=sinks))
         results.append((found, *torch.autograd.grad((found * weights).sum(), inputs)))
     assert not isinstance(mask, torch.Tensor | None), "no block mask: another backend was taken"
     for expected, one in zip(*results, strict=True):

@@ -22,7 +22,7 @@ from firstlight.models import (
     empty_model,
 )
 from firstlight.models.language_model import InitConfig
-from firstlight.models.ops import attention, cross_entropy_sum
+from firstlight.models.ops import AttentionOptions, attention, cross_entropy_sum
 from firstlight.models.rope import (
     LinearRope,
     Llama3Rope,
@@ -475,9 +475,8 @@ def test_attention_is_softmax_over_all_tokens_up_to_its_own(
 def test_a_mask_replaces_the_causal_one() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     only_itself = torch.eye(5, dtype=torch.bool)[None, None]
-    torch.testing.assert_close(
-        attention(q[None], k[None], v[None], mask=only_itself)[0], v, atol=1e-6, rtol=1e-6
-    )
+    found = attention(q[None], k[None], v[None], AttentionOptions(only_itself))[0]
+    torch.testing.assert_close(found, v, atol=1e-6, rtol=1e-6)
 
 
 # Dropout

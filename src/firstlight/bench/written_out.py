@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from firstlight.models import Model
 from firstlight.models.gpt2 import GPT2MLP, GPT2Attention
-from firstlight.models.ops import plain_attention
+from firstlight.models.ops import AttentionOptions, plain_attention
 
 #: Parts that can be written out.
 PARTS = ("mask", "layers")
@@ -43,12 +42,13 @@ class WrittenOutMLP(GPT2MLP):
 
 
 def _attend_with(
-    stored: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Any = None, **rest: Any
+    stored: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
     """`plain_attention` with a mask [context, context] that is 1 where a query may not look."""
-    if mask is None:
+    if options.mask is None:
         mask = ~stored.bool()[: q_BHTD.shape[-2], : k_BKSD.shape[-2]]
-    return plain_attention(q_BHTD, k_BKSD, v_BKSD, mask=mask, **rest)
+        options = options._replace(mask=mask)
+    return plain_attention(q_BHTD, k_BKSD, v_BKSD, options)
 
 
 def write_out(model: Model, parts: Collection[str], context: int) -> None:

@@ -16,6 +16,7 @@ from firstlight.models import Model, ModelConfig
 from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.ops import (
     AttentionFunction,
+    AttentionOptions,
     MaskFunction,
     SelfAttention,
     at_least_fp32,
@@ -161,19 +162,12 @@ def _by_kernel(
     q_BHTD: Tensor,
     k_BKSD: Tensor,
     v_BKSD: Tensor,
-    *,
-    dropout: float,
-    mask: Any,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
-    assert softcap is None, "torch's fused kernels have no cap of scores"
-    assert sinks_H is None, "torch's fused kernels have no sinks"
     # Not every kernel groups queries itself.
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     with sdpa_kernel(backend):
-        return attention(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, scale=scale)
+        return attention(q_BHTD, k_BKSD, v_BKSD, options)
 
 
 def flex_mask(
@@ -218,37 +212,29 @@ def flex_mask(
 
 
 def flex_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    dropout: float,
-    mask: Any,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et al.
     2024); over another mask, or none, by torch's fused kernels, or with a cap or sinks by blockwise
     attention. Arguments: `AttentionFunction`'s.
     """
+    mask, dropout, scale, softcap, sinks_H = options
     if mask is None or isinstance(mask, Tensor):
         other = attention if softcap is None and sinks_H is None else blockwise_attention
-        more: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H}
-        return other(q_BHTD, k_BKSD, v_BKSD, dropout=dropout, mask=mask, **more)
+        return other(q_BHTD, k_BKSD, v_BKSD, options)
     assert dropout == 0.0, "flex attention has no dropout"
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
-    options = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
+    arguments = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
     if softcap is not None:
-        options["score_mod"] = _capping(softcap)
+        arguments["score_mod"] = _capping(softcap)
     result: Tensor
     if sinks_H is None:
-        result = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, **options)
+        result = _compiled_flex()(q_BHTD, k_BKSD, v_BKSD, **arguments)
         return result
     from torch.nn.attention.flex_attention import AuxRequest
 
     result, found = _compiled_flex()(
-        q_BHTD, k_BKSD, v_BKSD, **options, return_aux=AuxRequest(lse=True)
+        q_BHTD, k_BKSD, v_BKSD, **arguments, return_aux=AuxRequest(lse=True)
     )
     # A sink s adds exp(s) to the softmax's divisor exp(lse), and nothing to the values' sum:
     # the result shrinks by exp(lse) / (exp(lse) + exp(s)).

@@ -285,17 +285,8 @@ def _linear_cross_entropy(
 
 
 @_linear_cross_entropy.register_fake
-def _(
-    x_NC: Tensor,
-    weight_VC: Tensor,
-    labels_N: Tensor,
-    vocab_size: int,
-    chunk_tokens: int,
-    dtype: torch.dtype,
-    learns: bool,
-    z_loss_coef: float,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x_NC: Tensor, weight_VC: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _labels, _vocab_size, _chunk_tokens, dtype, learns, *_ = others
     wide = torch.promote_types(dtype, torch.float32)
     loss = torch.empty((), dtype=wide, device=x_NC.device)
     grad_weight_VC = weight_VC.new_empty(weight_VC.shape if learns else 0, dtype=wide)

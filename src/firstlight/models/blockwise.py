@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.models.ops import at_least_fp32, causal_mask, product_dtype
+from firstlight.models.ops import (
+    CAUSAL,
+    AttentionOptions,
+    at_least_fp32,
+    causal_mask,
+    product_dtype,
+)
 
 #: Queries of a block, scores that are made at a time, and heads that are in any case (AMD EPYC,
 #: bf16, 256 to 8,192 tokens: half or twice as many of any took up to a fifth longer).
@@ -25,15 +31,7 @@ QUERIES, SCORES, _LEAST_HEADS = 128, 2**21, 4
 
 
 def blockwise_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    dropout: float = 0.0,
-    mask: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
     """Causal attention [B, H, T, D], a block of queries at a time; its dtype is autocast's or the
     values'.
@@ -42,6 +40,7 @@ def blockwise_attention(
     weight. Arguments as in `ops.AttentionFunction`; the values' heads may be of another size than
     the queries' and keys'.
     """
+    mask, dropout, scale, softcap, sinks_H = options
     # Autocast does not know this operator, so the inputs are rounded before it.
     dtype = product_dtype(v_BKSD)
     q_BHTD, k_BKSD, v_BKSD = (x.to(dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
@@ -57,28 +56,23 @@ def blockwise_attention(
     return result
 
 
+#: Arguments of the operator, and behind the result's gradient those of its backward pass.
+_ARGUMENTS = (
+    "Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, Tensor? mask, Tensor? kept_BHTS, float growth, "
+    "float softcap=0.0, Tensor? sinks_H=None, float? scale=None"
+)
+_FORWARD = f"({_ARGUMENTS}) -> Tensor"
+_BACKWARD = f"(Tensor grad_BHTD, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+
+
 # An operator of its own: what torch.compile makes of the blocks takes it several times as long, and
 # keeps most of the scores for the backward pass.
-@torch.library.custom_op("firstlight::blockwise_attention", mutates_args=())
-def _attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    mask: Tensor | None,
-    kept_BHTS: Tensor | None,
-    growth: float,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
+@torch.library.custom_op("firstlight::blockwise_attention", mutates_args=(), schema=_FORWARD)
+def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> Tensor:
     out_BHTD = _like_projected(q_BHTD, v_BKSD.shape[-1])
     # Scores are products of fp32, which autocast would round.
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        for own, shared in _parts(q_BHTD, k_BKSD):
-            lost = _lost(mask, kept_BHTS, growth, own)
-            sinks = None if sinks_H is None else sinks_H[own[1]]
-            heads = q_BHTD[own], k_BKSD[shared], v_BKSD[shared]
-            part = _Part(*heads, lost, softcap, sinks, scale)
+        for own, _, part in _parts(q_BHTD, k_BKSD, v_BKSD, *others):
             part.attend(out_BHTD[own])
             del part  # before the next takes as much
     return out_BHTD
@@ -90,27 +84,26 @@ def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
     return _like_projected(q_BHTD, v_BKSD.shape[-1])
 
 
-@torch.library.custom_op("firstlight::blockwise_attention_backward", mutates_args=())
-def _attention_backward(
-    grad_BHTD: Tensor,
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    mask: Tensor | None,
-    kept_BHTS: Tensor | None,
-    growth: float,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
-    scale: float | None = None,
+def _empty_gradients(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty tensors for the results of the backward pass."""
+    # torch leaves the last arguments out that have their default.
+    sinks_H = others[4] if len(others) > 4 else None
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
-    grad_sinks_H = _sums_like(sinks_H, q_BHTD).zero_()
+    return grad_q, grad_k, grad_v, _sums_like(sinks_H, q_BHTD)
+
+
+@torch.library.custom_op(
+    "firstlight::blockwise_attention_backward", mutates_args=(), schema=_BACKWARD
+)
+def _attention_backward(
+    grad_BHTD: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v, grad_sinks_H = _empty_gradients(q_BHTD, k_BKSD, v_BKSD, *others)
+    grad_sinks_H.zero_()
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        for own, shared in _parts(q_BHTD, k_BKSD):
-            lost = _lost(mask, kept_BHTS, growth, own)
-            sinks = None if sinks_H is None else sinks_H[own[1]]
-            heads = q_BHTD[own], k_BKSD[shared], v_BKSD[shared]
-            part = _Part(*heads, lost, softcap, sinks, scale)
+        for own, shared, part in _parts(q_BHTD, k_BKSD, v_BKSD, *others):
             part.backward(grad_BHTD[own], (grad_q[own], grad_k[shared], grad_v[shared]))
             if part.grad_sinks is not None:
                 # Added up, since the rows of a batch share the heads' sinks.
@@ -119,13 +112,7 @@ def _attention_backward(
     return grad_q, grad_k, grad_v, grad_sinks_H
 
 
-@_attention_backward.register_fake
-def _(
-    grad_BHTD: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sinks_H = others[4] if len(others) > 4 else None
-    grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
-    return grad_q, grad_k, grad_v, _sums_like(sinks_H, q_BHTD)
+_attention_backward.register_fake(lambda _, *inputs: _empty_gradients(*inputs))
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -340,16 +327,29 @@ def at_a_time(heads: int, kept: int, new: int, total: int) -> tuple[int, int]:
 
 
 def _parts(
-    q_BHTD: Tensor, k_BKSD: Tensor
-) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Rows and query heads, and rows and key-value heads, of each part."""
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None,
+    kept_BHTS: Tensor | None,
+    growth: float,
+    softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
+    scale: float | None = None,
+) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], _Part]]:
+    """Rows and query heads, rows and key-value heads, and the part of both, for each part."""
     (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
     groups = heads // kept
     rows, some = at_a_time(heads, kept, new, total)
     for row in range(0, batch, rows):
         for head in range(0, kept, some):
             of_rows, end = slice(row, row + rows), min(head + some, kept)
-            yield (of_rows, slice(head * groups, end * groups)), (of_rows, slice(head, end))
+            own, shared = (of_rows, slice(head * groups, end * groups)), (of_rows, slice(head, end))
+            lost = _lost(mask, kept_BHTS, growth, own)
+            sinks = None if sinks_H is None else sinks_H[own[1]]
+            tensors = q_BHTD[own], k_BKSD[shared], v_BKSD[shared]
+            # Not kept here: it ends with the caller's use of it.
+            yield own, shared, _Part(*tensors, lost, softcap, sinks, scale)
 
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:

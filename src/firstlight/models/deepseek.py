@@ -26,7 +26,7 @@ from firstlight.models.language_model import InitConfig
 from firstlight.models.llama import Llama, LlamaDecoder
 from firstlight.models.llama_layers import LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.moe import Experts, RoutedMLP, Router, balancing_loss
-from firstlight.models.ops import SelfAttention, attention
+from firstlight.models.ops import AttentionOptions, SelfAttention, attention
 from firstlight.models.rope import (
     Ropes,
     apply_rope,
@@ -91,7 +91,7 @@ class DeepseekAttention(SelfAttention):
         # All heads share the part of a key that is rotated.
         k_BHSD = torch.cat((k_nope, k_B1SR.to(k_nope.dtype).expand(-1, self.heads, -1, -1)), -1)
         q_BHTD = torch.cat((q_nope, q_rope), -1)
-        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, dropout=0.0, mask=mask, scale=self.scale)
+        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, AttentionOptions(mask, scale=self.scale))
         return self.o_proj(y_BHTD.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,7 @@ from firstlight.errors import ModelError
 from firstlight.models.cache import Cache
 from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, GGUFSpec
 from firstlight.models.language_model import LanguageModel, token_positions
-from firstlight.models.ops import Embedding, SelfAttention, attention
+from firstlight.models.ops import AttentionOptions, Embedding, SelfAttention, attention
 
 #: Hugging Face's names of the activations -> ours
 _ACTIVATIONS = {
@@ -239,8 +239,8 @@ class GPT2Attention(SelfAttention):
         if cache is not None:
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
         # A function and not a module: it does not know of `eval()`.
-        dropout = self.dropout if self.training else 0.0
-        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, dropout=dropout, mask=mask, scale=self.scale)
+        options = AttentionOptions(mask, self.dropout if self.training else 0.0, self.scale)
+        y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, options)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
         return self.resid_dropout(y_BTC)  # type: ignore[no-any-return]
 

@@ -20,7 +20,7 @@ from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.cache import Cache
 from firstlight.models.llama_config import DecoderConfig, MoEConfig
 from firstlight.models.moe import RoutedMLP, SparseMLP
-from firstlight.models.ops import SelfAttention, at_least_fp32, attention
+from firstlight.models.ops import AttentionOptions, SelfAttention, at_least_fp32, attention
 from firstlight.models.rope import Ropes, apply_rope, apply_rope_to_neighbours
 
 
@@ -167,14 +167,8 @@ class LlamaAttention(SelfAttention):
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
         # No family of this architecture drops attention weights out.
-        y_BHTD = self.attend(
-            *(q_BHTD, k_BKSD, v_BKSD),
-            dropout=0.0,
-            mask=mask,
-            scale=self.scale,
-            softcap=self.softcap,
-            sinks_H=self.sinks,
-        )
+        options = AttentionOptions(mask, 0.0, self.scale, self.softcap, self.sinks)
+        y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, options)
         return y_BHTD.transpose(1, 2).reshape(B, T, -1)
 
     def add_projections(self, config: DecoderConfig) -> None:

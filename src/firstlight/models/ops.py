@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,31 @@ def soft_capped(x: Tensor, bound: float | None) -> Tensor:
     return x if bound is None else bound * torch.tanh(x / bound)
 
 
+class AttentionOptions(NamedTuple):
+    """What attention depends on beside queries, keys and values.
+
+    Attributes:
+        mask: result of the model's `make_mask`, which replaces the causal mask; None is causal.
+        dropout: probability with which a weight is dropped.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        softcap: bound c of the scores s, which become c tanh(s / c) before the mask; None leaves
+            them as they are. A kernel without it refuses another value than None.
+        sinks: a logit of each head that its softmax has beside the scores, fp32 or less [H]: the
+            share of the weights that it takes reaches no value (Xiao et al. 2023; gpt-oss). None
+            is none; a kernel without them refuses others.
+    """
+
+    mask: Any = None
+    dropout: float = 0.0
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+#: The options of plain causal attention.
+CAUSAL = AttentionOptions()
+
+
 class AttentionFunction(Protocol):
     """Causal attention [B, H, T, D] of T new tokens; token t sees the first S - T + t + 1 of all S
     tokens.
@@ -43,27 +68,11 @@ class AttentionFunction(Protocol):
     Args:
         q_BHTD: queries of the new tokens.
         k_BKSD, v_BKSD: keys and values of all tokens; H / K query heads share each head.
-        dropout: probability with which a weight is dropped.
-        mask: result of the model's `make_mask`, which replaces the causal mask; None is causal.
-        scale: factor of the scores; None is 1 / sqrt(D).
-        softcap: bound c of the scores s, which become c tanh(s / c) before the mask; None leaves
-            them as they are. A kernel without it refuses another value than None.
-        sinks_H: a logit of each head that its softmax has beside the scores, fp32 or less [H]: the
-            share of the weights that it takes reaches no value (Xiao et al. 2023; gpt-oss). None
-            is none; a kernel without them refuses others.
+        options: mask, scale and the like.
     """
 
     def __call__(
-        self,
-        q_BHTD: Tensor,
-        k_BKSD: Tensor,
-        v_BKSD: Tensor,
-        *,
-        dropout: float,
-        mask: Any,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
+        self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions, /
     ) -> Tensor: ...
 
 
@@ -78,25 +87,16 @@ class SelfAttention(nn.Module):
 
 
 def attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    dropout: float = 0.0,
-    mask: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
     """Causal attention [B, H, T, D] by torch's fused kernels, which choose among themselves.
 
-    Args:
-        mask: bool [T, S] or [B, 1, T, S], true where a query may look; replaces the causal mask.
-
-    The other arguments are those of `AttentionFunction`.
+    Arguments as in `AttentionFunction`; a mask is bool [T, S] or [B, 1, T, S], true where a query
+    may look.
     """
-    assert softcap is None, "torch's fused kernels have no cap of scores"
-    assert sinks_H is None, "torch's fused kernels have no sinks"
+    assert options.softcap is None, "torch's fused kernels have no cap of scores"
+    assert options.sinks is None, "torch's fused kernels have no sinks"
+    mask = options.mask
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     # torch's `is_causal` lets the first query see the first key alone: right only if T is S.
     if mask is None and 1 < new < total:
@@ -106,29 +106,22 @@ def attention(
         k_BKSD,
         v_BKSD,
         attn_mask=mask,
-        dropout_p=dropout,
+        dropout_p=options.dropout,
         is_causal=mask is None and new > 1,
-        scale=scale,
+        scale=options.scale,
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
 
 
 def plain_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    dropout: float = 0.0,
-    mask: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
     """Causal attention [B, H, T, D] by the plain formula (Vaswani et al. 2017): two matrix products
     with a softmax between them in fp32. All T x S scores are in memory at once.
 
     Arguments as in `attention`.
     """
+    mask, dropout, scale, softcap, sinks_H = options
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
