@@ -72,25 +72,22 @@ def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> No
     assert listed[0] > 0
 
 
-@pytest.mark.parametrize("in_run", [True, False])
 def test_a_deep_models_evaluation_is_planned_from_few_layers(
-    in_run: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deep = recipe(model=GPT2 | {"num_hidden_layers": 7})
-    whole = predict_evaluation(deep, in_run=in_run)
+    whole = predict_evaluation(deep)
     monkeypatch.setattr("firstlight.planner.memory.recipe._FULLY_TRACED", 3)
     traced: list[int] = []
     full = recipes._evaluate
 
-    def counted(
-        planned: Equivalent, target: Target, in_run: bool, samples: bool
-    ) -> MemoryPrediction:
+    def counted(planned: Equivalent, target: Target, samples: bool) -> MemoryPrediction:
         assert planned.recipe.model is not None
         traced.append(planned.recipe.model.num_hidden_layers)
-        return full(planned, target, in_run, samples)
+        return full(planned, target, samples)
 
     monkeypatch.setattr(recipes, "_evaluate", counted)
-    found = predict_evaluation(deep, in_run=in_run)
+    found = predict_evaluation(deep)
     assert traced == [3, 2]
     assert (found.peak_bytes, found.parts, found.phase) == (
         whole.peak_bytes,

@@ -331,11 +331,10 @@ def test_the_phases_of_a_step() -> None:
 
 
 def test_evaluation_in_a_run_has_the_optimizers_state() -> None:
-    alone = predict_evaluation(recipe(), in_run=False)
-    in_run = predict_evaluation(recipe())
-    assert alone.phase == in_run.phase == "evaluation"
-    state = in_run.parts["optimizer_states"]
-    assert abs(in_run.peak_bytes - alone.peak_bytes - state) < 1000
+    training, evaluation = trace_memory(recipe()), predict_evaluation(recipe())
+    assert evaluation.phase == "evaluation"
+    state = training.phases["forward"].parts["optimizer_states"]
+    assert evaluation.parts["optimizer_states"] == state > 0
 
 
 def test_planning_leaves_real_training_as_it_was() -> None:
@@ -347,10 +346,9 @@ def test_planning_leaves_real_training_as_it_was() -> None:
 def test_a_prediction_is_json() -> None:
     import json
 
-    values = json.loads(json.dumps(trace_memory(recipe()).to_json(operators=True)))
+    values = json.loads(json.dumps(trace_memory(recipe()).to_json()))
     assert values["total_bytes"] == values["peak_bytes"]
-    names = {entry["name"] for entry in values["operators"]}
-    assert "aten.addmm.default" in names
+    assert "operators" not in values
 
 
 def test_measured_memory_counts_what_is_allocated_and_freed() -> None:

@@ -82,35 +82,13 @@ class MemoryPrediction:
         """Bytes that the device's own tool shows: reserved memory and overhead."""
         return self.reserved_bytes + self.overhead_bytes
 
-    def to_json(self, *, operators: bool = False) -> dict[str, Any]:
-        """All of it as JSON values.
-
-        Args:
-            operators: True includes the counted operators: thousands of lines.
-        """
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values, without the counted operators: thousands of lines."""
         values = asdict(self)
         values["total_bytes"] = self.total_bytes
         values["notes"] = list(self.notes)
         del values["operators"]
-        if operators:
-            values["operators"] = [_operator_json(entry) for entry in self.operators]
         return values
-
-
-def _operator_json(entry: OperatorCount) -> dict[str, Any]:
-    def layouts(group: Sequence[Any]) -> list[list[Any]]:
-        return [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in group]
-
-    operator = entry.operator
-    return {
-        "name": operator.name,
-        "phase": operator.phase,
-        "count": entry.count,
-        "inputs": layouts(operator.inputs),
-        "outputs": layouts(operator.outputs),
-        "flops": operator.flops,
-        "moved_bytes": operator.moved_bytes,
-    }
 
 
 def predict(

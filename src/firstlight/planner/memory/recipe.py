@@ -131,20 +131,15 @@ def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
 
 
 def evaluation_job(
-    recipe: ResolvedRecipe,
-    target: Target | None = None,
-    *,
-    in_run: bool = True,
-    samples: bool = False,
+    recipe: ResolvedRecipe, target: Target | None = None, *, samples: bool = False
 ) -> TraceJob:
-    """The memory of evaluating one batch of the recipe's micro-batch size and row length.
+    """The memory of evaluating one batch of the recipe's micro-batch size and row length between
+    training steps, with the optimizer's state in memory.
 
     Args:
         recipe, target: see `training_job`.
         samples: True adds the recipe's sample texts, which a run generates with an evaluation, as a
             second phase.
-        in_run: True if the optimizer's state is in memory, as between training steps; False for the
-            model alone.
 
     Raises:
         ConfigError, MissingDependencyError: see `training_job`.
@@ -153,7 +148,7 @@ def evaluation_job(
     planned = equivalent(uncompiled(recipe), target)
     recipes, join = _in_parts(planned.recipe, _FULLY_TRACED)
     samples = samples and bool(recipe.evaluation.sample_prompts)
-    calls = tuple((_evaluate, planned.with_(one), target, in_run, samples) for one in recipes)
+    calls = tuple((_evaluate, planned.with_(one), target, samples) for one in recipes)
     return TraceJob(calls, join)
 
 
@@ -169,22 +164,19 @@ def trace_memory(recipe: ResolvedRecipe, target: Target | None = None) -> Memory
     return run_jobs([training_job(recipe, target)])[0]
 
 
-def predict_evaluation(
-    recipe: ResolvedRecipe, target: Target | None = None, *, in_run: bool = True
-) -> MemoryPrediction:
+def predict_evaluation(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
     """An `evaluation_job`, done here."""
-    return run_jobs([evaluation_job(recipe, target, in_run=in_run)])[0]
+    return run_jobs([evaluation_job(recipe, target)])[0]
 
 
-def _evaluate(planned: Equivalent, target: Target, in_run: bool, samples: bool) -> MemoryPrediction:
+def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPrediction:
     with (
         _compiled_without_kernels(planned.recipe),
         _traced(planned, target) as (tracer, program, batch),
     ):
-        if in_run:
-            watch_program(program, tracer)
-            program.step([batch], lr_scale=1.0)
-            program.optimizer.zero_grad()
+        watch_program(program, tracer)
+        program.step([batch], lr_scale=1.0)
+        program.optimizer.zero_grad()
         first = tracer.tick + 1
         program.model.eval()
         with torch.inference_mode(), tracer.phase("evaluation"):

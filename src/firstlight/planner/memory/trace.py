@@ -148,10 +148,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.enter_phase(before)
 
     @contextlib.contextmanager
-    def forward_pass(self, name: str = "forward") -> Iterator[None]:
+    def forward_pass(self) -> Iterator[None]:
         """A forward pass; storages that are alive at its end are kept for the backward pass."""
         first = self.tick + 1
-        with self.phase(name):
+        with self.phase("forward"):
             yield
         self.trace.segments.append((first, self.tick))
 
