@@ -457,7 +457,7 @@ def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None
     ]
     machine = find_machine("RTX 4090")
     first = outcome("as it stands", 2 * _GIB, {}, False)
-    plan = Plan(machine, resolve_for(recipe(), machine), 1, first, methods=methods_found)
+    plan = Plan(machine, resolve_for(recipe(), machine), first, methods=methods_found)
     rows = {row[0]: row[1:4] for row in method_rows(plan)}
     assert rows["no torch.compile"] == ("4.00 GiB", "-100%", "does not fit")
     # A bound that is too large says nothing of the compiled step.

@@ -4,6 +4,7 @@ model to train with a budget."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,6 @@ class Plan:
     Attributes:
         machine: the machine that was planned for.
         recipe: the recipe, resolved for the machine.
-        parameters: number of the model's parameters.
         as_it_stands: the estimate for `recipe`.
         run: length of its run; None if that depends on data that are not on this machine.
         best: the fastest candidate that fits; None if none fits or none was looked for.
@@ -89,7 +89,6 @@ class Plan:
 
     machine: Machine
     recipe: ResolvedRecipe
-    parameters: int
     as_it_stands: Estimate
     run: PlannedRun | None = None
     best: Estimate | None = None
@@ -100,6 +99,11 @@ class Plan:
     warnings: Sequence[str] = ()
     suggestion: Suggestion | None = None
     suggested: Estimate | None = None
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """Number of the model's parameters."""
+        return count_parameters(meta_model(self.recipe.model)).total
 
     @property
     def chosen(self) -> ResolvedRecipe | None:
@@ -195,10 +199,9 @@ def make_plan(
             "--price-per-hour needs the length of the run: set schedule.max_steps, or give "
             "--budget or --tokens"
         )
-    parameters = count_parameters(meta_model(resolved.model)).total
     here = machine.hardware.device if machine.is_here else None
     warnings = list(alignment_warnings(resolved, here))
-    plan = Plan(machine, resolved, parameters, first, run, budget=budget, warnings=warnings)
+    plan = Plan(machine, resolved, first, run, budget=budget, warnings=warnings)
     if searches:
         best = best_estimate(open_micro_batch(resolved), machine, estimator, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
