@@ -56,7 +56,7 @@ def blockwise_attention(
     return result
 
 
-#: Arguments of the operator, and behind the result's gradient those of its backward pass.
+#: Arguments of the operator, which its backward pass takes after the result's gradient.
 _ARGUMENTS = (
     "Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, Tensor? mask, Tensor? kept_BHTS, float growth, "
     "float softcap=0.0, Tensor? sinks_H=None, float? scale=None"

@@ -127,8 +127,7 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The keys as written, changed in place: those that are left open or 0 are worked out from
-        others."""
+        """The keys as written, with those that are left open or 0 worked out from others."""
         spec = cls.families.get(values.get("model_type", cls.default_type()), FamilySpec(""))
         hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
         if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
