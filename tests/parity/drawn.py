@@ -31,6 +31,8 @@ transformers.utils.logging.disable_progress_bar()
 VOCABULARY = 53
 TOKENS = 40
 NAMES = list(FAMILIES)
+#: What older releases compute otherwise is not drawn with them: a GPU's machine has its own.
+_RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 T = TypeVar("T")
 #: Chooses one of some values: `random.Random(seed).choice`, or hypothesis.
@@ -201,8 +203,9 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         _draw_windows(family, keys, choose)
     if family == "gpt_oss":
         keys |= _draw_experts("mixtral", layers, choose)
-        keys["swiglu_alpha"] = choose((1.702, 1.0))
-        keys["swiglu_limit"] = choose((7.0, 0.4))
+        reads_keys = _RELEASE >= (5, 19)
+        keys["swiglu_alpha"] = choose((1.702, 1.0) if reads_keys else (1.702,))
+        keys["swiglu_limit"] = choose((7.0, 0.4) if reads_keys else (7.0,))
         return GptOssConfig(**keys)
     if family in ("mixtral", "qwen3_moe"):
         keys |= _draw_experts(family, layers, choose)
@@ -271,12 +274,14 @@ def _draw_rope(family: str, rotary_dim: int, choose: Choose) -> dict[str, Any] |
         }
     if kind == "longrope":
         pairs = (rotary_dim + 1) // 2
+        asks_factor = family.startswith("deepseek") and _RELEASE < (5, 21)
         return {
             "rope_type": "longrope",
             "short_factor": [choose((1.0, 1.1, 2.0)) for _ in range(pairs)],
             "long_factor": [choose((1.0, 4.0, 9.5)) for _ in range(pairs)],
             "original_max_position_embeddings": original,
             **choose(({}, {"attention_factor": 1.25}, {"factor": 3.0})),
+            **({"factor": 3.0} if asks_factor else {}),
         }
     return {
         "rope_type": "llama3",
@@ -455,9 +460,12 @@ def randomize(model: nn.Module, seed: int) -> None:
 
 
 def hf_model(config: ModelConfig, seed: int) -> Any:
-    # Its grouped products need sizes of multiples of 16 bytes.
+    # Its grouped products need sizes of multiples of 16 bytes. Gemma 2's scores are capped in no
+    # SDPA, which transformers took for it until 5.21.
     model = transformers.AutoModelForCausalLM.from_config(
-        hf_config(config), experts_implementation="eager"
+        hf_config(config),
+        experts_implementation="eager",
+        attn_implementation="eager" if config.model_type == "gemma2" else None,
     ).eval()
     randomize(model, seed)
     return model
