@@ -34,6 +34,7 @@ _FAKE_STEPS = "tests/gpu/test_fake_steps.py::test_"
 _MINUTES = "tests/unit/test_minutes.py::test_"
 _FAKE_RUNS = "tests/gpu/test_fake_runs.py::test_"
 _FAKE_TEXT = "tests/gpu/test_fake_generation.py::test_"
+_FAKE_FAMILIES = "tests/gpu/test_fake_families.py::test_"
 _FAKE_RANKS = "tests/gpu/test_fake_processes.py::test_"
 _LATE = "tests/gpu/test_late_copies.py::test_"
 _COMPILED = "tests/unit/test_compiled.py::test_"
@@ -996,6 +997,34 @@ MUTANTS = [
         "torch.zeros(batch_size, K, max_tokens, size, dtype=dtype, device=device)",
         "torch.zeros(batch_size, K, max_tokens, size, dtype=dtype)",
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
+    ),
+    Mutant(
+        "states of linear attention on the host",
+        "firstlight/models/cache.py",
+        "torch.zeros(batch_size, *shape, dtype=wide, device=device)",
+        "torch.zeros(batch_size, *shape, dtype=wide)",
+        (_FAKE_FAMILIES + "texts_of_each_family_stay_on_the_gpu",),
+    ),
+    Mutant(
+        "mask of linear attention on the host",
+        "firstlight/models/qwen3_next.py",
+        "torch.ones(size, size, dtype=torch.bool, device=q.device).tril()",
+        "torch.ones(size, size, dtype=torch.bool).tril()",
+        (_FAKE_FAMILIES + "texts_of_each_family_stay_on_the_gpu",),
+    ),
+    Mutant(
+        "numbers of experts with biases on the host",
+        "firstlight/models/gpt_oss.py",
+        "torch.arange(len(self.down_proj), device=x_MC.device)",
+        "torch.arange(len(self.down_proj))",
+        (_FAKE_FAMILIES + "texts_of_each_family_stay_on_the_gpu",),
+    ),
+    Mutant(
+        "numbers of experts on the host",
+        "firstlight/models/moe.py",
+        "torch.arange(num_experts, device=experts_NK.device)",
+        "torch.arange(num_experts)",
+        (_FAKE_STEPS + "a_step_runs_on_the_gpu_in_its_precision",),
     ),
     Mutant(
         "lengths of texts on the host",

@@ -104,15 +104,40 @@ def test_flex_works_with_the_methods_around_it(train: Train, further: dict[str, 
     assert found.weights <= 2e-3
 
 
+#: Models whose scores or values only some backends can compute.
+_OWN_WAYS: dict[str, dict[str, Any]] = {
+    "sinks": {"model.model_type": "gpt_oss", "model.sliding_window": 40, "model.num_experts": 2},
+    "capped scores": {
+        "model.model_type": "gemma2",
+        "model.sliding_window": 40,
+        "model.attn_logit_softcapping": 0.5,
+    },
+    "values of another size": {
+        "model.model_type": "deepseek_v2",
+        "model.num_key_value_heads": 4,
+        "model.v_head_dim": 24,
+        "model.num_experts": 2,
+        "model.num_experts_per_tok": 2,
+    },
+}
+
+
 @pytest.mark.parametrize(
-    "backend", ["blockwise", pytest.param("flex", marks=pytest.mark.cuda_only("attention flex"))]
+    ("way", "backend"),
+    [
+        *((way, "blockwise") for way in _OWN_WAYS),
+        ("values of another size", "math"),
+        *(
+            pytest.param(way, "flex", marks=pytest.mark.cuda_only("attention flex"))
+            for way in ("sinks", "capped scores")
+        ),
+    ],
 )
 @pytest.mark.parametrize("documents", [False, True])
-def test_sinks_are_computed_as_two_products_and_a_softmax_do(
-    train: Train, backend: str, documents: bool
+def test_what_few_backends_can_do_is_computed_as_two_products_and_a_softmax_do(
+    train: Train, way: str, backend: str, documents: bool
 ) -> None:
-    model = {"model.model_type": "gpt_oss", "model.sliding_window": 40, "model.num_experts": 2}
-    settings = {**model, "data.document_masking": documents}
+    settings = {**_OWN_WAYS[way], "data.document_masking": documents}
     expected = train({**settings, "efficiency.attention": "plain"})
     found = difference(train({**settings, "efficiency.attention": backend}), expected)
     assert found.loss <= _BOUNDS["fp32"][0]

@@ -10,57 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from firstlight.models import FAMILIES, GPT2Config, Model, ModelConfig
+from firstlight.models import Model, ModelConfig
 from firstlight.weights.huggingface import load_model
+
+from .usual import TOKENS, usual_config
 
 pytest.importorskip("transformers", reason="not installed: transformers")
 
 from drawn import NAMES, draw, hf_model, some_ids
 
-ROWS, TOKENS = 2, 96
-
-#: Sizes for which the fused kernels of a GPU are taken: heads of 64, experts of a multiple of 16.
-_SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": TOKENS,
-}
-_GROUPED: dict[str, Any] = {
-    **_SIZES,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 320,
-    "tie_word_embeddings": False,
-}
-#: All experts for each token: which one it visits may hang on a rounding.
-_EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 4}
-#: What a family has beside these sizes.
-_OWN_KEYS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 40},
-    "granite": {
-        "embedding_multiplier": 6.0,
-        "attention_multiplier": 0.05,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 3.0,
-    },
-    "qwen3_moe": {"moe_intermediate_size": 96},
-    "gpt_neox": {"num_key_value_heads": 4},
-    "deepseek_v2": {"num_key_value_heads": 4},
-    "deepseek_v3": {"num_key_value_heads": 4},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
-}
-
-
-def usual_config(family: str) -> ModelConfig:
-    """A family's model in usual sizes."""
-    own = _OWN_KEYS.get(family, {})
-    kind = FAMILIES[family].config
-    if kind is GPT2Config:
-        return GPT2Config(**_SIZES, **own)
-    sizes = _EXPERTS if "num_experts" in kind.model_fields else _GROUPED
-    return kind.model_validate({**sizes, **own, "model_type": family})
+ROWS = 2
 
 
 def both(config: ModelConfig, seed: int, device: torch.device) -> tuple[Model, Any]:
