@@ -42,7 +42,7 @@ def page(template: str, values: Mapping[str, Any], scripts: Sequence[str] = ("re
             the server of the page.
     """
     folder = resources.files("firstlight.report") / "pages"
-    names = ("base.html", "figure.html", "run.html", "comparison.html", "dashboard.html")
+    names = ("base.html", "macros.html", "run.html", "comparison.html", "dashboard.html")
     sources = {name: (folder / name).read_text(encoding="utf-8") for name in names}
     environment = Environment(
         loader=DictLoader(sources),
