@@ -21,7 +21,6 @@ from torch import Tensor
 
 from firstlight.conversion.check import first_names, is_finite, require_tensors
 from firstlight.conversion.gguf_layout import (
-    ModelShape,
     require_known,
     rope_factors,
     rope_of,
@@ -92,7 +91,7 @@ def write_gguf(
     writer.add_file_type(_FILE_TYPES[dtype])
     if dtype == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _add_tokenizer(writer, described, shape)
+    _add_tokenizer(writer, described)
     for factors_name, values in factors.items():
         _add_tensor_info(writer, factors_name, tuple(values.shape), _stored_type("f32"))
     for rule in rules:
@@ -227,7 +226,7 @@ def _check_tensors(rules: list[TensorRule], tensors: Mapping[str, Tensor], unuse
         raise ModelError(f"the model has integer or not finite tensors: {first_names(broken)}")
 
 
-def _add_tokenizer(writer: GGUFWriter, tokenizer: GGUFTokenizer | None, shape: ModelShape) -> None:
+def _add_tokenizer(writer: GGUFWriter, tokenizer: GGUFTokenizer | None) -> None:
     if tokenizer is None:
         writer.add_tokenizer_model("none")
         return
