@@ -63,8 +63,8 @@ def test_every_token_has_its_id_and_its_type(kind: str) -> None:
     assert found.types[-3:] == (UNUSED,) * 3
     special = {i for i, kind in enumerate(found.types) if kind in (CONTROL, UNKNOWN)}
     assert special == tokenizer.special_token_ids
-    assert found.bos_id == tokenizer.separator_id
-    assert found.eos_id == tokenizer.eos_token_id
+    assert found.special_ids["bos"] == tokenizer.separator_id
+    assert found.special_ids["eos"] == tokenizer.eos_token_id
     assert found.add_bos == tokenizer.add_bos
     assert found.notes == ()
 
@@ -74,7 +74,7 @@ def test_byte_level_tokenizers_are_told_by_their_merges_and_split() -> None:
     merges = json.loads(tiny("tokenizer.json").backend.to_str())["model"]["merges"]
     assert (found.model, found.pre, found.scores) == ("gpt2", "gpt-2", None)
     assert found.merges == tuple(f"{left} {right}" for left, right in merges)
-    assert (found.unknown_id, found.add_space_prefix) == (None, False)
+    assert ("unknown" in found.special_ids, found.add_space_prefix) == (False, False)
     assert set(found.types) == {NORMAL, CONTROL}
     assert (described(tiny("ranks")).model, described(tiny("ranks")).pre) == ("gpt2", "llama-bpe")
 
@@ -126,7 +126,7 @@ def test_pieces_have_the_types_of_their_kind() -> None:
     assert found.types[:4] == (UNKNOWN, CONTROL, CONTROL, BYTE)
     assert found.types.count(BYTE) == 256
     assert found.types[-1] == NORMAL
-    assert found.unknown_id == 0
+    assert found.special_ids["unknown"] == 0
     assert found.add_space_prefix
 
 

@@ -46,9 +46,9 @@ class GGUFTokenizer:
         types: the kind of each token.
         scores: scores, for "llama" only: the pair whose joint token scores highest is merged first.
         merges: merges, for "gpt2" only: pairs in order, each "left right".
-        bos_id, eos_id: the tokens that begin and end a document.
-        unknown_id: the unknown token, if there is one.
-        add_bos: True if a prompt begins with `bos_id`.
+        special_ids: the tokens that begin and end a document, "bos" and "eos", and "unknown", the
+            unknown token, if there is one.
+        add_bos: True if a prompt begins with "bos".
         add_space_prefix: True if a text is read as if it began with a space.
         chat_template: the Jinja template of a conversation, if there is one.
         notes: possible differences to firstlight's ids.
@@ -60,9 +60,7 @@ class GGUFTokenizer:
     types: tuple[int, ...]
     scores: tuple[float, ...] | None = None
     merges: tuple[str, ...] | None = None
-    bos_id: int
-    eos_id: int
-    unknown_id: int | None
+    special_ids: Mapping[str, int]
     add_bos: bool
     add_space_prefix: bool = False
     chat_template: str | None
@@ -97,16 +95,16 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
             raise _refused(f"its token '{content}' takes in white space or needs word borders")
     tokens = _tokens(tokenizer, vocab_size)
     types = _types(tokens, added, model)
-    unknown = model.get("unk_token")
     # llama.cpp's default for a missing bos or eos is some ordinary token.
-    separator = tokenizer.separator_id
+    bos = tokenizer.separator_id
+    eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    name = model.get("unk_token")
+    unknown = None if name is None else tokenizer.backend.token_to_id(name)
     described = functools.partial(
         GGUFTokenizer,
         tokens=tokens,
         types=types,
-        bos_id=separator,
-        eos_id=separator if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        unknown_id=None if unknown is None else tokenizer.backend.token_to_id(unknown),
+        special_ids={"bos": bos, "eos": eos} | ({} if unknown is None else {"unknown": unknown}),
         add_bos=tokenizer.add_bos,
         chat_template=tokenizer.chat_template,
     )

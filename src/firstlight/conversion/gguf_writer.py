@@ -239,10 +239,8 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: GGUFTokenizer | None) -> None:
         writer.add_add_space_prefix(tokenizer.add_space_prefix)
     if tokenizer.merges is not None:
         writer.add_token_merges(tokenizer.merges)
-    writer.add_bos_token_id(tokenizer.bos_id)
-    writer.add_eos_token_id(tokenizer.eos_id)
-    if tokenizer.unknown_id is not None:
-        writer.add_unk_token_id(tokenizer.unknown_id)
+    for name, token_id in tokenizer.special_ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
     writer.add_add_bos_token(tokenizer.add_bos)
     writer.add_add_eos_token(False)
     if tokenizer.chat_template is not None:
