@@ -19,6 +19,10 @@ class Choice:
     value: Any
     reason: str
 
+    def unless_given(self, fixed: Mapping[str, Any]) -> Choice:
+        """This choice, or the value that a person has given for its key."""
+        return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -108,9 +112,7 @@ class RunFacts:
             parameters: number of the model's parameters.
             epochs: passes over the text.
         """
-        chosen = [
-            Choice(one.key, fixed[one.key], "given") if one.key in fixed else one for one in items
-        ]
+        chosen = [one.unless_given(fixed) for one in items]
         seconds = self.tokens / self.rate / (1 - settings.EVALUATION_SHARE)
         return Choices(chosen, parameters, self.tokens, self.steps, seconds, self.rate, epochs)
 
