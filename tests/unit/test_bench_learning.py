@@ -18,6 +18,7 @@ from firstlight.bench.runner import Found
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError
 from firstlight.recipe import parse_recipe
+from firstlight.recipe.resolve import for_new_model
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -85,6 +86,19 @@ def test_every_row_is_a_recipe_that_training_takes(name: str, size: str) -> None
     assert recipe.model is not None
     assert recipe.model.hidden_size == SIZES[size]["hidden_size"]
     assert recipe.model.max_position_embeddings == recipe.data.seq_len
+
+
+def test_the_row_of_new_models_is_what_a_recipe_without_settings_takes() -> None:
+    values = recipe_values(ROWS["new"], "2.6m") | {"data": {"dir": "data"}}
+    given = {"init", "optimizer", "schedule"}
+    row = parse_recipe({**values, "schedule": {**values["schedule"], "max_steps": 50}})
+    bare = parse_recipe(
+        {key: value for key, value in values.items() if key not in given}
+        | {"schedule": {"max_steps": 50}}
+    )
+    taken = for_new_model(bare, {})
+    assert bare.model_dump(include=given) != row.model_dump(include=given)
+    assert taken.model_dump(include=given) == row.model_dump(include=given)
 
 
 def test_a_change_is_made_to_the_row_that_it_names() -> None:

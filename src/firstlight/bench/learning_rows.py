@@ -14,6 +14,8 @@ from typing import Any
 from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import require_known
 from firstlight.errors import ConfigError
+from firstlight.optim.new_model import RATE_WIDTH, WARMUP_RATIO
+from firstlight.pipeline.settings import LAYOUT
 from firstlight.recipe.load import parse_yaml
 
 
@@ -46,7 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
 #: The demo's recipe of before, and the row whose changes are measured alone.
 BEFORE = "before"
 
-#: The recipe for new models, which the demo has.
+#: The settings of new models, which the demo has.
 NEW = "new"
 
 #: The name that stands for all single changes.
@@ -132,14 +134,11 @@ ROWS: dict[str, LearningRow] = {
     ),
     NEW: LearningRow(
         {
-            **_NANOCHAT,
-            "optimizer.muon_learning_rate": 0.01,
-            "optimizer.head_lr_multiple": 0.02,
-            "optimizer.muon_momentum_warmup_steps": 100,
-            "schedule.min_lr_ratio": 0.0,
-            "optimizer.tuned_width": 192,
+            **LAYOUT,
+            "optimizer.tuned_width": RATE_WIDTH,
+            "schedule.warmup_ratio": WARMUP_RATIO,
         },
-        about="firstlight's recipe for new models: nanochat's with Muon at 0.01 at a width of 192, "
+        about="the settings of new models: nanochat's, but Muon at 0.012 at a width of 192, and "
         "down to zero",
     ),
     # Single changes.
