@@ -56,8 +56,8 @@ PARTS = {
     ],
     "Data": ["data.corpus.TokenDataset", "data.loader.TokenLoader"],
     "Optimizers": [
-        "optim.table.make_optimizers",
-        "optim.table.OptimizerSpec",
+        "optim.registry.make_optimizers",
+        "optim.registry.OptimizerSpec",
         "optim.groups.parameter_kinds",
     ],
     "Schedules": [

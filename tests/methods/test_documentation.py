@@ -13,8 +13,8 @@ from table import BEGIN, END, PAGE, with_table
 
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.lora.layers import LoraConfig
+from firstlight.optim.registry import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
-from firstlight.optim.table import OptimizerConfig
 from firstlight.recipe import BatchConfig, DataConfig
 
 #: Keys that are no methods, or whose values make one together.

@@ -23,7 +23,7 @@ from firstlight.models import GPT2Config, MoEConfig
 from firstlight.models.accounting import meta_model
 from firstlight.optim.groups import decay_counts, parameter_kinds
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.optim.table import OPTIMIZERS
+from firstlight.optim.registry import OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 

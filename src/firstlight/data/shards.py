@@ -1,4 +1,5 @@
-"""Token shards: the one format in which a prepared corpus lies on disk, and how a shard is read.
+"""Token shards: the format of a prepared corpus on disk, and how a shard is read. `writer.py`
+writes them.
 
 A prepared folder holds
 

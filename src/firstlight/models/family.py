@@ -2,7 +2,8 @@
 
 Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
 Llama-like family is one entry of `llama_families.py`; a family with an architecture of its own is
-a file with a config class that derives from `FamilyConfig`, and a model class.
+a file with a config class that derives from `FamilyConfig`, and a model class. `registry.py` has
+the table of all families.
 """
 
 from __future__ import annotations

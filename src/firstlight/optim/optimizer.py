@@ -1,4 +1,7 @@
-"""The optimizer of a run: updates, clipping, and state by parameter name."""
+"""The optimizer of a run: updates, clipping, and state by parameter name.
+
+`registry.py` has the table of all optimizers.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from firstlight.optim.dtensors import full_tensor, shard_like
 from firstlight.optim.groups import parameter_kinds
 from firstlight.optim.master import MasterWeights
 from firstlight.optim.muon import Muon
+from firstlight.optim.registry import OptimizerConfig, make_optimizers
 from firstlight.optim.spec import Layout, is_sharded_like
-from firstlight.optim.table import OptimizerConfig, make_optimizers
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 

@@ -1,4 +1,4 @@
-"""The description of one optimizer; `optim/table.py` is the table of all."""
+"""The description of one optimizer; `optim/registry.py` is the table of all."""
 
 from __future__ import annotations
 

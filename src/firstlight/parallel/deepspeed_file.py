@@ -9,7 +9,7 @@ from typing import Any
 
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
-from firstlight.optim.table import OPTIMIZERS, elementwise_optimizers
+from firstlight.optim.registry import OPTIMIZERS, elementwise_optimizers
 
 #: Keys that are one key of a recipe.
 _SAME = {

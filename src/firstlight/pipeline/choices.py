@@ -284,7 +284,7 @@ def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choi
     reason = "the rates are for this width, and follow that of the model"
     width = RATE_WIDTH
     if not rates.keys().isdisjoint(fixed):
-        from firstlight.optim.table import OptimizerConfig
+        from firstlight.optim.registry import OptimizerConfig
 
         own = {key.removeprefix("optimizer."): value for key, value in rates.items()}
         config = OptimizerConfig(name="muon", tuned_width=width, **own).for_width(hidden_size)

@@ -26,8 +26,8 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.models.language_model import InitConfig
 from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
+from firstlight.optim.registry import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
-from firstlight.optim.table import OptimizerConfig
 from firstlight.parallel.selection import named_engine
 from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
 

@@ -1,7 +1,8 @@
 """Request bodies: OpenAI's fields and our own, each with its bounds.
 
 Every field is either implemented or refused by name; only fields that change nothing about an
-answer are accepted without effect.
+answer are accepted without effect. `access.py` checks the sizes of head and body, `processor.py`
+the length of a prompt and the number of answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The largest micro-batch that fits into memory: found by trying, in a process of its own.
 
 A process that runs out of memory may not be able to go on, or may be killed by the system; so
-trials never run in the process that is to train.
+trials never run in the process that is to train. `recipe/resolve.py` decides whether they are run.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.errors import FirstlightError, TrainingError
-from firstlight.optim.table import OPTIMIZERS
+from firstlight.optim.registry import OPTIMIZERS
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled, without_compile
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of, of_one_rank, own_part

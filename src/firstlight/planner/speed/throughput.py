@@ -56,8 +56,8 @@ class Exchange:
     """A run of several processes.
 
     Attributes:
-        gathers_weights: True if each pass gathers weights, and sums of gradients are scattered;
-            False if gradients are summed.
+        gathers_weights: True if each pass gathers weights, and a step's last scatters sums of
+            gradients; False if gradients are summed.
         processes: processes that share the batch.
         weight_bytes: all weights, as they are sent.
         gradient_bytes: all gradients, as they are sent.
@@ -357,8 +357,9 @@ def overlapping_bytes(exchange: Exchange) -> float:
     """Bytes of weights and gradients through each link in a step, sent beside other work."""
     share = (exchange.processes - 1) / exchange.processes
     if exchange.gathers_weights:
-        gathered = 2 * exchange.weight_bytes + exchange.gradient_bytes
-        return share * gathered * exchange.micro_batches
+        # Gradients add up unsharded until the last micro-batch; see `FSDPEngine.backward_pass`.
+        gathered = 2 * exchange.weight_bytes * exchange.micro_batches
+        return share * (gathered + exchange.gradient_bytes)
     return 2 * share * exchange.gradient_bytes
 
 
