@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -262,32 +263,30 @@ def generate(
         prompt: text to continue; empty starts from the model's beginning-of-text token.
         max_new_tokens: greatest number of new tokens.
         temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to choose among; 0 is all.
+        top_p: probability that the tokens to choose among reach together.
         seed: seed of the random choice.
-        top_k, top_p, min_p, repetition_penalty, stop, logprobs, frequency_penalty,
-            presence_penalty, logit_bias, slide, beams, choices: see `SamplingConfig`.
+        min_p: least probability of a token, relative to the likeliest one's.
+        repetition_penalty: divisor of the logits of tokens seen before.
+        stop: texts that end the text.
+        logprobs: number of likeliest tokens whose log probabilities are given.
+        frequency_penalty: amount taken from a token's logit for each time it was seen.
+        presence_penalty: amount taken from the logit of each token seen before.
+        logit_bias: additions to the logits by token id.
+        slide: go on beyond the model's context.
+        beams: number of beams of a beam search; 1 is no beam search.
+        choices: number of likeliest tokens that are given with their probabilities.
         compile: see `GenerationStream`.
 
     Raises:
         ConfigError: a value is out of range, or the prompt fills the context.
         ModelError, CheckpointError, TokenizerError: the model can't be used.
     """
-    config = SamplingConfig(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        logprobs=logprobs,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        logit_bias=logit_bias or {},
-        slide=slide,
-        beams=beams,
-        choices=choices,
-    )
+    # The arguments, before any other name is bound.
+    given = {**locals(), "logit_bias": logit_bias or {}}
+    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    names = [field.name for field in dataclasses.fields(SamplingConfig) if field.name in given]
+    config = SamplingConfig(**{name: given[name] for name in names})
     loaded = checkpoint if isinstance(checkpoint, LoadedModel) else load(checkpoint)
     stream = GenerationStream(loaded, prompt, config, compile=compile)
     for _ in stream:
