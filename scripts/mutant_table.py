@@ -724,8 +724,8 @@ MUTANTS = [
     Mutant(
         "temperature 0 is 0.8",
         "firstlight/generation/engine.py",
-        "temperature=temperature,",
-        "temperature=temperature or 0.8,",
+        '"logit_bias": logit_bias or {}}',
+        '"logit_bias": logit_bias or {}, "temperature": temperature or 0.8}',
         (_TEXT + "temperature_zero_becomes_another",),
     ),
     Mutant(
