@@ -132,6 +132,15 @@ def own_version() -> str:
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
+def human_bytes(count: float) -> str:
+    """1234567 -> '1.2 MB'."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
 def compact(value: float) -> str:
     """1500 -> '1.5k', 0.00025 -> '0.00025', 1e-7 -> '1e-07'; 12 digits of what is written."""
     size = abs(value)

@@ -19,8 +19,8 @@ from firstlight.bench.gpu_run import RUN
 from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.models import find_model
 from firstlight.bench.options import GPUBench
-from firstlight.bench.pictures import markdown_table
 from firstlight.bench.runner import Call, Results, Row, RowOutcome, order, run_rows
+from firstlight.bench.tables import markdown_table
 from firstlight.bench.training_once import ShardRows, open_rows
 from firstlight.cli import main as cli_main
 from firstlight.errors import ConfigError, InputError

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.bench.options import BudgetBench, Keep, Result, require_positive
-from firstlight.bench.pictures import markdown_table, new_figure, png_of
+from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.process import ask, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
+from firstlight.bench.tables import markdown_table
 from firstlight.console import parse_time, rounded, say
 from firstlight.errors import ConfigError
 from firstlight.evaluation.inputs import load_for_evaluation

@@ -37,9 +37,10 @@ from firstlight.bench.gemm_products import (
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.memory import copy_seconds
 from firstlight.bench.models import PlannerCase
-from firstlight.bench.pictures import markdown_table, new_figure, png_of
+from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.planner_memory import random_batch
 from firstlight.bench.runner import Row
+from firstlight.bench.tables import markdown_table
 from firstlight.hardware.device import find_hardware, synchronize
 from firstlight.hardware.gpus import GPU
 from firstlight.models import empty_model

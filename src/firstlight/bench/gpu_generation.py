@@ -21,8 +21,9 @@ from firstlight.bench.generation_once import (
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.memory import copy_rate
 from firstlight.bench.models import model_values, random_model
-from firstlight.bench.pictures import draw_bars, markdown_table
+from firstlight.bench.pictures import draw_bars
 from firstlight.bench.runner import Row
+from firstlight.bench.tables import cells, markdown_table
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import cache_bytes_per_token
@@ -127,25 +128,16 @@ def _rates(found: Findings) -> Iterator[_Rate]:
 
 def _page(found: Findings) -> Page:
     rates = list(_rates(found))
-    cells = [
-        (
-            f"{one.model}, {one.program}",
-            one.batch["batch_size"],
-            f"{one.rate:,.0f}",
-            "" if one.ratio is None else f"{one.ratio:.2f}x",
-            one.share,
-            f"{1000 * statistics.median(one.batch['first_token_seconds']):.0f}",
-            f"{one.batch['warm_up_seconds']:.1f}",
+    rows = [
+        cells(
+            "{one.model}, {one.program} | {one.batch[batch_size]} | {one.rate:,.0f}"
+            " | {one.ratio:.2f}x | {one.share} | {first:.0f} | {one.batch[warm_up_seconds]:.1f}",
+            {"one": one, "first": 1000 * statistics.median(one.batch["first_token_seconds"])},
         )
         for one in rates
     ]
     header = (
-        "program",
-        "texts",
-        "tokens/s",
-        "to transformers",
-        "of the limit",
-        "first ms",
+        *("program", "texts", "tokens/s", "to transformers", "of the limit", "first ms"),
         "warm-up s",
     )
     failed = [
@@ -155,7 +147,7 @@ def _page(found: Findings) -> Page:
         if entry["reason"]
     ]
     text = [
-        markdown_table(header, cells),
+        markdown_table(header, rows),
         'bf16, random weights, prompts of 128 tokens, 64 new ones, greedy. "firstlight" chooses\n'
         'the tokens of each text by itself, as `generate` and `serve` do; "decoder" those of all\n'
         "texts at once on the GPU. The limit is that of the memory: the weights and the cached\n"

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.memory import driver_used_bytes
-from firstlight.bench.pictures import cell, draw_bars, markdown_table
+from firstlight.bench.pictures import draw_bars
 from firstlight.bench.planner_steps import (
     memory_entry,
     packed,
@@ -54,6 +54,7 @@ from firstlight.bench.planner_steps import (
 )
 from firstlight.bench.reference_programs import StepClock, run_trainer
 from firstlight.bench.runner import Row
+from firstlight.bench.tables import cells, markdown_table
 from firstlight.planner.memory.module import plan_module
 from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.planner.speed.throughput import Workload, predict_speed
@@ -200,22 +201,14 @@ def _page(found: Findings) -> Page:
     return Page("\n".join(_summary(measured)), "\n".join(text), pictures)
 
 
-def _cells(entry: GuideRow, run: Mapping[str, Any], predicted: float | None) -> tuple[str, ...]:
-    def megabytes(*keys: str) -> str:
-        """The sum of some sizes; "" where one is missing."""
-        known = all(run.get(key) is not None for key in keys)
-        return f"{sum(run[key] for key in keys) / _MIB:,.0f}" if known else ""
-
-    return (
-        entry.name,
-        f"{run['samples_per_second']:.2f}",
-        cell("{:.2f}", predicted),
-        cell("{:.2f}", entry.samples),
-        megabytes("driver_bytes"),
-        megabytes("predicted_reserved_bytes", "context_bytes"),
-        cell("{:,}", entry.megabytes),
-        megabytes("peak_bytes"),
-        megabytes("predicted_bytes"),
+def _cells(entry: GuideRow, run: Mapping[str, Any], predicted: float | None) -> list[str]:
+    reserved, context = run.get("predicted_reserved_bytes"), run.get("context_bytes")
+    held = None if reserved is None or context is None else reserved + context
+    return cells(
+        "{entry.name} | {samples_per_second:.2f} | {predicted:.2f} | {entry.samples:.2f}"
+        " | {driver_bytes:mebi} | {held:mebi} | {entry.megabytes:,} | {peak_bytes:mebi}"
+        " | {predicted_bytes:mebi}",
+        {**run, "entry": entry, "predicted": predicted, "held": held},
     )
 
 

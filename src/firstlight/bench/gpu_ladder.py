@@ -13,9 +13,10 @@ from typing import Any
 
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import PlannerCase
-from firstlight.bench.pictures import draw_bars, markdown_table
+from firstlight.bench.pictures import draw_bars
 from firstlight.bench.planner_steps import STEPS_MODULE, steps_request
 from firstlight.bench.runner import Row
+from firstlight.bench.tables import markdown_table
 
 NAME = "ladder"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import PlannerCase, dry_grid, gpu_grid
-from firstlight.bench.pictures import draw_peaks, draw_shares, markdown_table, new_figure, png_of
+from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
 from firstlight.bench.planner_memory import (
     ALLOWED_ERROR,
     ALLOWED_SHORTAGE,
@@ -24,6 +24,7 @@ from firstlight.bench.planner_memory import (
 from firstlight.bench.planner_speed import GOAL, percentile
 from firstlight.bench.planner_steps import STEPS_MODULE, steps_request, unpacked
 from firstlight.bench.runner import Row
+from firstlight.bench.tables import cells, markdown_table
 from firstlight.data.remote import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
@@ -266,18 +267,10 @@ def _memory_text(memory: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"What the allocator holds at its peak, gaps included, is off by {min(held):+.1%} to "
             f"{max(held):+.1%}, in the median by {statistics.median(held):+.1%}.{driver}\n"
         )
-    listed = [
-        (
-            one["name"],
-            f"{one['predicted_bytes'] / _MIB:,.0f}",
-            f"{one['peak_bytes'] / _MIB:,.0f}",
-            f"{one['error']:+.2%}",
-            one["predicted_phase"],
-        )
-        for one in sorted(good, key=lambda one: -abs(one["error"]))
-    ]
+    each = "{name} | {predicted_bytes:mebi} | {peak_bytes:mebi} | {error:+.2%} | {predicted_phase}"
+    ordered = sorted(good, key=lambda one: -abs(one["error"]))
     header = ("configuration", "predicted MiB", "measured MiB", "error", "peak in")
-    yield markdown_table(header, listed)
+    yield markdown_table(header, [cells(each, one) for one in ordered])
     missing = [(one["name"], one["reason"]) for one in memory if one["reason"]]
     if missing:
         yield markdown_table(("configuration without a figure", "reason"), missing)

@@ -20,9 +20,10 @@ from typing import Any
 
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.gpu_training import DRY_VOCAB_SIZE, VOCAB_SIZE
-from firstlight.bench.pictures import markdown_table, new_figure, png_of
+from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.process import last_words
 from firstlight.bench.runner import Row
+from firstlight.bench.tables import markdown_table
 from firstlight.bench.training_once import library_corpus
 from firstlight.errors import DIVERGED_EXIT_CODE, TrainingError
 from firstlight.files.atomic import write_json

@@ -18,8 +18,9 @@ from typing import Any
 from firstlight.bench.gpu_ceilings import measured_ceiling
 from firstlight.bench.gpu_parts import BenchMachine, Findings, Page, Part
 from firstlight.bench.models import find_model
-from firstlight.bench.pictures import draw_bars, markdown_table
+from firstlight.bench.pictures import draw_bars
 from firstlight.bench.runner import Row
+from firstlight.bench.tables import markdown_table
 from firstlight.bench.training import FIRSTLIGHT, REFERENCE, turn_ratios
 from firstlight.bench.training_once import library_corpus
 from firstlight.bench.training_once import measure as measure_training

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from firstlight.bench.learning_rows import LearningRow, find_row
-from firstlight.bench.pictures import cell, markdown_table, new_figure, png_of
+from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.tables import cell, markdown_table
 
 #: Seeds without which nothing is decided, and the gain that counts, in units of its spread.
 _SEEDS, _LEAST_GAIN = 3, 2.0
@@ -174,7 +175,7 @@ def row_cells(row: RowFigures) -> tuple[str, ...]:
         f"{row.seconds:,.0f}",
         (row.row.of or "the baseline") if row.compared else "",
         _gain_cell(row.gains),
-        cell("{:+.1f}", row.gain_in_spreads),
+        cell("{row.gain_in_spreads:+.1f}", {"row": row}),
     )
 
 

@@ -122,21 +122,6 @@ def draw_peaks(axes: Any, results: Sequence[Any]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="measured peak, GiB", ylabel="predicted peak, GiB")
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown: the first column to the left, the others to the right."""
-    lines = ["| " + " | ".join(header) + " |"]
-    lines.append("|---|" + "---:|" * (len(header) - 1))
-    for row in rows:
-        cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def cell(template: str, value: float | None) -> str:
-    """A number as text; "" for None."""
-    return "" if value is None else template.format(value)
-
-
 def draw_bars(
     title: str,
     xlabel: str,

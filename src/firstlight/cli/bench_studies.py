@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from firstlight.bench.options import BudgetBench, GPUBench, Keep, LearningBench, Result
+from firstlight.bench.tables import cells
 from firstlight.cli.bench_options import (
     bench_options,
     folder_option,
@@ -44,11 +45,11 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
     def measure(keep: Keep) -> None:
         result: Result = {}
 
-        def said(so_far: Result, total: int, cells: Callable[[Result], tuple[str, ...]]) -> None:
+        def said(so_far: Result, total: int, cells_of: Callable[[Result], list[str]]) -> None:
             keep(result)
             if not so_far["complete"]:
                 rows = so_far["rows"]
-                say(f"{len(rows)}/{total}  {'  '.join(cells(rows[-1]))}")
+                say(f"{len(rows)}/{total}  {'  '.join(cells_of(rows[-1]))}")
 
         def on_memory(found: Result) -> None:
             result.update(memory=found["rows"], memory_summary=found["summary"])
@@ -175,20 +176,16 @@ def gpu_command(
     return result
 
 
-def _memory_cells(one: Result) -> tuple[str, ...]:
+def _memory_cells(one: Result) -> list[str]:
     """A row of the memory half of `bench planner`."""
-    if one["reason"]:
-        return one["name"], f"failed: {one['reason']}"
-    sizes = (f"{one[key] / 2**20:,.0f} MiB" for key in ("predicted_bytes", "peak_bytes"))
-    return one["name"], *sizes, f"{one['error']:+.2%}"
+    measured = "{name} | {predicted_bytes:mebi} MiB | {peak_bytes:mebi} MiB | {error:+.2%}"
+    return cells("{name} | failed: {reason}" if one["reason"] else measured, one)
 
 
-def _speed_cells(row: Result) -> tuple[str, ...]:
+def _speed_cells(row: Result) -> list[str]:
     """A row of the speed half of `bench planner`."""
-    if row["problem"]:
-        return row["name"], f"failed: {row['problem']}"
-    seconds = (f"{row[key]:.3f}" for key in ("predicted", "measured"))
-    return row["name"], *seconds, f"{row['error']:+.1%}"
+    measured = "{name} | {predicted:.3f} | {measured:.3f} | {error:+.1%}"
+    return cells("{name} | failed: {problem}" if row["problem"] else measured, row)
 
 
 def _show_planner(result: Result) -> None:

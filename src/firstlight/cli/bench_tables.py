@@ -1,58 +1,28 @@
 """The tables that `firstlight bench ...` shows.
 
-A table is declared by its header and the templates of a row's cells, each separated by " | ". The
-formats of a template are Python's, and those of `_UNITS`.
+A table is declared by its header, which is separated by " | ", and the templates of a row's cells;
+see `firstlight.bench.tables`.
 """
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from firstlight.bench.options import Result
-from firstlight.cli.output import counted, human_bytes, show, show_table
-
-
-def _binary(size: int) -> str:  # as data sheets of processors name caches
-    return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
-
-
-_UNITS: Mapping[str, Callable[[Any], str]] = {
-    "bytes": human_bytes,
-    "MB": lambda size: f"{size / 1e6:,.0f} MB",
-    "GiB": lambda size: f"{size / 2**30:,.2f} GiB",
-    "GB/s": lambda rate: f"{rate / 1e9:.1f} GB/s",
-    "binary": _binary,
-    "giga": lambda rate: f"{rate / 1e9:.3g}",
-    "tera": lambda rate: f"{rate / 1e12:.3g}",
-}
-
-
-class _Formatter(string.Formatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
-        unit = _UNITS.get(format_spec)
-        formatted: str = super().format_field(value, format_spec) if unit is None else unit(value)
-        return formatted
-
-
-def _cell(template: str, row: Mapping[str, Any]) -> str:
-    """A cell of a row; "" where the row has None for one of its values."""
-    try:
-        return _Formatter().vformat(template, (), row)
-    except TypeError:  # None has no format and no items
-        return ""
+from firstlight.bench.tables import UNITS, cell, cells
+from firstlight.cli.output import counted, show, show_table
+from firstlight.console import human_bytes
 
 
 def _show(template: str, result: Result) -> None:
     """Show a line about a result."""
-    show(_cell(template, result))
+    show(cell(template, result))
 
 
 def _table(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    cells = [[_cell(template, row) for template in templates.split(" | ")] for row in rows]
     if rows:
-        show_table([header.split(" | "), *cells])
+        show_table([header.split(" | "), *(cells(templates, row) for row in rows)])
 
 
 def _show_reasons(rows: Sequence[Result]) -> None:
@@ -75,7 +45,7 @@ def show_loading(result: Result) -> None:
             **row,
             "name": row["name"] + (" (default)" if row["default"] else ""),
             # On a CPU the host's memory is all there is.
-            "on_device": _cell("{device_peak_bytes:MB}", row) or "no GPU used",
+            "on_device": cell("{device_peak_bytes:MB}", row) or "no GPU used",
         }
         for row in result["rows"]
     ]
@@ -112,7 +82,7 @@ def show_methods(result: Result) -> None:
         "samples/s | (min-max) | tokens/s | MFU | peak memory | speed | memory | final loss"
         " | first step"
     )
-    cells = (
+    templates = (
         "{name} ({micro_batch_size}x{gradient_accumulation_steps}{more})"
         " | {samples_per_second:,.2f}"
         " | ({samples_per_second_min:,.2f}-{samples_per_second_max:,.2f})"
@@ -125,7 +95,7 @@ def show_methods(result: Result) -> None:
     ):
         if table == "ladder":
             header += " | to the rung before"
-            cells += " | {ratio_to_previous:.2f}x"
+            templates += " | {ratio_to_previous:.2f}x"
         measured = [
             {**row, "more": f", {row['processes']} processes" if row["processes"] > 1 else ""}
             for row in result[table]
@@ -133,7 +103,7 @@ def show_methods(result: Result) -> None:
         ]
         if measured:
             show()
-            _table(f"{title} | {header}", cells, measured)
+            _table(f"{title} | {header}", templates, measured)
         _show_reasons(result[table])
 
 
@@ -238,7 +208,7 @@ def show_gemm(result: Result) -> None:
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
         show(f"the load was {load:.1f} at the start: other work takes part of these rates")
     dtypes = list(result["ceilings"])
-    ceilings = [_UNITS["tera"](rate) for rate in result["ceilings"].values()]
+    ceilings = [UNITS["tera"](rate) for rate in result["ceilings"].values()]
     show_table([("TFLOP/s", *dtypes), ("ceiling (best seen of a large one)", *ceilings)])
     model = f"{result['model']}, {result['tokens']:,} tokens: share of the ceiling"
     step = f"all products of a step of {result['step_tokens']:,} tokens take, at these rates"
@@ -252,10 +222,10 @@ def show_gemm(result: Result) -> None:
             "{seconds:.3g} s, {share_of_ceiling:.0%} of the ceiling",
         ),
     )
-    for key, title, name, cell in parts:
+    for key, title, *templates in parts:
         found = result["rows"] if key in ("size", "model") else result[key]
         found = [row for row in found if row.get("part", key) == key]
-        _show_by_dtype(title, found, dtypes, (name, cell))
+        _show_by_dtype(title, found, dtypes, templates)
     padded = "{group} {from} -> {to}{all}, work {work_ratio:.3f}"
     paddings = [
         {**row, "all": f" (to {', '.join(map(str, row['multiples']))})" if row["multiples"] else ""}
@@ -273,7 +243,8 @@ def show_gemm(result: Result) -> None:
 
 def _show_loops(loops: Result) -> None:
     """Show the rates of passes over arrays and of a product in blocks, and waves of products."""
-    caches = ", ".join(f"{name} {_binary(size)}" for name, size in loops["caches"].items())
+    binary = UNITS["binary"]
+    caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
     title = "one thread reads" + (f" (caches: {caches})" if caches else "")
     waves, spread = loops["waves"], "({lowest:giga}-{highest:giga})"
     show()
@@ -298,14 +269,16 @@ def _show_loops(loops: Result) -> None:
 
 
 def _show_by_dtype(
-    title: str, found: Sequence[Result], dtypes: Sequence[str], templates: tuple[str, str]
+    title: str, found: Sequence[Result], dtypes: Sequence[str], templates: Sequence[str]
 ) -> None:
     """Show a table with a column for each number format; templates of a row's name and cells."""
     rows: dict[str, dict[str, str]] = {}
     for one in found:
-        name, cell = (_cell(template, one) for template in templates)
-        rows.setdefault(name, {})[one["dtype"]] = cell
+        name, rate = (cell(template, one) for template in templates)
+        rows.setdefault(name, {})[one["dtype"]] = rate
     if rows:
         show()
-        cells = [(name, *(row.get(dtype, "") for dtype in dtypes)) for name, row in rows.items()]
-        show_table([(title, *dtypes), *cells])
+        show_table(
+            [(title, *dtypes)]
+            + [(name, *(row.get(dtype, "") for dtype in dtypes)) for name, row in rows.items()]
+        )

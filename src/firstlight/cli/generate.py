@@ -25,8 +25,8 @@ from firstlight.cli.options import (
     loading_option,
     path_option,
 )
-from firstlight.cli.output import human_bytes, show_table, with_json, write_out
-from firstlight.console import say
+from firstlight.cli.output import show_table, with_json, write_out
+from firstlight.console import human_bytes, say
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.generation.config import SamplingConfig
 from firstlight.serving.config import (

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.options import best_option, path_option
-from firstlight.cli.output import human_bytes, say_findings, show_rows, show_table, with_json
+from firstlight.cli.output import say_findings, show_rows, show_table, with_json
+from firstlight.console import human_bytes
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -98,15 +98,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def human_bytes(count: float) -> str:
-    """1234567 -> '1.2 MB'."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
 def show_table(rows: Sequence[Sequence[str]]) -> None:
     """Show rows of cells: the first column to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from firstlight.cli.options import out_option, text_key_option
-from firstlight.cli.output import counted, human_bytes, show, with_json
-from firstlight.console import parse_count, say
+from firstlight.cli.output import counted, show, with_json
+from firstlight.console import human_bytes, parse_count, say
 from firstlight.errors import ConfigError
 
 #: Options of --kind text alone, by parameter, with their defaults.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.options import best_option, grouped, path_option
-from firstlight.cli.output import human_bytes, show, show_rows, with_json, write_out
-from firstlight.console import say
+from firstlight.cli.output import show, show_rows, with_json, write_out
+from firstlight.console import human_bytes, say
 
 if TYPE_CHECKING:
     from firstlight.sharing.push import Pushed

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.options import out_option, text_key_option
-from firstlight.cli.output import counted, human_bytes, show, with_json
-from firstlight.console import say
+from firstlight.cli.output import counted, show, with_json
+from firstlight.console import human_bytes, say
 
 if TYPE_CHECKING:
     from firstlight.data.records import Record

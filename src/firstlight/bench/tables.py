@@ -1,0 +1,60 @@
+"""Tables of benchmarks: their cells, by templates, and Markdown.
+
+The templates of a row's cells are one text, separated by " | ". Their formats are Python's, and
+those of `UNITS`.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from firstlight.console import human_bytes
+
+
+def _binary(size: int) -> str:  # as data sheets of processors name caches
+    return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
+
+
+#: Units that formats of templates name.
+UNITS: Mapping[str, Callable[[Any], str]] = {
+    "bytes": human_bytes,
+    "MB": lambda size: f"{size / 1e6:,.0f} MB",
+    "GiB": lambda size: f"{size / 2**30:,.2f} GiB",
+    "mebi": lambda size: f"{size / 2**20:,.0f}",
+    "GB/s": lambda rate: f"{rate / 1e9:.1f} GB/s",
+    "binary": _binary,
+    "giga": lambda rate: f"{rate / 1e9:.3g}",
+    "tera": lambda rate: f"{rate / 1e12:.3g}",
+}
+
+
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        unit = UNITS.get(format_spec)
+        formatted: str = super().format_field(value, format_spec) if unit is None else unit(value)
+        return formatted
+
+
+def cell(template: str, row: Mapping[str, Any]) -> str:
+    """A cell of a row; "" where the row lacks one of its values, or has None for it."""
+    try:
+        return _Formatter().vformat(template, (), row)
+    except (KeyError, TypeError):  # None has no format and no items
+        return ""
+
+
+def cells(templates: str, row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row."""
+    return [cell(template, row) for template in templates.split(" | ")]
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown: the first column to the left, the others to the right."""
+    lines = ["| " + " | ".join(header) + " |"]
+    lines.append("|---|" + "---:|" * (len(header) - 1))
+    for row in rows:
+        cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
