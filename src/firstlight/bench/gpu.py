@@ -24,15 +24,7 @@ from firstlight.bench.gpu_training import TRAINING
 from firstlight.bench.options import GPUBench
 from firstlight.bench.process import ask, plain_environment, training_environment
 from firstlight.bench.rows import chosen_rows
-from firstlight.bench.runner import (
-    Call,
-    Measure,
-    Results,
-    Row,
-    RowOutcome,
-    Turn,
-    run_rows,
-)
+from firstlight.bench.runner import Call, Measure, Results, Row, RowOutcome, Turn, run_rows
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file

@@ -88,11 +88,7 @@ _PLAIN = {
     "optimizer.max_grad_norm": 0.0,
 }
 #: Weights that aren't trained lie in bf16, embedding and head with them.
-_FROZEN = {
-    "efficiency.precision": "bf16_params",
-    "efficiency.loss_chunk_tokens": 256,
-    **_FULL,
-}
+_FROZEN = {"efficiency.precision": "bf16_params", "efficiency.loss_chunk_tokens": 256, **_FULL}
 _LORA = {**_FROZEN, "lora": {"rank": 8}}
 _QLORA = {**_FROZEN, "lora": {"rank": 8, "quantize": "nf4"}}
 _4_BITS = ("bitsandbytes",)

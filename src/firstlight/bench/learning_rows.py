@@ -94,8 +94,7 @@ _ZERO: dict[str, Any] = {"schedule.kind": "linear", "schedule.min_lr_ratio": 0.0
 ROWS: dict[str, LearningRow] = {
     # Recipes of their own.
     "nanogpt": LearningRow(
-        _NANOGPT,
-        about="nanoGPT: GPT-2 layout, AdamW at 6e-4, cosine to a tenth",
+        _NANOGPT, about="nanoGPT: GPT-2 layout, AdamW at 6e-4, cosine to a tenth"
     ),
     "nanogpt-tuned": LearningRow(
         {**_NANOGPT, "optimizer.learning_rate": 2e-3},

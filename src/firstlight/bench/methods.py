@@ -47,13 +47,7 @@ from firstlight.bench.methods_rows import (
 )
 from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import Keep, MethodsBench, Result, require_known
-from firstlight.bench.process import (
-    ForkServer,
-    ask,
-    ask_ranks,
-    error_of,
-    training_environment,
-)
+from firstlight.bench.process import ForkServer, ask, ask_ranks, error_of, training_environment
 from firstlight.bench.runner import Found, take_turns
 from firstlight.bench.training import StepsPlan, plan_steps
 from firstlight.bench.training_once import write_tokens
@@ -189,10 +183,7 @@ def _ceiling(hardware: Hardware) -> dict[str, Any]:
         for dtype in dtypes or [torch.float32]
     }
     fastest = max(rates, key=lambda dtype: rates[dtype])
-    return {
-        "matmul_flops": rates[fastest],
-        "matmul_dtype": str(fastest).removeprefix("torch."),
-    }
+    return {"matmul_flops": rates[fastest], "matmul_dtype": str(fastest).removeprefix("torch.")}
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,7 @@ def accumulation(micro_batch_size: int) -> dict[str, Any]:
 
 def larger_batch(micro_batch_size: int) -> dict[str, Any]:
     """Twice the plain run's rows, at once."""
-    return {
-        "batch.micro_batch_size": 2 * micro_batch_size,
-        "batch.gradient_accumulation_steps": 1,
-    }
+    return {"batch.micro_batch_size": 2 * micro_batch_size, "batch.gradient_accumulation_steps": 1}
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
@@ -178,9 +175,7 @@ def _optimizer_rows() -> list[MethodRow]:
         MethodRow("fused", {"optimizer.implementation": "fused"}),
         MethodRow("adamw8bit", other("adamw8bit", eight_bit_library="bitsandbytes")),
         MethodRow(
-            "adamw8bit-torchao",
-            other("adamw8bit", eight_bit_library="torchao"),
-            in_quick=False,
+            "adamw8bit-torchao", other("adamw8bit", eight_bit_library="torchao"), in_quick=False
         ),
         MethodRow(
             "paged-adamw8bit",

@@ -57,10 +57,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "plain attention": {"efficiency.attention": "plain"},
     **{name: {"optimizer.name": name} for name in ("adamw8bit", "adafactor", "muon", "sgd")},
     "accumulation": {"batch.gradient_accumulation_steps": 3},
-    "in backward": {
-        "efficiency.optimizer_in_backward": True,
-        "optimizer.max_grad_norm": 0.0,
-    },
+    "in backward": {"efficiency.optimizer_in_backward": True, "optimizer.max_grad_norm": 0.0},
     "documents": {"data.document_masking": True},
     "pairs": {"data.kind": "preference", "preference": {"beta": 0.1}},
     "lora": {"lora": {"rank": 8}},

@@ -372,12 +372,7 @@ class Tokens:
         numbers = None
         if documents:
             numbers = torch.from_numpy(np.stack([self._document_numbers(span) for span in spans]))
-        return Batch(
-            torch.from_numpy(input_ids),
-            torch.from_numpy(labels),
-            labels.size,
-            numbers,
-        )
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), labels.size, numbers)
 
     def _document_numbers(self, span: slice) -> npt.NDArray[np.int32]:
         first, last = np.searchsorted(self.starts, [span.start, span.stop])

@@ -19,11 +19,7 @@ from firstlight.bench.options import (
     TrainingBench,
 )
 from firstlight.cli import bench_tables as tables
-from firstlight.cli.bench_options import (
-    bench_options,
-    out_option,
-    publish,
-)
+from firstlight.cli.bench_options import bench_options, out_option, publish
 from firstlight.cli.bench_studies import (
     budget_command,
     gpu_command,

@@ -248,11 +248,7 @@ def _show_loops(loops: Result) -> None:
     title = "one thread reads" + (f" (caches: {caches})" if caches else "")
     waves, spread = loops["waves"], "({lowest:giga}-{highest:giga})"
     show()
-    _table(
-        f"{title} | GB/s",
-        "{bytes:binary} | {bytes_per_second:giga} " + spread,
-        loops["passes"],
-    )
+    _table(f"{title} | GB/s", "{bytes:binary} | {bytes_per_second:giga} " + spread, loops["passes"])
     show()
     _table(
         f"one thread multiplies fp32, {loops['edge']} square | GFLOP/s",

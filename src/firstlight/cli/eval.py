@@ -161,8 +161,7 @@ def _by_position(
 
     def evaluated(loaded: LoadedModel, folder: str) -> ByPosition:
         return _with_bar(  # type: ignore[no-any-return]
-            "evaluating",
-            lambda show: evaluate_by_position(loaded, folder, on_rows=show, **options),
+            "evaluating", lambda show: evaluate_by_position(loaded, folder, on_rows=show, **options)
         )
 
     found: dict[str, ByPosition] = {}

@@ -40,10 +40,7 @@ DOES_NOT_FIT_EXIT_CODE = 3
     show_default=True,
     help="Search for the best settings, and estimate each method alone.",
 )
-@path_option(
-    "--write",
-    help="Write the recipe that was found into this new file.",
-)
+@path_option("--write", help="Write the recipe that was found into this new file.")
 @with_json
 def plan_command(
     arguments: tuple[str, ...],
@@ -91,8 +88,7 @@ def plan_command(
                 budget=_budget(budget, tokens, price_per_hour),
                 searches=search,
                 estimator=Estimator(
-                    processes,
-                    tell=lambda what: bar.update(task, description=f"plan: {what}"),
+                    processes, tell=lambda what: bar.update(task, description=f"plan: {what}")
                 ),
             )
         _show(plan)

@@ -55,9 +55,7 @@ _OF_TEXT = {
 )
 @text_key_option
 @click.option(
-    "--max-documents",
-    metavar="N",
-    help="Read only the first N documents, for instance 10k.",
+    "--max-documents", metavar="N", help="Read only the first N documents, for instance 10k."
 )
 @click.option(
     "--max-tokens",

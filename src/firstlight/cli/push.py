@@ -52,8 +52,7 @@ _upload_options = grouped(
     "(pip install 'firstlight[llama-cpp]').",
 )
 @path_option(
-    "--card",
-    help="File to upload as the card, such as an edited one of `firstlight card`.",
+    "--card", help="File to upload as the card, such as an edited one of `firstlight card`."
 )
 @best_option
 @with_json

@@ -124,11 +124,7 @@ class _ManyTokens(click.Command):
 @out_option
 @with_json
 def extend_command(
-    source: Path | None,
-    add: tuple[str, ...],
-    chat_template: str | None,
-    out: Path,
-    as_json: bool,
+    source: Path | None, add: tuple[str, ...], chat_template: str | None, out: Path, as_json: bool
 ) -> dict[str, Any]:
     """Add special tokens, a chat template or both to a tokenizer and write it into --out.
 

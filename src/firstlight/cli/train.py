@@ -16,12 +16,7 @@ import click
 from firstlight.cli.launch import launch_if_asked
 from firstlight.cli.options import count_option, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show_rows, with_json
-from firstlight.cli.train_texts import (
-    TEXT_OPTIONS,
-    takes_texts,
-    text_options,
-    train_texts_command,
-)
+from firstlight.cli.train_texts import TEXT_OPTIONS, takes_texts, text_options, train_texts_command
 from firstlight.console import say
 from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError, nearest
 
@@ -219,12 +214,7 @@ def _train_on_texts(
 
 
 def _train_recipe(
-    arguments: Sequence[str],
-    *,
-    best: bool,
-    cooldown: int | None,
-    plan: str | None,
-    **start: Any,
+    arguments: Sequence[str], *, best: bool, cooldown: int | None, plan: str | None, **start: Any
 ) -> dict[str, Any]:
     """`train` with a recipe; `start` has the options resume, init_from and new_rows."""
     path, overrides = split_arguments(arguments, "train", is_run=cooldown is not None)
