@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import click
-
 from firstlight.bench.options import Keep, Result
-from firstlight.cli.options import config_fields, path_option
+from firstlight.cli.options import config_options, path_option
 from firstlight.cli.output import show
 from firstlight.files.atomic import write_file, write_json
 
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def bench_options(config: type, *names: str, **metavars: str) -> Callable[[C], C]:
-    """Add an option for each named field of a benchmark's options.
-
-    Args:
-        config: class of `firstlight.bench.options`.
-        names: names of the fields in the order of --help.
-        metavars: placeholders of values in --help, by name.
-    """
-    fields = config_fields(config)
-
-    def split(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-        if value is None:
-            return None
-        return [part.strip() for part in value.split(",") if part.strip()]
-
-    def add(command: C) -> C:
-        for name in reversed(names):
-            field = fields[name]
-            settings: dict[str, Any] = {"help": field.help}
-            if field.kind is bool:
-                settings["is_flag"] = True
-            elif field.default == () or field.kind not in (int, float, str):
-                settings |= {"metavar": "NAME,...", "callback": split}
-                settings["default"] = None if field.default is None else ""
-            else:
-                settings |= {"type": field.kind, "default": field.default, "show_default": True}
-                settings["metavar"] = metavars.get(name)
-            option = name.replace("_", "-")
-            command = click.option(f"--{option}", name, **settings)(command)
-        return command
-
-    return add
+#: Options of benchmarks, by a class of `firstlight.bench.options`; see `config_options`.
+bench_options = functools.partial(config_options, only_on=True)
 
 
 def out_option(name: str, default: str | None = None) -> Callable[[C], C]:

@@ -59,7 +59,14 @@ def config_fields(config: type) -> dict[str, ConfigField]:
     return found
 
 
-def config_options(config: type, *names: str) -> Callable[[F], F]:
+def _split(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    """The parts of "a,b"."""
+    return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
+
+
+def config_options(
+    config: type, *names: str, only_on: bool = False, **metavars: str
+) -> Callable[[F], F]:
     """A decorator that gives a verb an option for each named field of a config dataclass.
 
     Option, type, default and help text are those of the field.
@@ -67,19 +74,24 @@ def config_options(config: type, *names: str) -> Callable[[F], F]:
     Args:
         config: the dataclass.
         names: names of the fields in the order of --help; without any, all fields.
+        only_on: True gives switches no --no-NAME.
+        metavars: placeholders of values in --help, by name.
     """
     fields = config_fields(config)
 
     def add(verb: F) -> F:
         for name in reversed(names or tuple(fields)):
             field, option = fields[name], name.replace("_", "-")
-            verb = click.option(
-                f"--{option}/--no-{option}" if field.kind is bool else f"--{option}",
-                type=field.kind,
-                default=field.default,
-                show_default=True,
-                help=field.help,
-            )(verb)
+            settings: dict[str, Any] = {"type": field.kind, "default": field.default}
+            settings |= {"show_default": True, "metavar": metavars.get(name)}
+            if field.kind is bool and only_on:
+                settings = {"is_flag": True}
+            elif field.kind is bool:
+                option += f"/--no-{option}"
+            elif field.default == () or field.kind not in (int, float, str):
+                settings = {"metavar": "NAME,...", "callback": _split}
+                settings["default"] = None if field.default is None else ""
+            verb = click.option(f"--{option}", help=field.help, **settings)(verb)
         return verb
 
     return add
