@@ -25,7 +25,7 @@ from typing import Any
 from firstlight.bench.options import BudgetBench, Keep, Result, require_positive
 from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.process import ask, training_environment
-from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.bench.tables import markdown_table
 from firstlight.console import parse_time, rounded, say
 from firstlight.errors import ConfigError
@@ -140,10 +140,10 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
             outcomes[title].runs.append(lines[case.digest])
     machine = machine_facts(find_hardware())
 
-    def result(complete: bool) -> Result:
+    def result(outcomes: Mapping[str, RowOutcome]) -> Result:
         problems = {title: one.problem for title, one in outcomes.items() if one.problem}
         runs = [run for one in outcomes.values() for run in one.runs]
-        return {"machine": machine, "problems": problems, "complete": complete, "runs": runs}
+        return {"machine": machine, "problems": problems, "complete": False, "runs": runs}
 
     def measure(title: str) -> Found:
         case = cases[title]
@@ -156,13 +156,7 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
         say(f"{title}: {found['bits_per_byte']:.4f} bits per byte, {found['seconds']:.0f} s")
         return found
 
-    def keep() -> None:
-        on_run(result(False))
-
-    take_turns("budget", list(cases), 1, outcomes.__getitem__, measure, keep)
-    done = result(True)
-    on_run(done)
-    return done
+    return run_bench("budget", list(cases), 1, measure, result, on_run, outcomes=outcomes)
 
 
 def measure_run(case: BudgetCase, folder: Path) -> dict[str, Any]:

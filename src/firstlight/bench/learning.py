@@ -32,7 +32,7 @@ from firstlight.bench.learning_rows import SIZES, choose_rows, find_row, recipe_
 from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import Keep, LearningBench, Result, require_known, require_positive
 from firstlight.bench.process import ask, training_environment
-from firstlight.bench.runner import Found, RowOutcome, machine_facts, take_turns
+from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.bench.training_once import library_corpus
 from firstlight.console import say
 from firstlight.data.shards import read_manifest
@@ -229,9 +229,9 @@ def bench_learning(bench: LearningBench, on_run: Keep) -> Result:
     outcomes = {title: _outcome(case, lines, bench.seeds) for title, case in cases.items()}
     machine = machine_facts(find_hardware())
 
-    def result(complete: bool) -> Result:
+    def result(outcomes: Mapping[str, RowOutcome]) -> Result:
         problems = {title: one.problem for title, one in outcomes.items() if one.problem}
-        head = {"machine": machine, "problems": problems, "complete": complete}
+        head = {"machine": machine, "problems": problems, "complete": False}
         return {**head, "runs": _in_order(lines, list(cases.values()))}
 
     def measure(title: str) -> Found:
@@ -244,17 +244,8 @@ def bench_learning(bench: LearningBench, on_run: Keep) -> Result:
             say(f"{title}, seed {found['seed']}: {found['bits_per_byte']:.4f} bits per byte")
         return found
 
-    take_turns(
-        "learning",
-        list(cases),
-        bench.seeds,
-        outcomes.__getitem__,
-        measure,
-        lambda: on_run(result(False)),
-    )
-    done = result(True)
-    on_run(done)
-    return done
+    turns, titles = bench.seeds, list(cases)
+    return run_bench("learning", titles, turns, measure, result, on_run, outcomes=outcomes)
 
 
 def _case_of(line: Mapping[str, Any]) -> LearningCase | None:

@@ -134,9 +134,10 @@ def run_bench(
     names: Sequence[str],
     turns: int,
     measure: Callable[[str], Found],
-    summarize: Callable[[dict[str, RowOutcome]], Result],
+    summarize: Callable[[Mapping[str, RowOutcome]], Result],
     on_run: Keep,
     before_turn: Callable[[], None] = lambda: None,
+    outcomes: Mapping[str, RowOutcome] | None = None,
 ) -> Result:
     """Measure all rows of a benchmark; see `take_turns`.
 
@@ -144,19 +145,20 @@ def run_bench(
         title, names, turns, measure, before_turn: see `take_turns`.
         summarize: function from the outcomes so far to the result.
         on_run: function that is called with the result so far after every measurement.
+        outcomes: outcomes of an earlier call, by name; None is a new one for each row.
 
     Returns:
         The result, with "complete".
     """
-    outcomes = {name: RowOutcome() for name in names}
+    found = {name: RowOutcome() for name in names} if outcomes is None else outcomes
 
     def result(complete: bool) -> Result:
-        return {**summarize(outcomes), "complete": complete}
+        return {**summarize(found), "complete": complete}
 
     def keep() -> None:
         on_run(result(False))
 
-    take_turns(title, names, turns, outcomes.__getitem__, measure, keep, before_turn)
+    take_turns(title, names, turns, found.__getitem__, measure, keep, before_turn)
     done = result(True)
     on_run(done)
     return done
