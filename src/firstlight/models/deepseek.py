@@ -23,7 +23,7 @@ from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.cache import Cache, KVCache
 from firstlight.models.deepseek_config import DeepseekConfig
 from firstlight.models.language_model import InitConfig
-from firstlight.models.llama import Llama, LlamaDecoder
+from firstlight.models.llama import Llama
 from firstlight.models.llama_layers import LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.moe import Experts, RoutedMLP, Router, balancing_loss
 from firstlight.models.ops import AttentionOptions, SelfAttention, attention
@@ -180,13 +180,7 @@ class DeepseekMLP(RoutedMLP):
 class DeepseekBlock(LlamaBlock):
     """One layer: latent attention, and an MLP or experts."""
 
-    def make_attention(self, config: Any, layer: int) -> DeepseekAttention:
-        """The attention of a layer."""
-        return DeepseekAttention(config, layer)
-
-    def make_mlp(self, config: Any, layer: int) -> LlamaMLP | RoutedMLP:
-        """The MLP of a layer, or its experts."""
-        return DeepseekMLP(config) if config.has_experts(layer) else LlamaMLP(config)
+    attention_class, experts_class = DeepseekAttention, DeepseekMLP
 
 
 class Deepseek(Llama):
@@ -194,11 +188,8 @@ class Deepseek(Llama):
 
     config: DeepseekConfig  # type: ignore[assignment]
 
+    block_class = DeepseekBlock
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
-
-    def add_decoder(self, rows: int) -> None:
-        """Make embedding (with this number of rows), layers and final norm."""
-        self.model = LlamaDecoder(self.config, rows, DeepseekBlock)
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
         """Draw the initial weights, see `LanguageModel`; biases of the choice are zero."""

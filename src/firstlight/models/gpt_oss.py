@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from firstlight.models.family import AttentionSpec, FamilySpec, GGUFSpec, RopeSpec, hf_values
-from firstlight.models.llama import Llama, LlamaDecoder
+from firstlight.models.llama import Llama
 from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.llama_layers import LlamaBlock
 from firstlight.models.moe import Experts, RoutedMLP, Router, grouped_linear
@@ -148,9 +148,7 @@ class GptOssMLP(RoutedMLP):
 class GptOssBlock(LlamaBlock):
     """One layer: attention with sinks, and experts."""
 
-    def make_mlp(self, config: GptOssConfig, layer: int) -> GptOssMLP:
-        """The experts of a layer."""
-        return GptOssMLP(config)
+    experts_class = GptOssMLP
 
 
 class GptOss(Llama):
@@ -158,8 +156,5 @@ class GptOss(Llama):
 
     config: GptOssConfig  # type: ignore[assignment]
 
+    block_class = GptOssBlock
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
-
-    def add_decoder(self, rows: int) -> None:
-        """Make embedding (with this number of rows), layers and final norm."""
-        self.model = LlamaDecoder(self.config, rows, GptOssBlock)

@@ -37,10 +37,7 @@ class LlamaDecoder(nn.Module):
     """Embedding, layers and final norm: Hugging Face's `model`."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        padded_vocab_size: int,
-        block: type[LlamaBlock] = LlamaBlock,
+        self, config: DecoderConfig, padded_vocab_size: int, block: type[LlamaBlock]
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(padded_vocab_size, config.hidden_size)
@@ -58,9 +55,12 @@ class Llama(LanguageModel):
             another base.
         long_rope_frequencies: rotary frequencies of LongRoPE for texts beyond the original context.
         embedding_factor: factor of the embeddings.
+        block_class: class of a layer.
     """
 
     config: LlamaConfig | MoEConfig
+
+    block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
 
     embedding_name = "model.embed_tokens"
     layers_name = "model.layers"
@@ -104,7 +104,7 @@ class Llama(LanguageModel):
     def add_decoder(self, rows: int) -> None:
         """Make embedding (with this number of rows), layers and final norm, under the names of the
         family's files."""
-        self.model = LlamaDecoder(self.config, rows)
+        self.model = LlamaDecoder(self.config, rows, self.block_class)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The first layer's input [B, T, C]; a later stage of a pipeline replaces it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.cache import Cache
-from firstlight.models.llama_config import DecoderConfig, MoEConfig
+from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.moe import RoutedMLP, SparseMLP
 from firstlight.models.ops import AttentionOptions, SelfAttention, at_least_fp32, attention
 from firstlight.models.rope import Ropes, apply_rope, apply_rope_to_neighbours
@@ -231,14 +231,22 @@ class LlamaMLP(nn.Module):
 
 class LlamaBlock(nn.Module):
     """One layer: attention and MLP or experts, each with a norm before it, behind it or both, and
-    added to the residual stream. A family with other parts makes them in `make_attention` and
-    `make_mlp`."""
+    added to the residual stream.
+
+    Attributes:
+        attention_class, mlp_class, experts_class: classes of the parts; a family with other parts
+            names its own.
+    """
+
+    attention_class: ClassVar[Callable[..., SelfAttention]] = LlamaAttention
+    mlp_class: ClassVar[Callable[..., nn.Module]] = LlamaMLP
+    experts_class: ClassVar[Callable[..., RoutedMLP]] = SparseMLP
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.has_window = config.attention_spec(layer).window is not None
         self.add_attention(config, layer)
-        self.mlp = self.make_mlp(config, layer)
+        self.mlp = (self.experts_class if config.has_experts(layer) else self.mlp_class)(config)
         self.residual_multiplier = config.residual_multiplier
         self.is_parallel, self.norms = config.use_parallel_residual, config.family.norms
         if self.is_parallel:
@@ -255,22 +263,13 @@ class LlamaBlock(nn.Module):
 
     def add_attention(self, config: Any, layer: int) -> None:
         """Make what mixes tokens, under its name in the family's files."""
-        self.self_attn = self.make_attention(config, layer)
+        self.self_attn = self.attention_class(config, layer)
 
     def mix(self, x_BTC: Tensor, ropes: Any, masks: Any, cache: Cache | None) -> Tensor:
         """Mix tokens, [B, T, C] to [B, T, C]; arguments as in `forward`."""
         # torch.compile of torch 2.11 takes no bool as an index.
         mask = masks[int(self.has_window)]
         return self.self_attn(x_BTC, ropes, mask, cache)  # type: ignore[no-any-return]
-
-    def make_attention(self, config: Any, layer: int) -> SelfAttention:
-        """The attention of a layer."""
-        return LlamaAttention(config, layer)
-
-    def make_mlp(self, config: Any, layer: int) -> LlamaMLP | RoutedMLP:
-        """The MLP of a layer, or its experts."""
-        has_experts = isinstance(config, MoEConfig) and config.has_experts(layer)
-        return SparseMLP(config) if has_experts else LlamaMLP(config)
 
     def forward(
         self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None

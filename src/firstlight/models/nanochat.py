@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from firstlight.models.family import FamilySpec, hf_values
-from firstlight.models.llama import Llama, LlamaDecoder
+from firstlight.models.llama import Llama
 from firstlight.models.llama_config import DecoderConfig, LlamaConfig
 from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, LlamaBlock, rms_norm
 from firstlight.models.rope import Ropes, apply_rope
@@ -76,13 +76,7 @@ class NanoChatMLP(nn.Module):
 class NanoChatBlock(LlamaBlock):
     """One layer, as in Llama."""
 
-    def make_attention(self, config: NanoChatConfig, layer: int) -> NanoChatAttention:
-        """The attention of a layer."""
-        return NanoChatAttention(config, layer)
-
-    def make_mlp(self, config: NanoChatConfig, layer: int) -> NanoChatMLP:  # type: ignore[override]
-        """The MLP of a layer."""
-        return NanoChatMLP(config)
+    attention_class, mlp_class = NanoChatAttention, NanoChatMLP
 
 
 class NanoChat(Llama):
@@ -90,16 +84,13 @@ class NanoChat(Llama):
 
     config: NanoChatConfig
 
+    block_class = NanoChatBlock
     residual_projections = ("o_proj.", "fc2.")
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
         **{name: kind for name, kind in Llama.tensor_parallel_plan.items() if ".mlp" not in name},
         "model.layers.*.mlp.fc1": "columns",
         "model.layers.*.mlp.fc2": "rows",
     }
-
-    def add_decoder(self, rows: int) -> None:
-        """Make embedding (with this number of rows), layers and final norm."""
-        self.model = LlamaDecoder(self.config, rows, NanoChatBlock)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The first layer's input [B, T, C]: see `Llama.embed`."""

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from firstlight.models.cache import Cache, KVCache
 from firstlight.models.language_model import InitConfig
-from firstlight.models.llama import Llama, LlamaDecoder
+from firstlight.models.llama import Llama
 from firstlight.models.llama_layers import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
-from firstlight.models.moe import RoutedMLP, SparseMLP
+from firstlight.models.moe import SparseMLP
 from firstlight.models.ops import at_least_fp32
 from firstlight.models.qwen3_next_config import Qwen3NextConfig
 
@@ -261,17 +261,15 @@ class Qwen3NextMLP(SparseMLP):
 class Qwen3NextBlock(LlamaBlock):
     """One layer: linear or full attention, and experts or an MLP."""
 
+    attention_class, experts_class = Qwen3NextAttention, Qwen3NextMLP
+
     def add_attention(self, config: Any, layer: int) -> None:
         """See `LlamaBlock.add_attention`."""
         self.is_linear = config.is_linear(layer)
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(config, layer)
         else:
-            self.self_attn = Qwen3NextAttention(config, layer)
-
-    def make_mlp(self, config: Any, layer: int) -> LlamaMLP | RoutedMLP:
-        """The MLP of a layer, or its experts."""
-        return Qwen3NextMLP(config) if config.has_experts(layer) else LlamaMLP(config)
+            super().add_attention(config, layer)
 
     def mix(self, x_BTC: Tensor, ropes: Any, masks: Any, cache: Cache | None) -> Tensor:
         """See `LlamaBlock.mix`; `masks` are attention's mask and the places in documents."""
@@ -286,12 +284,9 @@ class Qwen3Next(Llama):
 
     config: Qwen3NextConfig
 
+    block_class = Qwen3NextBlock
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
     residual_projections = ("o_proj.", "out_proj.", "down_proj")
-
-    def add_decoder(self, rows: int) -> None:
-        """Make embedding (with this number of rows), layers and final norm."""
-        self.model = LlamaDecoder(self.config, rows, Qwen3NextBlock)
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
         """Draw the initial weights, see `LanguageModel`; decays as Hugging Face's class does."""
