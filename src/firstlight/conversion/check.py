@@ -1,8 +1,10 @@
 """The check after a conversion: source and result must be the same model.
 
-Three comparisons find different errors: the tensors one by one (a token or an expert that the
-prompt does not use), the logits on a fixed prompt (settings of the model; the layout of another
-program's tensors), the chat template's text.
+Each of three comparisons finds errors that the others miss:
+
+- tensors one by one: errors in rows or experts that the prompt does not use;
+- logits on a fixed prompt: wrong settings of the model, wrong layout of another program's tensors;
+- a conversation rendered by both chat templates: a changed template.
 """
 
 from __future__ import annotations
@@ -21,59 +23,75 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import config_from_hf
 from firstlight.weights.loading import fill
 
-#: The prompt of both models. Words, numbers, code, two scripts: many rows of the embedding count.
+#: Prompt on which the logits of source and result are compared. Prose, numbers, code and a
+#: non-ASCII letter use many different rows of the embedding.
 PROMPT = (
     "The first light of day fell on 12 old houses.\n\n    def dawn(hour):\n"
     "        return hour + 0.5  # früh am Morgen\n"
 )
-#: Number of tokens, filled up with arbitrary ones if the prompt has fewer.
+#: Number of tokens that are compared; arbitrary ids follow a prompt of fewer tokens.
 _PROMPT_TOKENS = 64
 
-#: The conversation that both chat templates render.
+#: Conversation that both chat templates render.
 CONVERSATION = [
     {"role": "user", "content": "When does the sun rise?"},
     {"role": "assistant", "content": "At six.\nIn winter, at eight."},
     {"role": "user", "content": "And set?"},
 ]
 
-#: The greatest difference of two logits by rounding, as a share of the largest logit, by the format
-#: that numbers were rounded to (f32: not rounded).
+#: Greatest allowed difference between logits of source and result, as a fraction of the source's
+#: largest logit, by the format that the weights were rounded to ("f32": not rounded).
 #:
-#: Measured, greatest of 30 random models a family, 2 to 4 layers of width 64, then stories260K:
-#: f16 0.0041 and 0.0006, bf16 0.037 and 0.005, q8_0 0.073 and 0.016; and f32, between another
-#: program's own forward pass and the one here, 9e-6. The limit is three times the random models'
-#: difference, whose rounding errors add up more than those of trained models; for bf16 it is
-#: larger, since models of width 10 with heads of size 2 reach 0.13.
+#: Greatest differences that were measured, as the same fraction:
+#:
+#:     format   random models   stories260K
+#:     f16      0.0041          0.0006
+#:     bf16     0.037           0.005
+#:     q8_0     0.073           0.016
+#:     f32      9e-6            (another program's forward pass against the one here)
+#:
+#: The random models are 30 of each family, with 2 to 4 layers and width 64; rounding errors add up
+#: more in them than in trained models. Limits are three times their differences. The limit of bf16
+#: is larger because models of width 10 with heads of size 2 reach 0.13.
 TOLERANCES = {"f32": 3e-5, "f16": 0.0125, "bf16": 0.2, "q8_0": 0.22}
 
-#: The rounding error of a number by the same formats: a share of its tensor's largest number, and
-#: an absolute error for numbers below the format's normal ones.
+#: Greatest rounding error of a weight in the same formats, as (fraction of its tensor's largest
+#: absolute value, absolute error of subnormal numbers); the two are added.
 _ROUNDING = {
     "f32": (0.0, 0.0),
     "f16": (2**-11, 2**-25),
     "bf16": (2**-8, 0.0),
-    # Half of 1/127 of the largest number, and the scale's own rounding to f16.
+    # Half a step is 1/254 of the block's largest number. The block's scale is rounded to f16, and
+    # its error is multiplied by up to 127: 2^-25 of a subnormal scale becomes 2^-18.
     "q8_0": (2**-7, 2**-18),
 }
-#: Rows of a tensor that are compared at a time, since the comparison is in fp32.
+#: Rows of a tensor that are compared at a time: their fp32 copies must not need the memory of a
+#: whole tensor.
 _ROWS = 4096
 
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
-    """Token ids that models are compared on, int64 [1, T]: the prompt's, filled up with ids from
-    the whole vocabulary, which are the only ones without a tokenizer."""
+    """Token ids on which source and result are compared, int64 [1, T]; T is 64, or the context if
+    that is shorter.
+
+    The ids are those of `PROMPT`, followed by a fixed sequence from the whole vocabulary. Without a
+    tokenizer, all ids are from that sequence.
+    """
     count = min(_PROMPT_TOKENS, context)
     ids: list[int] = []
     if tokenizer is not None:
         start = [tokenizer.separator_id] if tokenizer.add_bos else []
+        # An id beyond the vocabulary has no row in the embedding.
         ids = [i for i in [*start, *tokenizer.encode(PROMPT)] if i < vocab_size]
+    # Quadratic, so that the ids are spread over the vocabulary and do not follow each other.
     ids += [(7 * i * i + 3 * i + 1) % vocab_size for i in range(count)]
     return torch.tensor([ids[:count]])
 
 
 def check_dtype(config: ModelConfig) -> torch.dtype:
-    """The dtype that source and result are computed in: fp32, or bf16 if memory is short."""
-    # fp32 weights twice: the model's, and those read from a GGUF file.
+    """Dtype in which the logits of source and result are computed: fp32, or bf16 if less than 8
+    bytes of memory per parameter are available."""
+    # Two fp32 copies of the weights: the model's, and the tensors read from a GGUF file.
     needed = 8 * count_parameters(meta_model(config)).total
     return torch.float32 if needed < psutil.virtual_memory().available else torch.bfloat16
 
@@ -85,13 +103,13 @@ def logits_of(
     ids: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The logits [1, T, V], fp32, of a model.
+    """Compute the logits of a model, fp32 [1, T, V].
 
     Args:
-        config: the model's config.json.
-        tensors: weights by their names in the file.
+        config: the model's config.json as an object.
+        tensors: weights by their Hugging Face names.
         ids: token ids, int64 [1, T].
-        dtype: dtype of the computation.
+        dtype: dtype of the weights and of the computation.
     """
     with torch.device("meta"):
         model: Model = build_model(config_from_hf(config, "the model"))
@@ -101,7 +119,7 @@ def logits_of(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first three names and the number of the others, for a message."""
+    """The first three of `names` and the number of the remaining ones, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
@@ -112,11 +130,11 @@ def require_tensors(
     """Refuse tensors that are missing, extra or misshapen.
 
     Args:
-        where: the model or file, for the message.
-        expected, given: shapes by name.
+        where: name of the model or file, for the message.
+        expected, given: shapes by tensor name.
 
     Raises:
-        ModelError: there are such tensors (named).
+        ModelError: a tensor is missing, extra or misshapen; the message names up to three.
     """
     wrong = [
         f"{name} is {list(given[name])}, expected {list(shape)}"
@@ -135,8 +153,12 @@ def require_tensors(
 def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse weights with NaN or infinity.
 
+    Args:
+        tensors: weights by name.
+        where: name of the model, for the message.
+
     Raises:
-        ModelError: there are such tensors (named).
+        ModelError: a tensor has NaN or infinity; the message names up to three.
     """
     broken = [name for name, tensor in tensors.items() if not is_finite(tensor)]
     if broken:
@@ -147,8 +169,8 @@ def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True if all numbers of a tensor are finite; it has any shape, and at least one number."""
-    # torch.isfinite would allocate tensors of the same size.
+    """True if all numbers of a tensor are finite. The tensor has any shape and is not empty."""
+    # NaN appears in both extremes. torch.isfinite would allocate a tensor of the same size.
     return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
@@ -159,12 +181,12 @@ def require_same_tensors(
 
     Args:
         source, result: tensors by their Hugging Face names.
-        kind: format that they were rounded to; "f32" if they were not.
-        shifted: suffix of the names of tensors to which 1 may have been added in fp32 and
-            subtracted again; "" is none.
+        kind: format that the result was rounded to, a key of `TOLERANCES`; "f32" if it was not.
+        shifted: suffix of the names of norm weights w that the result's file stores as 1 + w;
+            "" if it stores none so.
 
     Raises:
-        ModelError: a tensor is missing, or differs by more than rounding (named).
+        ModelError: a tensor is missing, or differs by more than rounding; the message names it.
     """
     share, smallest = _ROUNDING[kind]
     for name in sorted(source.keys() | result.keys()):
@@ -176,7 +198,10 @@ def require_same_tensors(
         largest, difference = _distance(source[name], result[name])
         limit = share * largest + smallest
         if shifted and name.endswith(shifted):
+            # fp32 rounds w + 1, and then the difference when the file is read, by up to 2^-24 of
+            # the value each.
             limit = max(limit, 2**-23 * (largest + 1))
+        # Not `difference > limit`, which would be False for NaN.
         if not difference <= limit:
             raise ModelError(
                 f"the converted model is not the source: numbers of {name} differ by up to "
@@ -185,14 +210,15 @@ def require_same_tensors(
 
 
 def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
-    """The largest absolute value of `source`, and the greatest difference to `result`."""
+    """The largest absolute value in `source`, and the greatest absolute difference between `source`
+    and `result`; 0 and infinity if their shapes differ."""
     if source.shape != result.shape:
         return 0.0, float("inf")
     largest = difference = 0.0
     for a, b in zip(torch.split(source, _ROWS), torch.split(result, _ROWS), strict=True):
         a, b = a.float(), b.float()
         largest = max(largest, float(a.abs().max()))
-        # Written so that NaN counts as the greatest difference.
+        # Not `max(difference, found)`, which would ignore a NaN in `found`.
         found = float((a - b).abs().max())
         difference = difference if found <= difference else found
     return largest, difference
@@ -201,25 +227,27 @@ def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
 def require_same_logits(
     source: Tensor, result: Tensor, limit: float, *, is_routed: bool = False, hint: str = ""
 ) -> tuple[float, float]:
-    """Compare the logits of source and result, [1, T, V] each.
+    """Compare the logits of source and result.
 
-    The mean of each position is subtracted, since softmax ignores it: the logits of OpenAI's GPT-2
-    lie around -35 or -110, and relative to that any difference would look small.
+    The mean over the vocabulary is subtracted at each position, since softmax ignores it: the
+    logits of OpenAI's GPT-2 lie around -35 or -110, and relative to that any difference would look
+    small.
 
     Args:
-        source, result: the logits.
-        limit: greatest difference that passes, as a share of the largest logit.
-        is_routed: True if weights were rounded and the model has routers. A few tokens then get
-            other experts, so the greatest difference is ignored (measured: up to 0.9 of the
-            largest logit), and half of the positions must be within the limit (measured at the
-            median position, the difference is that of models without experts).
-        hint: further possible causes, for the message.
+        source, result: logits, [1, T, V].
+        limit: greatest allowed difference, as a fraction of the source's largest logit.
+        is_routed: True if weights were rounded and the model has routers. Rounding sends a few
+            tokens to other experts, where differences of up to 0.9 of the largest logit were
+            measured. Only half of the positions must then be within the limit: at the median
+            position, the measured difference is that of models without experts.
+        hint: further possible causes of a difference, for the message.
 
     Returns:
-        The greatest difference, and the largest logit of the source.
+        The greatest difference at any position, and the largest absolute logit of the source, both
+        after the subtraction.
 
     Raises:
-        ModelError: the logits differ by more, or are not numbers.
+        ModelError: the logits differ by more than the limit, or are NaN.
     """
     source, result = (x - x.mean(-1, keepdim=True) for x in (source, result))
     by_position = (source - result).abs().amax(-1).flatten()
@@ -236,17 +264,18 @@ def require_same_logits(
 
 
 def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) -> list[str]:
-    """Compare a conversation that the chat templates of source and result render.
+    """Render `CONVERSATION` by the chat templates of source and result, and compare the texts.
 
     Args:
-        source, result: the tokenizers; the result has none if it has no chat template either.
-        what: name of the result for the message.
+        source: the source's tokenizer.
+        result: the result's tokenizer; None stands for a result without a chat template.
+        what: name of the result, for the message.
 
     Returns:
-        Notes: the reason why neither renders it.
+        A list with one note if both templates fail with the same error, else an empty list.
 
     Raises:
-        ModelError: the texts differ.
+        ModelError: the texts or the errors differ, or only one of the two has a template.
     """
     expected = _rendered(source)
     found = None if result is None else _rendered(result)
@@ -265,11 +294,11 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:
-    """The conversation as text, or the template's error; None without a template."""
+    """`CONVERSATION` as text, or the text of the template's error; None without a template."""
     if tokenizer.chat_template is None:
         return None
     try:
         return tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
     except FirstlightError as error:
-        # A template may be for other conversations, or broken: it only has to be copied.
+        # The template may be broken, or for other conversations. A conversion only copies it.
         return str(error)

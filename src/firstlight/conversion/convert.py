@@ -1,4 +1,5 @@
-"""`convert`: write a model in another program's format, and compare the result with the source."""
+"""`convert`: write a model as a Hugging Face folder, a GGUF file or an Ollama folder, read the
+result back, and refuse it unless it is the same model as the source."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from firstlight.weights.huggingface import (
 )
 from firstlight.weights.stored import FLOAT_FORMATS, save_weights
 
-#: The formats of each target; "auto" keeps that of the source.
+#: Number formats that each target can have; "auto" keeps the source's.
 _GGUF_FORMATS = ("auto", "f32", "f16", "bf16", "q8_0", *QUANTISED)
 _FORMATS = {
     "hf": ("auto", "f32", "f16", "bf16"),
@@ -58,17 +59,17 @@ _SHORT_NAMES = {
 }
 _TORCH_DTYPES = {kind.lower(): dtype for kind, dtype in FLOAT_FORMATS.items()}
 
-#: Most bytes of a calibration text; 32,768 tokens of it are read.
+#: Maximum size of a calibration text in bytes; its first 32,768 tokens are used.
 _MAX_CALIBRATION_BYTES = 10_000_000
-#: Name of Ollama's file.
+#: File in which Ollama expects template, stop texts and context of a model.
 MODELFILE = "Modelfile"
 
-#: Files of a tokenizer; copied unchanged from a model folder.
+#: Tokenizer files of a model folder, which are copied unchanged.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-#: Folder of further chat templates in transformers.
+#: Subfolder in which transformers keeps further chat templates.
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
@@ -78,20 +79,20 @@ class Conversion:
 
     Attributes:
         out: the folder that was written.
-        file: the GGUF file in it; None for a Hugging Face folder. An Ollama folder has a Modelfile
-            beside it.
+        file: the GGUF file in `out`; None for a Hugging Face folder.
         program: the source's program, such as "Hugging Face", "adapter (PEFT)" or "nanoGPT".
-        model_type: the family.
+        model_type: the model's family, as in config.json.
         parameters: number of weights that were written.
-        dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser; in a Hugging Face
-            folder, as its source, also "f64", or "mixed" for several.
-        largest_difference: greatest difference of two logits of source and result on a fixed
-            prompt, each less the mean of its position, which softmax ignores.
-        largest_logit: largest logit of the source, for comparison.
-        has_chat_template: True if source and result have a chat template, which is the same.
-        notes: remarks for people.
-        perplexity: perplexity of source and result on a fixed text, and bits of the file for each
-            weight, where llama.cpp quantised it; else None.
+        dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. A Hugging Face
+            folder can also have "f64", or "mixed" for several dtypes, if its source has.
+        largest_difference: greatest difference between logits of source and result on a fixed
+            prompt, after the mean of each position is subtracted (softmax ignores it).
+        largest_logit: largest absolute logit of the source, after the same subtraction.
+        has_chat_template: True if source and result have the same chat template, False if neither
+            has one.
+        notes: remarks for the user.
+        perplexity: (source's perplexity, result's perplexity, bits of the file per weight) on a
+            fixed text, if llama.cpp quantised the file; else None.
     """
 
     out: Path
@@ -109,7 +110,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Result:
-    """The written model, read back; `name` is for messages."""
+    """The written model, read back from its files; `name` is used in messages."""
 
     name: str
     config: Mapping[str, Any]
@@ -129,7 +130,8 @@ def convert(
     calibration: str | Path | None = None,
     best: bool = False,
 ) -> Conversion:
-    """Convert a model, and refuse a result that does not compute the same as the source.
+    """Convert a model, and refuse a result that does not compute the same as the source. After any
+    error, nothing has been written.
 
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's checkpoint: a
@@ -140,23 +142,24 @@ def convert(
             "ollama" (such a file and a Modelfile).
         dtype: "auto" (the source's), "f32", "f16", "bf16", and for GGUF "q8_0" and the formats of
             llama.cpp's quantiser, such as "q4_k_m".
-        tokenizer: a tokenizer's folder or file, in place of the source's.
+        tokenizer: a tokenizer's folder or file, which replaces the source's tokenizer.
         config: a JSON file with keys of a Hugging Face config.json that another program's files
             lack.
-        tolerance: greatest difference of two logits that passes, as a share of the largest;
-            None fits the format's rounding. For formats of llama.cpp's quantiser, the greatest
-            increase of the perplexity, as a share.
-        calibration: a text file, by which llama.cpp's quantiser is told which weights matter.
+        tolerance: greatest allowed difference between logits, as a fraction of the largest logit;
+            None is the format's own limit (`TOLERANCES`). For formats of llama.cpp's quantiser,
+            the greatest allowed relative increase of the perplexity (`PERPLEXITY_LIMITS`).
+        calibration: a text file for the importance matrix of llama.cpp's quantiser.
         best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
     Raises:
         ConfigError: an option is invalid.
         InputError: `out` holds something, or a file is missing.
-        ModelError, CheckpointError, TokenizerError: the source can't be read, can't be
-            expressed in the target, or the result's tensors, logits or chat template differ.
-        MissingDependencyError: the package gguf, which GGUF needs, or llama-cpp-python, which its
-            quantised formats need, is not installed.
-        StorageError: the disk refuses. In every case nothing is written.
+        ModelError, CheckpointError, TokenizerError: the source can't be read or can't be
+            expressed in the target format, or the result's tensors, logits, perplexity or chat
+            template differ.
+        MissingDependencyError: the package gguf (for GGUF) or llama-cpp-python (for the formats
+            of llama.cpp's quantiser) is not installed.
+        StorageError: the file system refuses a write.
     """
     dtype, text = _checked_options(to, dtype, tolerance, calibration)
     out = _free_place(out, source)
@@ -187,9 +190,9 @@ def _converted(
 
     Args:
         model, config: the source, and its config.
-        folder: temporary folder, which becomes `out`.
+        folder: temporary folder, which is renamed to `out` at the end.
         to, dtype, tolerance: see `convert`.
-        text: the calibration text.
+        text: the calibration text; None without one.
     """
     quantised = dtype if dtype in QUANTISED else None
     chosen, rounding = _result_dtype(model.tensors, "auto" if quantised else dtype, to)
@@ -200,7 +203,8 @@ def _converted(
     else:
         plain = folder / (f"plain-{file}" if quantised else file)
         result = _write_gguf(model, plain, chosen)
-    # A quantised file's tolerance is one of the perplexity; its source is rounded by nothing.
+    # For a quantised file, `tolerance` bounds the perplexity. The plain file that llama.cpp
+    # quantises is not rounded, and has the usual limit of logits.
     limit = None if quantised else tolerance
     difference, largest, more = _compare(model, config, result, rounding, limit)
     if quantised:
@@ -226,15 +230,15 @@ def _converted(
 
 
 def _notes(model: Source, to: str) -> list[str]:
-    """Notes of the source, of the target's differences, and of a missing tokenizer."""
+    """Notes on the source, on differences of the target program, and on a missing tokenizer."""
     notes = (export_notes if to == "hf" else gguf_notes)(model.config, model.tokenizer)
     missing = "there is no tokenizer: give one with --tokenizer"
     return [*model.notes, *notes, *([missing] if model.tokenizer is None else [])]
 
 
 def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
-    """The dtype of the result ("mixed": several), and the dtype that numbers are rounded to (f32:
-    not rounded)."""
+    """The dtype of the result ("mixed" for several), and the format that its numbers are rounded to
+    ("f32" if they are not rounded)."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
     chosen = own if dtype == "auto" else dtype
@@ -246,7 +250,7 @@ def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[s
 def _checked_options(
     to: str, dtype: str, tolerance: float | None, calibration: str | Path | None
 ) -> tuple[str, str | None]:
-    """The dtype by its short name, and the calibration text.
+    """Check the options of `convert`; return the dtype's short name and the calibration text.
 
     Raises:
         ConfigError, MissingDependencyError: an option is invalid, or a package is not installed.
@@ -275,7 +279,7 @@ def _checked_options(
 
 
 def _free_place(out: str | Path, source: str | Path) -> Path:
-    """The path of `out`, which must be missing or empty, and outside the source."""
+    """The path of `out`, after a check that it is missing or empty, and outside the source."""
     out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -286,7 +290,7 @@ def _free_place(out: str | Path, source: str | Path) -> Path:
 
 
 def _require_fit(model: Source, config: ModelConfig) -> None:
-    """Refuse a tokenizer of another model, and weights with NaN or infinity."""
+    """Refuse a tokenizer larger than the model's vocabulary, and weights with NaN or infinity."""
     if model.tokenizer is not None and model.tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"the tokenizer has {model.tokenizer.vocab_size} tokens, more than the "
@@ -296,7 +300,7 @@ def _require_fit(model: Source, config: ModelConfig) -> None:
 
 
 def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
-    """Write the file, and read it back."""
+    """Write a GGUF file, and read it back."""
     write_gguf(
         path,
         model.config,
@@ -337,17 +341,18 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
 
 
 def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, str]:
-    """config.json's entries of the tensors' dtype, in the spellings of transformers 5 and 4."""
+    """config.json's entries for the tensors' dtype, under the keys of transformers 5 and 4; none if
+    there are several dtypes."""
     kinds = {_TORCH_DTYPES[dtype]} if dtype else {tensor.dtype for tensor in tensors.values()}
     names = [str(kind).removeprefix("torch.") for kind in kinds]
     return {"dtype": names[0], "torch_dtype": names[0]} if len(names) == 1 else {}
 
 
 def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
-    """The tensors in another dtype, if one is given.
+    """The tensors converted to `dtype` ("f32", "f16" or "bf16"); unchanged if it is None.
 
     Raises:
-        ModelError: a number is too large for it.
+        ModelError: a number is too large for `dtype`.
     """
     if dtype is None:
         return tensors
@@ -372,7 +377,7 @@ def _compare(
         if found is None or found.fingerprint != model.tokenizer.fingerprint:
             raise ModelError(f"the tokenizer of {result.name} is not the source's")
         notes = require_same_chat(model.tokenizer, found, result.name)
-    # GGUF has Gemma's norms with 1 added, which rounds.
+    # Gemma's norms multiply by 1 + w; GGUF stores that sum, which rounds.
     is_shifted = config.family.norm_kind == "one_plus"
     require_same_tensors(model.tensors, result.tensors, kind, "norm.weight" if is_shifted else "")
     dtype = check_dtype(config)

@@ -1,11 +1,12 @@
 """Checkpoints of other programs: nanoGPT, nanochat, LLMs-from-scratch, OpenAI's GPT-2, Meta's
 Llama, litgpt, torchtune.
 
-The tensors get Hugging Face's names and layout; settings that the files lack are given by the
-caller, or filled in and noted. Tables of names: `foreign_layouts`; files: `foreign_files`.
+The tensors get Hugging Face's names and layout. Settings that the files lack are given by the
+caller, or assumed to have the program's defaults, with a note. Tables of names are in
+`foreign_layouts`, readers of files in `foreign_files`.
 
-Names and shapes do not tell everything about a model's code: a GPT of LLMs-from-scratch with
-sliding windows (`ch04/06_swa`) looks like one without.
+Names and shapes of tensors do not show everything about a model: a GPT of LLMs-from-scratch with
+sliding windows (`ch04/06_swa`) has the same tensors as a GPT without them.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ class ForeignModel:
 
     Attributes:
         config: a config.json object, of a GPT-2, a nanochat or a Llama-like model.
-        tensors: tensors by their names in model.safetensors, without a tied head. Tensors that
-            needed no rearranging are the file itself, memory-mapped, and change when it does.
+        tensors: tensors by their names in model.safetensors, without a tied head. A tensor that
+            needed no rearranging is memory-mapped, and changes when the file does.
         program: name of the program.
-        notes: settings that were filled in, one sentence each.
-        logits: function from token ids, int64 [B, T], to the program's own logits [B, T, V],
-            fp32, which a conversion is checked by. It uses the file's own tensors, by their names
-            and layout there; only settings come from `config`. T is at most the context.
+        notes: settings that were assumed, one sentence each.
+        logits: function from token ids, int64 [B, T], to the logits [B, T, V], fp32, that the
+            program's own code would compute. A conversion is checked against them. The function
+            uses the tensors as the file has them, and takes only settings from `config`. T is at
+            most the context.
     """
 
     config: dict[str, Any]
@@ -61,16 +63,17 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     """Read a checkpoint of another program.
 
     Args:
-        path: the file of nanoGPT, LLMs-from-scratch or torchtune; the folder, or the file with
-            weights, of OpenAI's GPT-2, Meta's Llama, litgpt or nanochat.
-        config: settings that the file lacks, as keys of a Hugging Face config.json: for a GPT of
-            LLMs-from-scratch `n_head`, if heads are not of size 64; for its Llamas and torchtune's
-            `num_attention_heads`, `max_position_embeddings` and `rope_parameters`.
+        path: a file of nanoGPT, LLMs-from-scratch or torchtune; or of OpenAI's GPT-2, Meta's
+            Llama, litgpt or nanochat, the folder or its file of weights.
+        config: settings that the file lacks, as keys of a Hugging Face config.json. A GPT of
+            LLMs-from-scratch needs `n_head` if its heads are not of size 64. Llamas of
+            LLMs-from-scratch and torchtune need `num_attention_heads`,
+            `max_position_embeddings` and `rope_parameters`.
 
     Raises:
         InputError: a file of settings can't be read.
-        ModelError: the file can't be read, holds objects beside weights, is of another program,
-            has tensors that are missing, unknown, misshapen or not floating point, or `config`
+        ModelError: the file can't be read, holds objects other than weights, or is of an unknown
+            program; a tensor is missing, unknown, misshapen or not floating point; or `config`
             lacks a needed key or contradicts the file.
     """
     opened = open_foreign(path)
@@ -108,7 +111,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 def _config(
     path: Path, opened: Opened, shape: Shape, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json, and notes on the settings that were assumed."""
+    """The model's config.json, and notes on the settings that were assumed."""
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
     if layout.kind != "gpt2":
@@ -120,8 +123,8 @@ def _config(
 
 
 def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
-    """Reorder the rows of queries and keys, in place of the pairs (2i, 2i + 1) the pairs
-    (i, i + D/2) of Hugging Face."""
+    """Reorder the rows of the query and key projections, in place: from rotary pairs (2i, 2i + 1)
+    of a head to Hugging Face's pairs (i, i + D/2)."""
     for name, tensor in tensors.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             pairs = tensor.reshape(-1, head_dim // 2, 2, tensor.shape[1])
@@ -131,10 +134,11 @@ def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
 def _sources(
     path: Path, weights: Mapping[str, Any], layout: Layout
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """The number of layers, and the program's tensors that each Hugging Face tensor is made of.
+    """The number of layers, and the names of the program's tensors that each Hugging Face tensor is
+    made of.
 
-    GPT-2's biases that the model lacks are made of none; missing biases of queries, keys and
-    values alone are left out.
+    nanoGPT's optional biases, if the file lacks them all, are made of no tensor: () stands for
+    zeros. LLMs-from-scratch's optional biases of queries, keys and values are left out instead.
     """
     first = next(theirs for names in layout.names.values() for theirs in names if "{}" in theirs)
     number = re.compile(re.escape(first.partition("{}")[0]) + r"(\d+)[./]")
@@ -157,7 +161,8 @@ def _sources(
 
 
 def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that are not plain floating point: quantised ones need their scales."""
+    """Refuse weights that are not plain floating point, such as quantised ones, which need their
+    scales, and tensors that share stored numbers among their elements (see `is_whole`)."""
     others = [
         f"{name} is {str(value.dtype).removeprefix('torch.') if is_tensor else 'no tensor'}"
         for name, value in weights.items()
@@ -169,7 +174,7 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[str, int]:
-    """The size of each letter in the layout's shapes."""
+    """The size of each letter in the layout's shapes, read from the tensors of `SIZES`."""
     sizes = {}
     for letter, (ours, dimension) in SIZES[layout.kind].items():
         name = layout.names[ours][0].format(0)
@@ -181,12 +186,13 @@ def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[st
 
 
 def _shape_of(spec: str, sizes: Mapping[str, int]) -> list[int]:
-    """[64, 192] of "C 3C" for a C of 64."""
+    """The shape that `spec` describes: "C 3C" is [64, 192] if the size of C is 64."""
     return [int(part[:-1] or 1) * sizes[part[-1]] for part in spec.split()]
 
 
 def _template(name: str) -> str:
-    """`transformer.h.{}.ln_1.weight` of `transformer.h.3.ln_1.weight`."""
+    """A tensor's name in the tables: `transformer.h.3.ln_1.weight` becomes
+    `transformer.h.{}.ln_1.weight`."""
     return re.sub(r"\.\d+\.", ".{}.", name)
 
 
@@ -221,7 +227,8 @@ def _convert(
     sizes: Mapping[str, int],
     tied: bool,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors by Hugging Face name, and the modules whose missing biases became zeros."""
+    """The tensors by Hugging Face name, and the names of the modules whose missing biases became
+    zeros."""
     tensors, filled = {}, []
     for name, parts in sources.items():
         template = _template(name)

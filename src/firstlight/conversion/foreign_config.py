@@ -1,7 +1,7 @@
 """The config.json of another program's model, from its file, the caller and the program's defaults.
 
-The file can't be contradicted. Settings that are missing in both get the program's default, with a
-note, or are asked for.
+The caller can't contradict the file. A setting that neither has gets the program's default, with a
+note; without a default, the model is refused with the request to give the setting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from firstlight.errors import ModelError, nearest
 from firstlight.models import FAMILIES, GPT2Config, ModelConfig
 from firstlight.models.rope import rope_frequencies
 
-#: The second names of keys in GPT-2's config.json.
+#: Keys that GPT-2's config.json can have under a common name -> GPT-2's own name.
 _GPT2_ALIASES = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
@@ -47,12 +47,13 @@ _LLAMA_KEYS = {
     *("rope_parameters", "rope_theta", "rope_scaling", "tie_word_embeddings", "hidden_act"),
     *("attention_bias", "mlp_bias", "attention_dropout", "initializer_range", "pretraining_tp"),
 }
-#: Keys of any config.json beside the model's shape.
+#: Keys of any config.json that do not describe the architecture.
 _OTHER_KEYS = {
     *("model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path"),
 }
-#: The tokenizer decides: without these, Hugging Face's classes take ids of their own models.
+#: Written because Hugging Face's config classes would otherwise assume the special tokens of their
+#: own models. The ids of a tokenizer, if there is one, replace them.
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -61,9 +62,9 @@ class Shape:
     """The shape of a model, as its tensors show it.
 
     Attributes:
-        sizes: sizes by the letters of `foreign_layouts`.
+        sizes: sizes by the shape letters of `foreign_layouts`.
         layers: number of layers.
-        tied: True if head and embedding are the same.
+        tied: True if head and embedding are equal.
         qkv_bias: True if a GPT's queries, keys and values have biases.
     """
 
@@ -74,7 +75,7 @@ class Shape:
 
 
 def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The caller's config without nulls, its aliases replaced by GPT-2's own keys.
+    """The caller's config without nulls; in a GPT-2's, aliases are replaced by GPT-2's own keys.
 
     Raises:
         ModelError: a key is unknown.
@@ -97,8 +98,19 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
 def _merged(
     path: Path, assumed: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
-    """All three merged; `found` comes from the file, and may not be contradicted."""
-    # A base of its own, as transformers 4 wrote it, is not read where there are rope_parameters.
+    """All three merged; later ones take precedence.
+
+    Args:
+        path: the file, for messages.
+        assumed: the program's defaults.
+        given: the caller's settings.
+        found: settings in the file, which `given` must not contradict.
+
+    Raises:
+        ModelError: `given` contradicts `found`.
+    """
+    # With rope_parameters, a separate rope_theta (transformers 4's key) would be ignored: it must
+    # not differ from the one inside.
     rope, told = {**assumed, **given, **found}.get("rope_parameters"), dict(found)
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         told["rope_theta"] = rope["rope_theta"]
@@ -125,10 +137,11 @@ def gpt2_config(
         shape: shape of the model, from its tensors.
         given: the caller's settings.
         settings: settings in the program's files.
-        activation: the program's activation by Hugging Face's name.
+        activation: Hugging Face's name of the program's activation.
 
     Raises:
-        ModelError: the sources contradict each other, or the number of heads is unknown.
+        ModelError: two of `shape`, `given` and `settings` contradict each other, or the number of
+            heads is unknown.
     """
     sizes, model_args, notes = shape.sizes, settings.model_args or {}, []
     found: dict[str, Any] = {
@@ -166,7 +179,7 @@ def gpt2_config(
     config = _merged(path, assumed, given, found)
     _check_heads(path, config["n_head"], "n_head", sizes["C"])
     checked = _checked(path, GPT2Config.from_hf, config)
-    del config["qkv_bias"]  # config.json has it only if there are no biases
+    del config["qkv_bias"]  # `to_hf` adds the key only if there are no biases
     return {**config, **checked.to_hf()}, notes
 
 
@@ -189,7 +202,7 @@ def nanogpt_notes(shape: Shape, given: Mapping[str, Any]) -> list[str]:
 
 
 def _guess_heads(path: Path, width: int) -> int:
-    """Heads of size 64, which all of OpenAI's GPT-2s have."""
+    """The number of heads if their size is 64, as in all of OpenAI's GPT-2s."""
     if width % 64:
         raise ModelError(
             f"{path} doesn't say how many heads there are, and its width {width} is no multiple "
@@ -283,7 +296,17 @@ def _checked(
 
 
 def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
-    """Compare the config with the tables that older models save in each layer, maybe in bf16."""
+    """Compare the config's rotary frequencies with a table of sines that the file holds.
+
+    Args:
+        path: the file, for messages.
+        config: the model's config.
+        sines: table [positions, head size], which may have been saved in bf16.
+
+    Raises:
+        ModelError: they differ.
+    """
+    # At position 1, the angles are the frequencies themselves.
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     saved = sines[1, : len(frequencies)].float()
     if not torch.allclose(saved, frequencies.sin(), rtol=1e-2, atol=1e-6):

@@ -1,4 +1,4 @@
-"""Files of other programs' models: which program's they are, their tensors and their settings."""
+"""Files of other programs' models: recognise the program, read its tensors and settings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from firstlight.recipe.load import parse_yaml
 from firstlight.weights.huggingface import CONFIG_NAME
 from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
 
-#: Ends of names that hold no weights: masks and rotary tables.
+#: Ends of the names of tensors that are no weights: masks and rotary tables.
 _BUFFERS = (".attn.bias", ".att.mask", ".att.cos", ".att.sin", "rope.freqs")
 
 LITGPT_NAME = "lit_model.pth"
@@ -59,14 +59,14 @@ _META_FILE = re.compile(r"consolidated\.(\d\d)\.pth")
 _META_CONFIG = "params.json"
 _OPENAI_CONFIG = "hparams.json"
 _NANOCHAT_FILE = re.compile(r"model_(\d+)\.pt")
-#: The rows of nanochat's embedding and head are a multiple of this.
+#: nanochat pads the rows of embedding and head to a multiple of this.
 _NANOCHAT_ROWS = 64
-#: Most names in a message.
+#: Maximum number of names in a message.
 _SHOWN = 12
-#: Bytes of a file of settings.
+#: Maximum size of litgpt's model_config.yaml in bytes.
 _MAX_CONFIG_BYTES = 1_000_000
 
-#: Dimension along which Meta cuts the matrices of its models, by the module's name.
+#: Dimension along which Meta's files shard a module's matrix (tensor parallelism), by its name.
 _META_CUT = {
     **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0),
     **dict.fromkeys(("wo", "w2"), 1),
@@ -79,10 +79,10 @@ class Opened:
 
     Attributes:
         layout: names and shapes of the program's tensors.
-        weights: tensors by the program's names; a head that is the embedding stands twice.
-        settings: settings of the model that the files tell, or the program's code assumes.
-        logits: function from config.json and token ids, int64 [B, T], to the program's own logits
-            [B, T, V], fp32.
+        weights: tensors by the program's names. A tied head is under both its names.
+        settings: settings in the files, and those that the program's code assumes.
+        logits: function from config.json and token ids, int64 [B, T], to the logits that the
+            program's own code would compute, fp32 [B, T, V].
     """
 
     layout: Layout
@@ -92,8 +92,13 @@ class Opened:
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """The folder of a model of several files, from its path or that of one of its files; None for a
-    model of one file (of nanochat's steps, the one that is named), or of an unknown program.
+    """The folder of another program's model that consists of several files.
+
+    Args:
+        path: the folder, or for litgpt, Meta and OpenAI its file of weights.
+
+    Returns:
+        The folder; None for any other file, and for folders of Hugging Face or unknown programs.
     """
     folder = path if path.is_dir() else path.parent
     is_named = path.name == LITGPT_NAME or ".ckpt" in path.name
@@ -101,12 +106,12 @@ def foreign_folder(path: Path) -> Path | None:
     if not is_meant or not folder.is_dir():
         return None
     if path.is_dir() and any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
-        return None  # litgpt's folders can have the model that was downloaded beside their own
+        return None  # a litgpt folder can also hold the Hugging Face model that it was made from
     if (folder / LITGPT_NAME).is_file() and (folder / _LITGPT_CONFIG).is_file():
         return folder
     if (folder / _META_CONFIG).is_file() and _meta_files(folder):
         return folder
-    # Without its meta_STEP.json, the folder is still nanochat's: the refusal names that file.
+    # A folder without meta_STEP.json is accepted here, so that the error names the missing file.
     if path.is_dir() and _nanochat_files(folder) and not (folder / CONFIG_NAME).is_file():
         return folder
     return folder if (folder / _OPENAI_CONFIG).is_file() and _bundles(folder) else None
@@ -117,7 +122,8 @@ def open_foreign(path: Path) -> Opened:
 
     Raises:
         InputError: a file of settings can't be read.
-        ModelError: a file can't be read, holds objects beside weights, or is of another program.
+        ModelError: a file can't be read, holds objects other than weights, or is of an unknown
+            program.
     """
     folder = foreign_folder(path)
     if folder is None:
@@ -131,7 +137,7 @@ def open_foreign(path: Path) -> Opened:
 
 
 def _open_file(path: Path) -> Opened:
-    """A checkpoint of nanoGPT, LLMs-from-scratch, torchtune or nanochat."""
+    """Open a checkpoint file of nanoGPT, LLMs-from-scratch, torchtune or nanochat."""
     content = read_pickle(path)
     everything = named_weights(path, content)
     layout = _layout_of(path, everything)
@@ -176,7 +182,7 @@ def _open_file(path: Path) -> Opened:
 
 
 def _nanochat_files(folder: Path) -> list[Path]:
-    """nanochat's models in a folder, by step."""
+    """nanochat's `model_STEP.pt` files in a folder, in order of the steps."""
     steps = {
         int(match[1]): path
         for path in folder.iterdir()
@@ -186,7 +192,8 @@ def _nanochat_files(folder: Path) -> list[Path]:
 
 
 def _open_nanochat(path: Path, weights: Mapping[str, Any], layout: Layout) -> Opened:
-    """A model of nanochat's first form: `model_STEP.pt`, and `meta_STEP.json` beside it."""
+    """Open a nanochat model of the architecture before 11 January 2026: `model_STEP.pt`, with
+    `meta_STEP.json` beside it."""
     match = _NANOCHAT_FILE.fullmatch(path.name)
     meta = path.with_name(f"meta_{match[1]}.json") if match else None
     if meta is None or not meta.is_file():
@@ -202,8 +209,8 @@ def _open_nanochat(path: Path, weights: Mapping[str, Any], layout: Layout) -> Op
         if isinstance(rows, Tensor) and rows.dim() == 2 and 0 < len(rows) - size < _NANOCHAT_ROWS:
             own[name] = rows[:size]
     tensors = [one for one in own.values() if isinstance(one, Tensor) and is_whole(one)]
-    # On a GPU nanochat keeps the embedding in bf16 beside fp32. All in fp32 rounds no number, and
-    # transformers loads it as it is.
+    # On a GPU, nanochat keeps the embedding in bf16 and the rest in fp32. Widening it to fp32 is
+    # exact, and gives the file one dtype, which transformers then loads.
     is_mixed = {tensor.dtype for tensor in tensors} == {torch.float32, torch.bfloat16}
     is_widened = is_mixed and len(tensors) == len(own)
     return Opened(
@@ -215,7 +222,7 @@ def _open_nanochat(path: Path, weights: Mapping[str, Any], layout: Layout) -> Op
 
 
 def _require_first_form(path: Path, weights: Mapping[str, Any], settings: Settings) -> None:
-    """Refuse later forms of nanochat, and name what they have beside the first."""
+    """Refuse later nanochat models, and name the tensors and settings that the first form lacks."""
     known = {name.replace("{}", "*") for names in NANOCHAT.names.values() for name in names}
     found = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in weights)
     more = [name for name in found if name not in known]
@@ -260,7 +267,7 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
 
 
 def _open_openai(folder: Path) -> Opened:
-    """OpenAI's GPT-2 as TensorFlow saved it: `model.ckpt.*` and `hparams.json`."""
+    """Open OpenAI's GPT-2 as saved by TensorFlow: `model.ckpt.*` and `hparams.json`."""
     bundles = _bundles(folder)
     if len(bundles) > 1:
         names = [path.name for path in bundles]
@@ -268,7 +275,7 @@ def _open_openai(folder: Path) -> Opened:
     prefix = bundles[0].with_suffix("")
     weights: dict[str, Any] = {}
     for name, tensor in read_bundle(prefix).items():
-        # Weights of layers are those of convolutions of width one: [1, in, out].
+        # OpenAI's linear layers are convolutions of width 1, with weights [1, in, out].
         is_convolution = name.endswith("/w") and tensor.dim() == 3
         if is_convolution and len(tensor) != 1:
             raise ModelError(
@@ -299,7 +306,7 @@ def _meta_files(folder: Path) -> list[Path]:
 
 
 def _open_meta(folder: Path) -> Opened:
-    """Meta's Llama: `consolidated.*.pth`, each a part of every matrix, and `params.json`."""
+    """Open Meta's Llama: `params.json`, and tensor-parallel shards in `consolidated.*.pth`."""
     files = _meta_files(folder)
     missing = {f"consolidated.{i:02}.pth" for i in range(len(files))} - {f.name for f in files}
     if missing:
@@ -320,7 +327,7 @@ def _open_meta(folder: Path) -> Opened:
 
 
 def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """The whole tensors; one file's are left as they are."""
+    """The whole tensors, joined from the files' shards; those of a single file are unchanged."""
     if len(shards) == 1:
         return dict(shards[0])
     first = shards[0]
@@ -335,7 +342,7 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
         module = name.split(".")[-2] if "." in name else name
         cut = _META_CUT.get(module)
         if module == "tok_embeddings" and tensor.dim() == 2:
-            # Llama 1 and 2 cut the embedding's width, Llama 3 its vocabulary.
+            # Llama 1 and 2 shard the embedding's width, Llama 3 its vocabulary.
             cut = 0 if tensor.shape[1] == width else 1
         parts = [shard[name] for shard in shards]
         if cut is None:
@@ -350,7 +357,7 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
 
 
 def _open_litgpt(folder: Path) -> Opened:
-    """A Llama-like model of litgpt: `lit_model.pth` and `model_config.yaml`."""
+    """Open a Llama-like model of litgpt: `lit_model.pth` and `model_config.yaml`."""
     path, config_path = folder / LITGPT_NAME, folder / _LITGPT_CONFIG
     content = read_file(config_path, _MAX_CONFIG_BYTES)
     try:
@@ -372,7 +379,8 @@ def _open_litgpt(folder: Path) -> Opened:
 
 
 def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The tensors with queries, keys and values of `rows` rows each cut out of litgpt's matrix."""
+    """The tensors, with litgpt's fused matrix `attn.qkv` split into `attn.qkv[q]`, `[k]` and `[v]`
+    of `rows` rows each."""
     cut: dict[str, Any] = {}
     for name, value in weights.items():
         match = re.fullmatch(r"(.*\.attn\.qkv)\.(weight|bias)", name)

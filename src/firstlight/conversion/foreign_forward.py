@@ -1,12 +1,12 @@
 """Logits of other programs' models, from their own tensors, as their own code computes them.
 
-The source's side of a conversion's check. This module shares no names, layout or model code with
-the conversion, so that a wrong name, order or transposition of a tensor is found. Constants of a
-program's code are constants here, whatever a config says. The computation is in fp32; each weight
-is cast when it is used, so that few of them are in memory at a time.
+A conversion is checked against these logits. The module therefore shares no names, layout or model
+code with the conversion: a wrong name, order or transposition of a tensor gives different logits.
+Constants in a program's code are constants here, even if a config says otherwise. The computation
+is in fp32. Each weight is cast when it is used, so that few fp32 copies are in memory at a time.
 
-Sources: see `foreign_layouts`. Shapes: B batch, T positions, C width, H heads, K heads of keys
-and values, D size of a head, V vocabulary.
+Sources: see `foreign_layouts`. Shape letters: B batch, T positions, C width, H query heads, K key
+and value heads, D size of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ from torch import Tensor
 
 Weights = Mapping[str, Tensor]
 
-#: Epsilon of the norms in the code of all these programs.
+#: Epsilon of the norms in nanoGPT, LLMs-from-scratch and OpenAI's GPT-2.
 _EPSILON = 1e-5
-#: Rows of the head, the largest tensor by far, that are cast at a time.
+#: Rows of the output head, often the largest tensor, that are cast to fp32 at a time.
 _HEAD_ROWS = 8192
 
 
 @dataclass(frozen=True)
 class _Names:
-    """A program's names of a GPT's modules; a block's modules without the block's name."""
+    """A program's names of a GPT's modules.
+
+    `block` is the prefix of a block without its number. Modules of a block (`qkv`, `norm_1`,
+    `attended`, `norm_2`, `up`, `down`) are named without that prefix. `attended` is the output
+    projection of attention; `scale` and `shift` are the names of a norm's two tensors.
+    """
 
     qkv: tuple[str, ...]
     tokens: str
@@ -50,8 +55,9 @@ class _Names:
 
 @dataclass(frozen=True)
 class PairsNames:
-    """Names of a Llama whose rotary positions turn neighbouring rows; a layer's modules without
-    the layer's name."""
+    """Names of a layer's modules, without the layer's prefix, in a Llama with rotary pairs
+    (2i, 2i + 1). `attended` is attention's output projection, `scale` the name of a norm's weight.
+    """
 
     norm_1: str
     q: str
@@ -94,13 +100,14 @@ TORCHTUNE_NAMES = PairsNames(
 
 
 def nanogpt_logits(weights: Weights, heads: int, ids: Tensor, *, tanh_gelu: bool = False) -> Tensor:
-    """Logits [B, T, V], fp32, of nanoGPT's GPT for `ids`, int64 [B, T].
+    """Logits [B, T, V], fp32, of nanoGPT's GPT.
 
     Args:
         weights: the state_dict; biases may be missing.
-        heads: number of heads.
-        ids: token ids below V; T at most the number of positions.
-        tanh_gelu: use the tanh form of GELU, nanoGPT's before May 2023, not the exact one.
+        heads: number of attention heads.
+        ids: token ids below V, int64 [B, T]; T is at most the number of positions.
+        tanh_gelu: True computes GELU by its tanh approximation, as nanoGPT did before May 2023;
+            False exactly.
 
     Raises:
         IndexError: an id or T is too large.
@@ -109,7 +116,8 @@ def nanogpt_logits(weights: Weights, heads: int, ids: Tensor, *, tanh_gelu: bool
 
 
 def book_gpt_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
-    """Logits [B, T, V] of LLMs-from-scratch's GPTModel or GPTModelFast; see `nanogpt_logits`."""
+    """Logits [B, T, V], fp32, of LLMs-from-scratch's GPTModel or GPTModelFast; arguments and errors
+    as in `nanogpt_logits`."""
     names = _BOOK_FAST if "trf_blocks.0.att.qkv.weight" in weights else _BOOK
     return _gpt_logits(weights, names, heads, ids, "tanh")
 
@@ -119,12 +127,12 @@ def book_llama_logits(weights: Weights, heads: int, ids: Tensor, rope: Mapping[s
     """Logits [B, T, V], fp32, of LLMs-from-scratch's Llama2Model or Llama3Model.
 
     Args:
-        weights: the state_dict. Older ones hold rotary tables: fp32 tables are used, tables of
-            less precision are computed again.
+        weights: the state_dict. Rotary tables in it (older models save them) are used if they are
+            fp32 and have the right shape; else the tables are computed from `rope`.
         heads: number of query heads.
         ids: token ids below V, int64 [B, T].
-        rope: `rope_parameters` of a config.json; of the kinds of scaling the book's code has
-            "llama3" alone, and so has this function.
+        rope: `rope_parameters` of a config.json. The only scaling that is applied is "llama3", as
+            in the program's code.
     """
     x = F.embedding(ids, weights["tok_emb.weight"]).float()
     size = x.shape[-1] // heads
@@ -147,8 +155,8 @@ def book_llama_logits(weights: Weights, heads: int, ids: Tensor, rope: Mapping[s
 
 @torch.no_grad()
 def openai_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
-    """Logits [B, T, V] of OpenAI's GPT-2, whose weights of layers are [in, out]; see
-    `nanogpt_logits`."""
+    """Logits [B, T, V], fp32, of OpenAI's GPT-2, whose linear layers have weights [in, out];
+    `weights`, `heads` and `ids` as in `nanogpt_logits`."""
 
     def layer(name: str, x: Tensor) -> Tensor:
         return x @ weights[f"model/{name}/w"].float() + weights[f"model/{name}/b"].float()
@@ -177,8 +185,8 @@ def pairs_llama_logits(
     """Logits [B, T, V], fp32, of Meta's or torchtune's Llama.
 
     Args:
-        shards: the parts of the model, one a process of Meta's program; each computes its heads
-            and its part of the MLP, whose outputs are summed.
+        shards: the model's tensor-parallel shards, one per file; a list of one for torchtune. Each
+            shard has some of the heads and a part of the MLP; their outputs are summed.
         names: names of the program's tensors.
         config: config.json, for heads, rotary positions and the norms' epsilon.
         ids: token ids below V, int64 [B, T].
@@ -213,13 +221,14 @@ def pairs_llama_logits(
 
 @torch.no_grad()
 def nanochat_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
-    """Logits [B, T, V], fp32, of nanochat's first form; see `nanogpt_logits`. Its rotary tables are
-    fp32 here, bf16 in its code."""
+    """Logits [B, T, V], fp32, of nanochat's first form; `weights`, `heads` and `ids` as in
+    `nanogpt_logits`. The rotary tables are fp32 here, and bf16 in nanochat's code."""
     x = _bare_norm(F.embedding(ids, weights["transformer.wte.weight"]).float())
     size = x.shape[-1] // heads
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     angles = (torch.arange(ids.shape[1])[:, None] * _frequencies(size, rope)).repeat(1, 2)
-    # The other direction: (a cos + b sin, b cos - a sin) of the halves a and b of a head.
+    # nanochat rotates by the negative angle: the halves a and b of a head become
+    # (a cos + b sin, b cos - a sin).
     cos, sin = angles.cos(), -angles.sin()
     for block in _blocks(weights, "transformer.h.", "attn.c_q.weight"):
         y = _bare_norm(x)
@@ -232,7 +241,7 @@ def nanochat_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
 
 
 def _embedded(parts: Sequence[Tensor], ids: Tensor, width: int) -> Tensor:
-    """The embeddings [B, T, C], from parts of their width, or of the vocabulary."""
+    """The embeddings of `ids`, fp32 [B, T, width], from shards [V, width / n] or [V / n, width]."""
     if parts[0].shape[1] != width:
         return torch.cat([F.embedding(ids, part).float() for part in parts], -1)
     x, first = torch.zeros(*ids.shape, width), 0
@@ -249,7 +258,13 @@ def _rows(shards: Sequence[Weights], module: str) -> int:
 
 @torch.no_grad()
 def litgpt_logits(weights: Weights, config: Mapping[str, Any], ids: Tensor) -> Tensor:
-    """Logits [B, T, V], fp32, of a Llama-like model of litgpt; see `pairs_llama_logits`."""
+    """Logits [B, T, V], fp32, of a Llama-like model of litgpt.
+
+    Args:
+        weights: the state_dict.
+        config: config.json, for heads, rotary positions, window and the norms' epsilon.
+        ids: token ids below V, int64 [B, T].
+    """
     heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
     size, groups = config["head_dim"], config["num_key_value_heads"]
     x = F.embedding(ids, weights["transformer.wte.weight"]).float()
@@ -292,7 +307,8 @@ def _gpt_logits(weights: Weights, names: _Names, heads: int, ids: Tensor, gelu: 
 
 
 def _blocks(weights: Weights, prefix: str, first: str) -> Iterator[str]:
-    """Names of the blocks, such as "trf_blocks.0.", while they have a tensor called `first`."""
+    """Prefixes of the blocks, such as "trf_blocks.0.", up to the first block without a tensor named
+    `first`."""
     return takewhile(lambda block: block + first in weights, (f"{prefix}{i}." for i in count()))
 
 
@@ -324,13 +340,18 @@ def _bare_norm(x: Tensor) -> Tensor:
 
 
 def _split(x: Tensor, size: int) -> Tensor:
-    """[B, T, H x D] as [B, H, T, D]."""
+    """[B, T, H x D] reshaped to [B, H, T, D], D being `size`."""
     return x.view(*x.shape[:2], -1, size).transpose(1, 2)
 
 
 def _attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention, in which H / K neighbouring heads share keys and values; [B, T, C]. With a
-    `window`, a token sees this number of tokens, itself included."""
+    """Causal attention, [B, T, H x D].
+
+    Args:
+        q_BHTD: queries.
+        k_BKTD, v_BKTD: keys and values, which H / K neighbouring query heads share.
+        window: number of tokens that a token attends to, itself included; None is no limit.
+    """
     shared = q_BHTD.shape[1] // k_BKTD.shape[1]
     k_BHTD, v_BHTD = (t.repeat_interleave(shared, dim=1) for t in (k_BKTD, v_BKTD))
     scores = q_BHTD @ k_BHTD.transpose(2, 3) / math.sqrt(q_BHTD.shape[-1])
@@ -341,11 +362,12 @@ def _attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None =
 
 
 def _frequencies(size: int, rope: Mapping[str, Any]) -> Tensor:
-    """Rotary angle [D/2] of each pair per position, rescaled as in Llama 3.1 if `rope` says so."""
+    """Rotary angle of each pair per position, fp32 [D/2], D being `size`; rescaled as in Llama 3.1
+    (meta-llama/llama-models `apply_scaling`) if `rope_type` is "llama3"."""
     frequencies: Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     if rope["rope_type"] != "llama3":
         return frequencies
-    # Rotations of each pair within the original context.
+    # Full rotations of each pair within the original context.
     rounds = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((rounds - low) / (high - low)).clamp(0, 1)
@@ -353,20 +375,21 @@ def _frequencies(size: int, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _table(weights: Weights, name: str, computed: Tensor) -> Tensor:
-    """The first rows of the file's table [positions, D]; `computed` if none fits."""
+    """The first T rows of the file's table [positions, D]; `computed`, [T, D], if the file has no
+    table, or one of another width or dtype."""
     saved = weights.get(name, computed)
     rows = saved[: len(computed)] if saved.dim() == 2 else saved
     return rows if rows.shape == computed.shape and rows.dtype == computed.dtype else computed
 
 
 def _turned(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (i, i + D/2) turned by their angles; the tables are [T, D]."""
+    """Rotate pairs (i, i + D/2) of [B, H, T, D]; `cos` and `sin` are [T, D]."""
     half = x_BHTD.shape[-1] // 2
     other = torch.cat((-x_BHTD[..., half:], x_BHTD[..., :half]), -1)
     return x_BHTD * cos + other * sin
 
 
 def _turned_pairs(x_BHTD: Tensor, turns: Tensor) -> Tensor:
-    """Pairs (2i, 2i + 1) turned by complex numbers [T, D/2]."""
+    """Rotate pairs (2i, 2i + 1) of [B, H, T, D] by unit complex numbers `turns`, [T, D/2]."""
     pairs = torch.view_as_complex(x_BHTD.reshape(*x_BHTD.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(-2)

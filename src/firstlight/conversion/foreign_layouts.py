@@ -1,12 +1,18 @@
-"""Names and shapes of other programs' tensors, one table a family.
+"""Names and shapes of other programs' tensors, in one table per family.
 
-From a Hugging Face name to the names it is made of ("{}" is the layer's number). Sources:
-karpathy/nanoGPT `model.py`; rasbt/LLMs-from-scratch `pkg/llms_from_scratch/ch04.py` and
-`llama3.py`, and `ch05/07_gpt_to_llama`; openai/gpt-2 `src/model.py`; meta-llama/llama
-`llama/model.py`; pytorch/torchtune `torchtune/models/convert_weights.py`; Lightning-AI/litgpt
-`litgpt/model.py`; karpathy/nanochat `nanochat/gpt.py` of before 11 January 2026.
+A layout maps each Hugging Face name to the program's names that its tensor is made of; "{}" is the
+layer's number.
 
-Shapes are Hugging Face's, as letters:
+Sources of the names:
+    karpathy/nanoGPT          model.py
+    rasbt/LLMs-from-scratch   pkg/llms_from_scratch/ch04.py and llama3.py, ch05/07_gpt_to_llama
+    openai/gpt-2              src/model.py
+    meta-llama/llama          llama/model.py
+    pytorch/torchtune         torchtune/models/convert_weights.py
+    Lightning-AI/litgpt       litgpt/model.py
+    karpathy/nanochat         nanochat/gpt.py before 11 January 2026
+
+Shapes are those of Hugging Face's tensors, as letters:
     V  vocabulary    P  positions    C  hidden size    F  MLP size    D  size of a head
     Q  query heads x head size    K  kv heads x head size
 """
@@ -16,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-#: Hugging Face's module of a GPT-2, the shapes of its weight and bias, LLMs-from-scratch's
-#: modules, of which several are stacked along the outputs, and OpenAI's.
+#: Columns: Hugging Face's module of a GPT-2; shape of its weight; shape of its bias ("" for none);
+#: LLMs-from-scratch's modules, separated by spaces if several are stacked along the outputs;
+#: OpenAI's module.
 _GPT2 = (
     ("transformer.wte", "V C", "", "tok_emb", "model/wte"),
     ("transformer.wpe", "P C", "", "pos_emb", "model/wpe"),
@@ -43,7 +50,7 @@ _GPT2 = (
     ("transformer.ln_f", "C", "C", "final_norm", "model/ln_f"),
     ("lm_head", "V C", "", "out_head", "model/wte"),
 )
-#: Hugging Face's module of a Llama, the shape of its weight, and the modules of LLMs-from-scratch,
+#: Columns: Hugging Face's module of a Llama; shape of its weight; the modules of LLMs-from-scratch,
 #: Meta, torchtune and litgpt.
 _LLAMA = (
     (
@@ -89,7 +96,7 @@ _LLAMA = (
     ("model.norm", "C", "final_norm", "norm", "norm", "transformer.ln_f"),
     ("lm_head", "V C", "out_head", "output", "output", "lm_head"),
 )
-#: Hugging Face's module of a nanochat model, the shape of its weight, and nanochat's module.
+#: Columns: Hugging Face's module of a nanochat model; shape of its weight; nanochat's module.
 _NANOCHAT = (
     ("model.embed_tokens", "V C", "transformer.wte"),
     ("model.layers.{}.self_attn.q_proj", "Q C", "transformer.h.{}.attn.c_q"),
@@ -107,7 +114,7 @@ _GPT2_SHAPES = {
     if shape
 }
 _LLAMA_SHAPES = {f"{row[0]}.weight": row[1] for row in _LLAMA}
-#: Hugging Face tensor and dimension that give the size of each letter.
+#: By family, (Hugging Face tensor, its dimension) that gives the size of each letter.
 SIZES = {
     "gpt2": {
         "V": ("transformer.wte.weight", 0),
@@ -123,8 +130,8 @@ SIZES = {
     },
 }
 SIZES["nanochat"] = SIZES["llama"] | {"F": ("model.layers.{}.mlp.fc1.weight", 0)}
-#: Hugging Face's and OpenAI's GPT-2 keep these [in, out]; `nn.Linear`, which the others use,
-#: [out, in].
+#: Weights that Hugging Face's and OpenAI's GPT-2 store as [in, out]. Other programs' GPTs use
+#: `nn.Linear`, which stores [out, in].
 TRANSPOSED = frozenset(
     f"transformer.h.{{}}.{name}.weight"
     for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -139,16 +146,16 @@ class Layout:
 
     Attributes:
         program: name of the program.
-        kind: Hugging Face's family whose names the tensors get, "gpt2", "nanochat" or "llama"
-            (Mistral's, Qwen2's and Qwen3's are Llama's).
-        mark: end of a tensor's name that identifies the layout.
+        kind: Hugging Face's family whose names the tensors get: "gpt2", "nanochat" or "llama"
+            (also for Mistral, Qwen2 and Qwen3, whose names are Llama's).
+        mark: end of a tensor's name by which the layout is recognised.
         names: the program's tensors that each Hugging Face tensor is made of; several are stacked
             along the outputs.
         shapes: shapes of the Hugging Face tensors, in letters.
-        optional: biases, by Hugging Face name, that a file may lack, all or none of them.
-        rotates_pairs: True where rotary positions turn neighbouring rows of a head, where Hugging
-            Face turns rows of its two halves.
-        is_transposed: True where linear layers are [out, in] and Hugging Face's GPT-2 [in, out].
+        optional: biases, by Hugging Face name, that a file may lack; it lacks all or none of them.
+        rotates_pairs: True if rotary positions rotate pairs (2i, 2i + 1) of a head's rows; False
+            for Hugging Face's pairs (i, i + D/2).
+        is_transposed: True if the weights in `TRANSPOSED` are [out, in], unlike Hugging Face's.
     """
 
     program: str
@@ -162,8 +169,14 @@ class Layout:
 
 
 def _book_gpt(mark: str, norm: Mapping[str, str], **changed: str) -> Layout:
-    """A GPT of LLMs-from-scratch, given the names of a norm's two tensors; `changed`: modules that
-    are called otherwise, by the end of Hugging Face's name."""
+    """The layout of a GPT of LLMs-from-scratch.
+
+    Args:
+        mark: see `Layout`.
+        norm: names of a norm's tensors "weight" and "bias".
+        changed: attention modules with other names than in `_GPT2`, by the last part of Hugging
+            Face's name.
+    """
     names = {}
     for module, _, bias, theirs, _ in _GPT2:
         modules = changed.get(module.rsplit(".", 1)[-1] if ".attn." in module else "", theirs)
@@ -174,7 +187,8 @@ def _book_gpt(mark: str, norm: Mapping[str, str], **changed: str) -> Layout:
 
 
 def _openai_names() -> dict[str, tuple[str, ...]]:
-    """Names of OpenAI's GPT-2: gains and biases of norms, weights and biases of layers."""
+    """OpenAI's tensors of a GPT-2, by Hugging Face's names: g (gain) and b of norms, w and b of
+    linear layers, and the embeddings, which have no suffix."""
     names: dict[str, tuple[str, ...]] = {}
     for module, _, bias, _, theirs in _GPT2:
         if not bias:
@@ -188,7 +202,8 @@ def _openai_names() -> dict[str, tuple[str, ...]]:
 def _llama(
     program: str, mark: str, column: int, norm: str = "weight", *, rotates_pairs: bool = False
 ) -> Layout:
-    """A program's Llama, named in a column of `_LLAMA`; `norm` is its name for weights of norms."""
+    """The layout of a program's Llama, whose modules are in a column of `_LLAMA`; `norm` is the
+    program's name for the weight of a norm."""
     names = {
         f"{row[0]}.weight": (f"{row[column]}.{norm if row[1] == 'C' else 'weight'}",)
         for row in _LLAMA
@@ -204,16 +219,17 @@ NANOGPT = Layout(
     shapes=_GPT2_SHAPES,
     optional=frozenset(name for name in _GPT2_SHAPES if name.endswith(".bias")),
 )
-#: `GPTModelFast`: queries, keys and values in one, torch's own norms.
+#: LLMs-from-scratch's `GPTModelFast`: one matrix for queries, keys and values, and nn.LayerNorm.
 BOOK_GPT_FAST = _book_gpt(
     ".att.qkv.weight",
     {"weight": "weight", "bias": "bias"},
     c_attn="trf_blocks.{}.att.qkv",
     c_proj="trf_blocks.{}.att.proj",
 )
-#: `GPTModel`.
+#: LLMs-from-scratch's `GPTModel`.
 BOOK_GPT = _book_gpt(".ff.layers.0.weight", {"weight": "scale", "bias": "shift"})
-#: `Llama2Model`, `Llama3Model` and `Llama3ModelFast`: rotary pairs (i, i + D/2), as Hugging Face.
+#: LLMs-from-scratch's `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. Their rotary pairs are
+#: Hugging Face's (i, i + D/2).
 BOOK_LLAMA = _llama("LLMs-from-scratch", ".ff.fc1.weight", 2)
 OPENAI = Layout(
     program="OpenAI's GPT-2 (TensorFlow)",
@@ -225,7 +241,7 @@ OPENAI = Layout(
 )
 META = _llama("Meta's Llama", ".attention.wq.weight", 3, rotates_pairs=True)
 TORCHTUNE = _llama("torchtune", ".attn.output_proj.weight", 4, "scale", rotates_pairs=True)
-#: The form without value embeddings, factors of the residual stream and windows.
+#: nanochat's first form: without value embeddings, residual scaling factors and sliding windows.
 NANOCHAT = Layout(
     program="nanochat",
     kind="nanochat",
@@ -233,8 +249,9 @@ NANOCHAT = Layout(
     names={f"{row[0]}.weight": (f"{row[2]}.weight",) for row in _NANOCHAT},
     shapes={f"{row[0]}.weight": row[1] for row in _NANOCHAT},
 )
-#: Queries, keys and values are one matrix, which is cut at opening. Qwen2 has biases of them,
-#: Qwen3 norms of queries and keys.
+#: Additional tensors of litgpt's Qwen2 (biases of queries, keys and values) and Qwen3 (norms of
+#: queries and keys). litgpt's one matrix for queries, keys and values is split into [q], [k] and
+#: [v] when a file is opened.
 _LITGPT_BIASES = {
     f"model.layers.{{}}.self_attn.{x}_proj.bias": (f"transformer.h.{{}}.attn.qkv[{x}].bias",)
     for x in "qkv"
@@ -246,7 +263,12 @@ _LITGPT_NORMS = {
 
 
 def litgpt_layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
-    """The layout of a Llama-like model of litgpt, with biases or norms of queries and keys."""
+    """The layout of a Llama-like model of litgpt.
+
+    Args:
+        qkv_bias: True if queries, keys and values have biases.
+        qk_norm: True if queries and keys are normalised.
+    """
     plain = _llama("litgpt", ".mlp.fc_1.weight", 5)
     names, shapes = dict(plain.names), dict(plain.shapes)
     if qkv_bias:
@@ -258,6 +280,6 @@ def litgpt_layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
     return replace(plain, names=names, shapes=shapes)
 
 
-#: Layouts of single files. The first one whose mark a file has applies: the fast GPT has the plain
-#: one's mark as well.
+#: Layouts of single files, tried in this order. A `GPTModelFast` also has the mark of `GPTModel`,
+#: and therefore comes first.
 LAYOUTS = (NANOGPT, BOOK_GPT_FAST, BOOK_GPT, BOOK_LLAMA, TORCHTUNE, NANOCHAT)

@@ -1,5 +1,4 @@
-"""Settings of other programs' models as their files tell them, by the names of a Hugging Face
-config.json."""
+"""Settings in the files of other programs' models, under the keys of a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -19,12 +18,15 @@ class Settings:
     """Settings of another program's model.
 
     Attributes:
-        found: keys of a Hugging Face config.json that the files tell.
-        assumed: keys that the program's code has values for, which a caller may change.
-        notes: sentence about an assumed key, for people, by key.
-        model_args: settings by the program's own names: a GPT's to compare with its tensors.
-        where: place of `model_args`, for messages.
-        sines: rotary table [positions, head size] that older Llamas of LLMs-from-scratch save.
+        found: settings in the files, by keys of a Hugging Face config.json.
+        assumed: settings that the program's code has values for, by the same keys. The caller may
+            override them.
+        notes: a sentence for the user about an assumed setting, by its key.
+        model_args: settings by the program's own names. Those of a GPT are compared with its
+            tensors.
+        where: where `model_args` was found, for messages.
+        sines: table of sines [positions, head size] that older Llamas of LLMs-from-scratch save;
+            None if there is none.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -36,10 +38,11 @@ class Settings:
 
 
 def book_llama_settings(path: Path, weights: Mapping[str, Any]) -> Settings:
-    """Heads and context of a Llama of LLMs-from-scratch that saves its rotary tables.
+    """Heads and context of a Llama of LLMs-from-scratch, from the rotary tables in its file; empty
+    settings if the file has no tables.
 
     Raises:
-        ModelError: the tables are of an impossible shape.
+        ModelError: the tables have an impossible shape.
     """
     sines, embedding = weights.get("trf_blocks.0.att.sin"), weights.get("tok_emb.weight")
     if not isinstance(sines, Tensor) or not isinstance(embedding, Tensor):
@@ -67,24 +70,27 @@ def openai_settings(path: Path, hparams: Any) -> Settings:
     return Settings(model_args=args, where=path.name)
 
 
-#: Keys of Meta's params.json: those of the model, and those that others follow from.
+#: Keys of Meta's params.json that are known: settings of the model, and keys that have no effect
+#: on it or whose effect the tensors' shapes show.
 _META_KEYS = {
     *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"),
     *("multiple_of", "ffn_dim_multiplier", "max_batch_size", "max_seq_len", "model_parallel_size"),
 }
-#: Keys whose null stands for no default.
+#: Keys of params.json that must not be null, since there is no default for them.
 _META_NOT_NULL = ("dim", "n_layers", "n_heads", "vocab_size")
-#: Widths of Llama 3.2's text models, whose context was stretched by 32; by 8 in Llama 3.1's.
+#: Widths of Llama 3.2's text models (1B, 3B), whose rotary scaling factor is 32; Llama 3.1's is 8.
 _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 
 def meta_settings(path: Path, params: Any) -> Settings:
-    """Settings of Meta's Llama, from params.json. It lacks the context, which Meta's code has by
-    model: Hugging Face's values are assumed.
+    """Settings of Meta's Llama, from params.json.
+
+    The file lacks the context length, which Meta's code fixes for each model. It is guessed from
+    the other settings, as in Hugging Face's config.json of the same model.
 
     Raises:
-        ModelError: a setting is missing, or of another architecture.
+        ModelError: a setting is missing, invalid, or of another architecture.
     """
     if not isinstance(params, Mapping) or not {"dim", "n_layers", "n_heads"} <= params.keys():
         raise ModelError(f"{path} lacks dim, n_layers or n_heads: it is not of Meta's Llama")
@@ -111,7 +117,8 @@ def meta_settings(path: Path, params: Any) -> Settings:
             f"The rotary positions are taken to be stretched by {rope['factor']:g}, as in Llama "
             f"3.{2 if usual == 32 else 1} (rope_parameters in --config if that is wrong)."
         )
-    # Llama 3.1; 3; Code Llama; 2; 1.
+    # Llama 3.1 and 3.2 have scaled frequencies, Llama 3 a base of 500,000, Code Llama 1,000,000.
+    # Llama 1 and 2 share the base of 10,000; Llama 1 has an epsilon of 1e-6.
     context = 131_072 if scaled else {5e5: 8192, 1e6: 16_384}.get(theta, 4096)
     if theta == 10_000.0 and params.get("norm_eps") == 1e-6:
         context = 2048
@@ -139,14 +146,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _require_range(path: Path, values: Mapping[Any, Any]) -> None:
-    """Refuse numbers that no setting has: those beyond 64 bits can't become floats, or be
-    printed."""
+    """Refuse NaN, infinity and numbers of 2^63 or more. No setting has them, and very large
+    integers can't be converted to floats or printed."""
     for key, value in values.items():
         if isinstance(key, str) and _is_number(value) and not abs(value) < 2**63:
             raise ModelError(f"{path}: {key} is infinite or 2^63 or more: copy the file again")
 
 
-#: nanochat's keys of a model's shape -> Hugging Face's.
+#: nanochat's keys of a model's shape -> Hugging Face's keys.
 NANOCHAT_KEYS = {
     "vocab_size": "vocab_size",
     "n_embd": "hidden_size",
@@ -158,10 +165,11 @@ NANOCHAT_KEYS = {
 
 
 def nanochat_settings(path: Path, meta: Any) -> Settings:
-    """Settings of a nanochat model, from meta_STEP.json; its code has one value of the others.
+    """Settings of a nanochat model: its shape from meta_STEP.json, the rest as fixed in nanochat's
+    code.
 
     Raises:
-        ModelError: a setting is missing, or no number that it can be.
+        ModelError: a setting is missing or not a positive integer.
     """
     values = meta.get("model_config") if isinstance(meta, Mapping) else None
     if not isinstance(values, Mapping):
@@ -177,7 +185,7 @@ def nanochat_settings(path: Path, meta: Any) -> Settings:
         found={
             "model_type": "nanochat",
             **found,
-            # torch's, where a norm is given none.
+            # The default of F.rms_norm, which nanochat calls without an epsilon.
             "rms_norm_eps": torch.finfo(torch.float32).eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "final_logit_softcapping": 15.0,
@@ -186,8 +194,8 @@ def nanochat_settings(path: Path, meta: Any) -> Settings:
     )
 
 
-#: Keys of litgpt's model_config.yaml that have to have one value, and their values where the file
-#: lacks them.
+#: Keys of litgpt's model_config.yaml whose value is fixed here -> (litgpt's default, used if the
+#: file lacks the key; the values that are accepted).
 _LITGPT_FIXED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "norm_class_name": ("LayerNorm", ("RMSNorm",)),
     "mlp_class_name": ("GptNeoxMLP", ("LLaMAMLP",)),
@@ -214,11 +222,14 @@ _LITGPT_NEEDED = ("n_layer", "n_head", "n_embd", "intermediate_size", "block_siz
 
 
 def litgpt_settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
-    """Settings of a Llama-like model of litgpt, from model_config.yaml, and the rows of queries,
-    keys and values.
+    """Settings of a Llama-like model of litgpt, from model_config.yaml.
+
+    Returns:
+        The settings, and the numbers of rows that queries, keys and values have in litgpt's one
+        matrix for all three.
 
     Raises:
-        ModelError: a setting is missing, or of an architecture that is not read.
+        ModelError: a setting is missing, invalid, or of an architecture that is not read.
     """
     if not isinstance(values, Mapping):
         raise ModelError(f"{path} is not of litgpt: it holds no settings")
