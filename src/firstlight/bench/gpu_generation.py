@@ -61,7 +61,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
                 "turns": 2,
             }
             seconds = 9.0 if machine.dry else 130.0 if group == "compiled" else 70.0
-            value = 4 if group == "compiled" else 3
+            value = 4 if group == "compiled" else 2 if model == models[0] else 3
             rows.append(Row(f"{model}, {group}", _MODULE, request, seconds=seconds, value=value))
     return rows
 
@@ -159,7 +159,7 @@ def _page(found: Findings) -> Page:
     if failed:
         text.insert(1, markdown_table(("program without a figure", "reason"), failed))
     bars = [
-        (f"{one.model}, {one.program}, {one.batch['batch_size']} texts", one.rate) for one in rates
+        (f"{one.model}, {one.program}, texts: {one.batch['batch_size']}", one.rate) for one in rates
     ]
     pictures = {"gpu-generation.png": draw_bars("Generation", "tokens/s", bars)} if bars else {}
     return Page("\n".join(_summary(rates)), "\n".join(text), pictures)

@@ -100,14 +100,14 @@ _ADAFACTOR = {"optimizer": "adafactor"}
 _BNB = ("bitsandbytes",)
 
 GUIDE: tuple[GuideRow, ...] = (
-    GuideRow("batch 4", {}, 8.86, 14949, value=3),
+    GuideRow("batch 4", {}, 8.86, 14949, value=2),
     GuideRow("batch 1 x 4 accumulated", _SMALL, 7.75, 8681),
     GuideRow("batch 1 x 4, checkpointing", {**_SMALL, "checkpointing": True}, 5.99, 6775),
     GuideRow("batch 4, fp16", {"fp16": True}, 18.64, 13939, value=3),
     GuideRow("batch 1 x 4, checkpointing, fp16", _ALL, 10.09, 7275),
     GuideRow("batch 4, Adafactor", _ADAFACTOR, 7.96, 12295),
     GuideRow(
-        "batch 1 x 4, checkpointing, fp16, Adafactor", {**_ALL, **_ADAFACTOR}, 9.06, 4847, value=3
+        "batch 1 x 4, checkpointing, fp16, Adafactor", {**_ALL, **_ADAFACTOR}, 9.06, 4847, value=2
     ),
     GuideRow("batch 4, 8-bit Adam", _EIGHT_BIT, 9.15, 13085, _BNB),
     GuideRow(

@@ -25,7 +25,8 @@ Rows (`runner.Row`): `seconds` counts the start of the process (about 10 s with 
 `value` is their place in the order across all parts: 1 the few figures without which the page says
 nothing (all rows of 1 together in at most 4 minutes), 2 the main figures, 3 to 5 the rest of them,
 6 and more what could be missing. Rows that compare with each other have the same value and turns:
-then they take turns. What a machine can't run gets `skip=reason` (`BenchMachine.lacks`,
+then they take turns. Turns after the first come with the rows of the next value (those of 1 at
+once). What a machine can't run gets `skip=reason` (`BenchMachine.lacks`,
 `.capability`); a refusal (FirstlightError) or a crash of a measurement is recorded as the row's.
 `_rows` depends on the machine's facts alone: it is called again to make the pages, on another
 machine. A dry row takes at most 10 s on two cores, and goes through the same code.

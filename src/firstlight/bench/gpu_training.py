@@ -301,10 +301,11 @@ def _summary(case: TrainingCase, found: Findings, rates: Mapping[str, float]) ->
     said = [f"{ours:,.0f} tokens/s"]
     said += [f"{_percent(measured)} of the measured bf16 rate"] if measured else []
     said += [f"{_percent(sheet)} of the data sheet's"] if sheet else []
+    runs = found.outcome(NAME, _row_name(case, FIRSTLIGHT)).runs
     for program, name in ((REFERENCE, "the bare loop's"), ("trainer", "the Trainer's")):
-        other = rates.get(_row_name(case, program))
-        said += [f"{ours / other:.2f} times {name}"] if other else []
-    peaks = [run["peak_bytes"] for run in found.outcome(NAME, _row_name(case, FIRSTLIGHT)).runs]
+        ratios = turn_ratios(runs, found.outcome(NAME, _row_name(case, program)).runs)
+        said += [f"{statistics.median(ratios):.2f} times {name}"] if ratios else []
+    peaks = [run["peak_bytes"] for run in runs]
     said.append(f"peak {max(peaks) / _GIB:.1f} GiB")
     return f"- {case.model}: {', '.join(said)}. Goal: {case.goal}."
 

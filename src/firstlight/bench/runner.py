@@ -8,7 +8,8 @@ affects all of them; a row that has failed once is not tried again.
 `bench gpu` runs its rows in calls of some minutes (`run_rows`):
 
 - The rows of all parts are measured in the order of their `value`; those of one value take turns:
-  all first turns come before the second ones.
+  all first turns come before the second ones. Turns after the first come with the rows of the next
+  value, unless the value is 1.
 - A row that would not end in time is left for the next call; those after it that do fit are
   measured.
 - results.json is replaced after every measurement: the next call goes on from there.
@@ -308,7 +309,12 @@ def order(parts: Mapping[str, Sequence[Row]]) -> list[Turn]:
         if not row.skip
         for number in range(row.turns)
     ]
-    return sorted(turns, key=lambda turn: (turn.row.value, turn.number))
+
+    def place(turn: Turn) -> tuple[int, int]:
+        later = turn.number if turn.row.value > 1 else 0
+        return turn.row.value + later, turn.number
+
+    return sorted(turns, key=place)
 
 
 #: (row, its request, its limit in seconds) -> the measurement's result; see `process.ask`.
