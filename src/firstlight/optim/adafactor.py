@@ -1,4 +1,4 @@
-"""Adafactor as its paper and transformers have it."""
+"""Adafactor as in its paper and in transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from firstlight.optim.spec import (
 
 #: Added to squared gradients, so that rows without a gradient have an inverse root.
 _EPS_OF_SQUARES = 1e-30
-#: Least root mean square of a parameter that its steps are relative to.
+#: Lower bound of the root mean square of a parameter that its steps are relative to, so that
+#: parameters that start at zero move.
 _EPS_OF_SCALE = 1e-3
 
 
@@ -28,18 +29,19 @@ class Adafactor(ForeachOptimizer):
     `scale_parameter=True`.
 
     A step and the weight decay are both `lr` times the parameter's root mean square.
-    torch.optim.Adafactor, whose state this has, differs in three ways: its weight decay is `lr`
-    times `weight_decay` whatever the parameter's size, its rate is at most 1/sqrt(step), and it
-    takes the mean of squared gradients to be at least 1.2e-7, which those of large models are not.
+    torch.optim.Adafactor has the same state, and differs in three ways. Its weight decay is `lr`
+    times `weight_decay`, whatever the parameter's size. Its rate is at most 1/sqrt(step). It clamps
+    the mean of the squared gradients to at least 1.2e-7, but in large models the mean is smaller.
 
     Args:
         groups: torch's parameter groups, each of parameters with two or more dimensions or of
             parameters with fewer.
-        lr: the step relative to the parameter's root mean square.
-        beta2_decay: the second moment forgets with 1 - step ** this; at most 0.
-        threshold: the largest root mean square of an update before `lr`.
-        foreach: each operation over all parameters of a group at once, with temporary copies as
-            large as they are; else parameter by parameter.
+        lr: size of a step relative to the parameter's root mean square.
+        beta2_decay: exponent of the second moment's decay rate, which is 1 - step ** beta2_decay;
+            at most 0.
+        threshold: upper bound of the root mean square of an update, before `lr` is applied.
+        foreach: True runs each operation over all parameters of a group at once, with temporary
+            copies as large as the parameters; False updates parameter by parameter.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Adafactor(ForeachOptimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         states = [self._state_of(p) for p in parameters]
         fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
-        # Lists of tensors without dimensions instead of numbers: no GPU is waited for.
+        # Lists of tensors [] instead of Python numbers, which would wait for the GPU.
         rates = torch._foreach_clamp_min(_root_mean_squares(parameters), _EPS_OF_SCALE)
         torch._foreach_mul_(rates, group["lr"])
         updates = _directions(gradients, states, fresh)
@@ -79,10 +81,10 @@ class Adafactor(ForeachOptimizer):
         torch._foreach_sub_(parameters, updates)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The parameter's state, with this step counted."""
+        """The parameter's state, made if it has none, with the step counter raised by one."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # Python reads it: see `spec.rebuild_tensors`.
+            # On the CPU, since Python reads the counter: see `spec.rebuild_tensors`.
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             if parameter.dim() < 2:
                 state["variance"] = torch.zeros_like(parameter)
@@ -103,12 +105,13 @@ def _root_mean_squares(tensors: list[Tensor]) -> list[Tensor]:
 def _directions(
     gradients: list[Tensor], states: list[dict[str, Tensor]], fresh: list[float]
 ) -> list[Tensor]:
-    """The gradients over the root of their second moments, which take them in first.
+    """The gradients divided by the roots of their second moments, in the gradients' shapes. The
+    second moments in `states` are updated with these gradients first.
 
     Args:
         gradients: gradients of any shapes.
-        states: their parameters'.
-        fresh: this step's share of the second moment, for each parameter.
+        states: state of each gradient's parameter.
+        fresh: weight of this step's squared gradient in the second moment, for each parameter.
     """
     inverse_roots = []
     for gradient, state, share in zip(gradients, states, fresh, strict=True):
@@ -117,7 +120,7 @@ def _directions(
             inverse_roots.append(state["variance"].rsqrt())
             continue
         for key, dim in (("row_var", -1), ("col_var", -2)):
-            # The mean of the squares, without a copy of them.
+            # The norm gives the mean of the squares without a temporary copy of the squares.
             norm = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True)
             mean = norm.square_().div_(gradient.shape[dim]).add_(_EPS_OF_SQUARES)
             state[key].lerp_(mean, share)
@@ -148,7 +151,8 @@ def _adafactor_layout(parameter: Tensor, *_: Any) -> Layout:
     }
 
 
-#: It has no fused kernel: "auto" is for-loop, since foreach costs the memory that Adafactor saves.
+#: torch has no fused kernel for Adafactor. "auto" is for-loop, since the copies of foreach cost the
+#: memory that Adafactor saves.
 ADAFACTOR = OptimizerSpec(
     _adafactor,
     _adafactor_layout,

@@ -12,8 +12,8 @@ from fractions import Fraction
 class BatchSchedule:
     """Sequences of each optimizer step, all processes together.
 
-    In a ramp they rise from `start` to `size` in equal parts of `start`, each for the same number
-    of steps, as far as that comes out even.
+    During a ramp the number rises from `start` to `size` by `start` at a time. Each number below
+    `size` lasts for the same number of steps, or one more if the ramp does not divide evenly.
 
     Attributes:
         size: sequences of a step after the ramp.
@@ -27,7 +27,7 @@ class BatchSchedule:
 
     @property
     def in_words(self) -> str:
-        """The number of sequences of a step, for a person."""
+        """The number of sequences of a step, as text for messages."""
         if not self.ramp_steps:
             return f"{self.size:,}"
         return f"{self.start:,} to {self.size:,} (from step {self.ramp_steps + 1:,} on)"
@@ -42,7 +42,7 @@ class BatchSchedule:
     def before(self, step: int) -> int:
         """The number of sequences of all steps before `step`: the loader's position."""
         ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
-        # Each rise counts from the first step that has it.
+        # First step of each rise; every later step of the ramp has `start` sequences more.
         begins = (-(-rise * self.ramp_steps // rises) for rise in range(1, rises))
         risen = sum(max(ramped - begin, 0) for begin in begins)
         return self.start * (ramped + risen) + self.size * (step - ramped)

@@ -11,13 +11,14 @@ from firstlight.optim.dtensors import own_shard
 
 
 def decay_cautiously(parameter: Tensor, direction: Tensor, amount: float) -> None:
-    """Decay the numbers that the step moves towards zero as well, or not at all.
+    """Apply weight decay to the numbers that the update moves towards zero too, and to no others.
 
         x = x - amount x   where direction x >= 0
 
     Args:
         parameter: values before the step, changed in place.
-        direction: tensor of the same shape with the signs of the update that the step subtracts.
+        direction: tensor of the parameter's shape; its signs are those of the update, which the
+            step subtracts from the parameter.
         amount: learning rate times weight decay.
     """
     if amount:
@@ -25,14 +26,14 @@ def decay_cautiously(parameter: Tensor, direction: Tensor, amount: float) -> Non
 
 
 def make_cautious(optimizer: torch.optim.AdamW) -> None:
-    """Have torch's AdamW, of any implementation, decay by `decay_cautiously`.
+    """Replace the weight decay of torch's AdamW, of any implementation, by `decay_cautiously`.
 
-    The decay comes before the step, as torch's own does, and needs the sign of the update only: the
-    sign of the next first moment.
+    The decay is applied before the step, as torch's own is. It needs only the sign of the update,
+    which is the sign of the first moment after this step's gradient.
     """
     for group in optimizer.param_groups:
         group["cautious_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0
-    # A hook, not a subclass: what watches steps then sees one step of AdamW.
+    # A hook, not a subclass: code that observes steps then sees one step of torch's AdamW.
     optimizer.register_step_pre_hook(_decay)
 
 
@@ -44,7 +45,7 @@ def _decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 continue
             direction = own_shard(parameter.grad, parameter)
             state = optimizer.state.get(parameter, {})
-            # Before the first step the moment is zero, and the gradient's sign is the update's.
+            # Without a moment, in the first step, the update has the sign of the gradient.
             if "exp_avg" in state:
                 average = own_shard(state["exp_avg"], parameter)
                 direction = average.lerp(direction, 1 - group["betas"][0])

@@ -1,4 +1,4 @@
-"""Sharded parameters: torch's DTensors; each process holds a shard."""
+"""Parameters that are sharded over processes as DTensors of torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """True if the tensor is a DTensor, whose shard alone is on this process."""
-    # Importing the module takes most of a second; no DTensor can exist before it is imported.
+    """True if the tensor is a DTensor, of which this process holds one shard."""
+    # Not imported here, which takes most of a second: no DTensor exists before the import.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -33,26 +33,29 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This process' shard of a tensor that has a parameter's shape and belongs to it, as a plain
-    tensor: elementwise updates need no operators on DTensors. The tensor itself where there are no
-    shards."""
+    """This process' shard, as a plain tensor, of a tensor with a parameter's shape: the parameter
+    itself, its gradient or a moment. Elementwise updates then need no operators on DTensors. The
+    tensor itself if it or the parameter is not sharded."""
     if not is_sharded(tensor) or not is_sharded(parameter):
         return tensor
-    # Tensor parallelism gives the gradient of a shard's table whole.
+    # Under tensor parallelism the gradient of a sharded embedding comes replicated.
     return tensor.redistribute(placements=parameter.placements).to_local()
 
 
 def gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """The full tensor, in the parameter's shape, of shards that are laid out like the parameter's.
+    """The full tensor, in the parameter's shape, from shards with the parameter's placements.
 
-    A collective where the parameter is sharded: every rank has to call it. `shard` may have another
-    dtype than the parameter; where nothing is sharded, it is the full tensor itself.
+    A collective if the parameter is sharded: every rank has to call it.
+
+    Args:
+        shard: this process' shard, in any dtype; the full tensor if the parameter is not sharded.
+        parameter: the parameter whose mesh, placements and shape apply.
     """
     if not is_sharded(parameter):
         return shard
     from torch.distributed.tensor import DTensor
 
-    # Shape and stride are given: rows need not come out even.
+    # torch can't infer shape and stride from one shard: the last shards may be shorter.
     return DTensor.from_local(
         shard,
         parameter.device_mesh,
@@ -90,20 +93,23 @@ def shard_group(parameter: Tensor) -> ProcessGroup | None:
 
 
 def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor | None:
-    """The full tensor of one parameter for each process: the first parameter's for the first
-    process of their `shard_group`, and so on; None for a process without a parameter.
+    """Gather one full tensor on each process: process i of the `shard_group` receives that of
+    `parameters[i]`, and a process without a parameter None.
 
-    A collective. In all, n processes receive what `gather` sends to each of them.
+    A collective. The n processes together receive as much data as each of them would receive from n
+    calls of `gather`.
 
     Args:
-        shards: this process' shard of a tensor with each parameter's shape; all of one dtype.
+        shards: for each parameter, this process' shard of a tensor with the parameter's shape; all
+            of one dtype.
         parameters: parameters of one `shard_group`, at most one for each of its processes.
     """
     group = shard_group(parameters[0])
     assert group is not None
     rank, processes = group.rank(), group.size()
     axes = [_axis(parameter) for parameter in parameters]
-    # The axis that is cut comes first, so that shards of a tensor lie one after the other.
+    # The sharded axis comes first, so that the shards of a tensor, received one after the other,
+    # are the tensor.
     rows = [shard.movedim(axis, 0).flatten() for shard, axis in zip(shards, axes, strict=True)]
     counts = [len(row) for row in rows] + [0] * (processes - len(rows))
     if rank >= len(parameters):
@@ -120,13 +126,14 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
 def scatter_each(
     full: Tensor | None, parameters: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """This process' shard of each parameter's tensor, which its process has in full: the inverse
-    of `gather_each`.
+    """This process' shard of a full tensor for each parameter, where process i of the `shard_group`
+    has the full tensor of `parameters[i]`: the inverse of `gather_each`. A collective.
 
     Args:
-        full: the full tensor of this process' parameter, with its shape; None without a parameter.
+        full: the full tensor of this process' parameter, in the parameter's shape; None for a
+            process without a parameter.
         parameters: see `gather_each`.
-        dtype: dtype of the full tensors.
+        dtype: dtype of the full tensors, which processes without one have to know.
     """
     group = shard_group(parameters[0])
     assert group is not None
@@ -152,8 +159,8 @@ def scatter_each(
 
 
 def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a full tensor that belongs to this process' shard of a parameter; the tensor
-    itself if it has one entry along the sharded axis.
+    """The part of a full tensor that belongs to this process' shard of a parameter. The tensor
+    itself if the parameter is not sharded, or if the tensor has length 1 along the sharded axis.
 
     Args:
         tensor: a tensor that is equal on every process; along each axis it is as long as the
@@ -169,7 +176,7 @@ def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _axis(parameter: Tensor) -> int:
-    """The axis along which a parameter with a `shard_group` is cut."""
+    """The axis along which a parameter with a `shard_group` is sharded."""
     from torch.distributed.tensor import Shard
 
     assert is_sharded(parameter)
@@ -178,14 +185,15 @@ def _axis(parameter: Tensor) -> int:
 
 
 def _lengths(length: int, processes: int) -> list[int]:
-    """Lengths of the shards of an axis, as torch cuts it: the last ones may be shorter or empty."""
+    """Lengths of the shards of an axis, as torch's `Shard` divides it: the last ones may be shorter
+    or empty."""
     most = -(-length // processes)
     return [min(most, max(length - rank * most, 0)) for rank in range(processes)]
 
 
 def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
-    """The numbers that this process gets: `taken` from each of the others, to which it gives
-    `given` of `sent` [sum(given)], one after the other."""
+    """The numbers that this process receives, [sum(taken)]: `taken[i]` from process i of the group,
+    to which it sends `given[i]` of `sent` [sum(given)]; both in the order of the ranks."""
     received = sent.new_empty(sum(taken))
     torch.distributed.all_to_all_single(received, sent, taken, given, group=group)
     return received
@@ -201,8 +209,8 @@ def full_parameters(
     Args:
         model: the model, whose modules get the full parameters for the duration.
         changed: True writes the values set inside back into the shards.
-        keep: False only takes part in the gathering, one parameter after the other: this rank's
-            parameters stay sharded.
+        keep: False for a rank that only takes part in the collectives, without memory for the full
+            model: this rank's parameters stay sharded.
     """
     assert keep or not changed
     owners = [

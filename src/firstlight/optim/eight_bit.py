@@ -1,4 +1,12 @@
-"""8-bit AdamW of two libraries, and their state as plain tensors."""
+"""8-bit AdamW (Dettmers et al. 2022, arXiv 2110.02861) of bitsandbytes and torchao, and its state
+as plain tensors.
+
+Both libraries keep a moment as codes (uint8, one for each value), a scale (fp32) for each block of
+256 values, and a table that maps a code to a value (fp32 [256], "qmap"). Their names differ:
+
+    torchao:        exp_avg.codes, exp_avg.scale, exp_avg.qmap, and the same of exp_avg_sq
+    bitsandbytes:   state1, absmax1, qmap1, and the same with 2
+"""
 
 from __future__ import annotations
 
@@ -18,15 +26,16 @@ from torch import Tensor, nn
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.optim.spec import Groups, Layout, OptimizerSpec
 
-#: Values that share a scale, and the size from which on a tensor is kept in 8 bits: of both.
+#: Values that share a scale, and the least number of values of a tensor that has 8-bit moments.
+#: Both are defaults of bitsandbytes and of torchao.
 _BLOCK = 256
 _SMALLEST = 4096
 
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Context without warnings and log lines: both libraries write some about kernels that they
-    can't load, and torch's compiler about its own deprecations."""
+    """Context in which warnings and log messages are suppressed. Both libraries write some about
+    kernels that they can't load, and torch's compiler writes some about its own deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -38,7 +47,8 @@ def quiet_import() -> Iterator[None]:
 
 
 def installed_library(wanted: str) -> str:
-    """The library that `eight_bit_library` names; of "auto", the first that is installed."""
+    """The library that `eight_bit_library` names. For "auto", the first that is installed of
+    bitsandbytes and torchao, and bitsandbytes if neither is."""
     if wanted != "auto":
         return wanted
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
@@ -58,7 +68,11 @@ def _is_small(parameter: Tensor) -> bool:
 
 
 def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """One parameter's state in either library as plain tensors."""
+    """One parameter's state in either library as plain tensors, by the names of `Layout`.
+
+    An 8-bit tensor of torchao becomes its codes (uint8, the parameter's shape), scale (fp32
+    [blocks]) and qmap (fp32 [256]); a Python number becomes an int64 tensor [].
+    """
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
         if hasattr(value, "codes"):
@@ -66,8 +80,8 @@ def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
         elif not isinstance(value, Tensor):
             flat[key] = torch.tensor(value, dtype=torch.int64)
         else:
-            # bitsandbytes has one table for all parameters, and a file can't hold the same memory
-            # twice.
+            # bitsandbytes shares one qmap among all parameters, and safetensors refuses to write
+            # tensors that share memory.
             flat[key] = value.clone() if key.startswith("qmap") else value
     return flat
 
@@ -75,7 +89,8 @@ def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def rebuild_eight_bit(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """One parameter's state from the tensors of `flatten_eight_bit`."""
+    """One parameter's state from the tensors of `flatten_eight_bit`, in the form of the library
+    that they come from."""
     if "state1" in tensors:
         return _rebuild_bitsandbytes(optimizer, parameter, tensors)
     return _rebuild_torchao(parameter, tensors)
@@ -93,7 +108,8 @@ def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.
 def _rebuild_bitsandbytes(
     optimizer: Any, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    # The library takes the memory itself, since it may be paged.
+    # The library allocates the state, because a paged optimizer has its tensors in managed memory
+    # that torch can't allocate; so values are copied into these tensors.
     optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
     state: dict[str, Any] = optimizer.state[parameter]
     for key, tensor in tensors.items():
@@ -107,7 +123,11 @@ def _rebuild_bitsandbytes(
 
 
 def _try_bitsandbytes(kind: str, device: torch.device) -> None:
-    """One update of a small tensor: not every release has kernels for every device."""
+    """Update a small tensor once, because not every release has kernels for every device.
+
+    Raises:
+        ConfigError: the installed bitsandbytes has no kernel for the device.
+    """
     parameter = nn.Parameter(torch.zeros(_SMALLEST, device=device))
     parameter.grad = torch.zeros_like(parameter)
     try:
@@ -146,9 +166,10 @@ def _torchao(
         )
     library = _import("torchao")
     with quiet_import():
-        # Or the first step would import it.
+        # Otherwise the first step would import the compiler, and show its warnings.
         importlib.import_module("torch._inductor.compile_fx")
-    # Said once, in the first step: that torch can't keep the compiled update for the next run.
+    # Suppress torch's warning in the first step that its cache of compiled code has no stable hash
+    # for this tensor class: a user can't change that.
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement")
     optimizer: torch.optim.Optimizer = library.AdamW8bit(groups, **settings)
     return optimizer
@@ -174,6 +195,7 @@ def _torchao_layout(parameter: Tensor) -> Layout:
     shape = tuple(parameter.shape)
     layout: Layout = {"step": ((), torch.float32)}
     for key in ("exp_avg", "exp_avg_sq"):
+        # torchao leaves a tensor with an incomplete last block in the parameter's dtype.
         if _is_small(parameter) or parameter.numel() % _BLOCK:
             layout[key] = (shape, parameter.dtype)
         else:
@@ -183,7 +205,7 @@ def _torchao_layout(parameter: Tensor) -> Layout:
     return layout
 
 
-# The description
+# The entry in the table of optimizers
 
 
 def _eight_bit(groups: Groups, config: Any) -> torch.optim.Optimizer:
@@ -219,7 +241,7 @@ def _library(config: Any) -> str:
 
 
 def compiles_update(config: Any) -> bool:
-    """True if the optimizer's update is compiled by torch.compile: that of torchao is."""
+    """True if torch.compile compiles the optimizer's update, as it does for torchao's."""
     return bool(config.name == "adamw8bit") and _library(config) == "torchao"
 
 

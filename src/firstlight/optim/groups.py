@@ -1,7 +1,7 @@
 """Groups of parameters with their own learning rates, betas and weight decay.
 
-A parameter's role follows from its name and shape: the table of an embedding, the head, a vector
-(norms and biases) or a matrix (everything else, stacks of experts' matrices among them).
+A parameter's role follows from its module, name and shape: an embedding table, the head, a vector
+(norms and biases) or a matrix (everything else, including stacks of experts' matrices).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 Role = Literal["embedding", "head", "matrix", "vector"]
 
-#: Role -> its name in a run's first lines, in their order.
+#: Role -> its title in the table at the start of a run, in the order of the table.
 ROLES: dict[Role, str] = {
     "embedding": "embeddings",
     "head": "head",
@@ -26,7 +26,7 @@ class Kind(NamedTuple):
     """The properties of a parameter, beside its shape, that an optimizer needs.
 
     Attributes:
-        role: role, which chooses its settings.
+        role: role of the parameter, which selects its settings.
         transposed: True for a matrix stored [inputs, outputs], as GPT-2's are, instead of
             [outputs, inputs].
     """
@@ -36,9 +36,9 @@ class Kind(NamedTuple):
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
-    """The kind of each of a model's parameters, by name. A head that is tied to the embedding is
-    the embedding."""
-    # By identity, not by name: each family calls its tables otherwise.
+    """The kind of each of a model's parameters, by name. A head that is tied to the embedding has
+    the embedding's role."""
+    # By identity, not by name: model families name their embeddings differently.
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     transposed = {
         id(p)
@@ -50,8 +50,8 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     def role(name: str, parameter: Tensor) -> Role:
         if id(parameter) in tables:
             return "embedding"
-        # Experts' biases are stacked, and have two dimensions; a convolution of each channel alone
-        # multiplies no matrix.
+        # Experts' biases are stacked, so they have two dimensions. A depthwise convolution has a
+        # few weights for each channel, and is no matrix product.
         if parameter.dim() < 2 or name.endswith(("bias", "conv1d.weight")):
             return "vector"
         # An adapter of the head is a matrix like all adapters.
@@ -68,19 +68,20 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """torch's parameter groups, each with `lr`, `betas`, `weight_decay` and `transposed`.
 
-    Roles with equal settings share a group, so that few lists are updated; vectors keep their own.
+    Roles with equal settings share a group, so that foreach operations are few. Vectors always have
+    groups of their own.
 
     Args:
         parameters: parameters by name.
-        kinds: their kinds by name.
+        kinds: kinds of these parameters by name.
         config: the recipe's section, an `OptimizerConfig`, which this module can't import.
     """
     groups: dict[Any, dict[str, Any]] = {}
-    # Vectors last, in whatever order a model has its parameters.
+    # Vectors last, so that the order of the groups does not depend on the model's.
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
         role, transposed = kinds[name]
         settings = {**config.group_settings(role), "transposed": transposed}
-        # Adafactor's lists hold matrices or vectors, never both.
+        # A group of Adafactor has either parameters with two or more dimensions or with fewer.
         key = (role == "vector", parameter.dim() < 2, *settings.values())
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
     return list(groups.values())
@@ -89,11 +90,12 @@ def parameter_groups(
 def describe_groups(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: Any
 ) -> Iterator[str]:
-    """A line for each role with parameters: tensors, parameters, peak learning rate and decay."""
+    """A table in lines: for each role with parameters, the number of its tensors and parameters,
+    peak learning rate and weight decay."""
     heading = f"optimizer {config.name}"
     yield f"{heading:<18}{'tensors':>8}{'parameters':>16}{'rate':>10}{'decay':>8}"
     for role, title in ROLES.items():
-        # A tied head, or a run of adapters, leaves roles empty.
+        # With a tied head, or with LoRA, some roles have no parameters.
         found = [p for name, p in parameters.items() if kinds[name].role == role]
         if found:
             settings, count = config.group_settings(role), sum(p.numel() for p in found)
@@ -107,7 +109,7 @@ def describe_groups(
 def decay_counts(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: Any
 ) -> dict[str, int]:
-    """Parameters with and without weight decay, and the tensors that they are in."""
+    """The numbers of parameters and of tensors with weight decay, and of those without."""
     counts = dict.fromkeys(
         ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
     )

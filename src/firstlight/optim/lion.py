@@ -1,4 +1,5 @@
-"""Lion, whose updates are signs: one moment, and every number moves by the learning rate."""
+"""Lion: one moment, and an update of which only the sign counts, so that every number moves by the
+learning rate."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ class Lion(ForeachOptimizer):
 
     Args:
         groups: torch's parameter groups.
-        lr: distance that every number with a gradient moves in a step, weight decay aside.
-        betas: beta1 weighs the moment in the update, beta2 in the next moment.
-        cautious: see `decay_cautiously`.
-        foreach: each operation over all parameters of a group at once, with a temporary copy as
-            large as they are; else parameter by parameter.
+        lr: distance that every number with a gradient moves in a step, without the weight decay.
+        betas: (beta1, weight of the moment in the update; beta2, its weight in the next moment).
+        foreach: True runs each operation over all parameters of a group at once, with a temporary
+            copy as large as the parameters; False updates parameter by parameter.
+        cautious: True applies weight decay by `decay_cautiously`.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class Lion(ForeachOptimizer):
         elif group["weight_decay"]:
             torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(own, directions, alpha=-group["lr"])
-        # Last: the direction is made of the moment before this step's gradient.
+        # Last, since the direction needs the moment without this step's gradient.
         torch._foreach_lerp_(moments, gradients, 1 - beta2)
 
 
 def _lion(groups: Groups, config: Any) -> Lion:
-    # By default parameter by parameter: the copy would take the memory that Lion saves.
+    # "auto" is parameter by parameter: the copy of foreach would take the memory that Lion saves.
     foreach = config.implementation == "foreach"
     return Lion(
         groups,

@@ -1,8 +1,8 @@
 """fp32 master weights of parameters that a model holds in fewer bits.
 
-An update is often smaller than half the distance between two bf16 numbers (2^-8 of the value), and
-adding it to a bf16 parameter would change nothing. So updates are added to an fp32 copy, and the
-model computes with that copy rounded.
+An update is often smaller than half the distance between two neighbouring bf16 numbers (2^-8 of the
+value), so that adding it to a bf16 parameter would change nothing. Updates are therefore added to
+an fp32 copy, the master weight, and the model computes with the master weight rounded.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from firstlight.errors import ConfigError
 
 
 class MasterWeights:
-    """fp32 copies of the parameters with fewer bits; parameters with 32 or more need none.
+    """fp32 copies of the parameters that have fewer than 32 bits; the others need none.
 
     Args:
         parameters: a model's trained parameters by name.
-        initial: fp32 values by name to start from, which become the masters themselves. A missing
-            master weight starts from the parameter's own value.
+        initial: fp32 values by name, which become the master weights themselves. A master weight
+            without an initial value starts from the value of its parameter.
 
     Attributes:
         updated: tensors that an optimizer updates, by the parameter's name: the master weight, or
-            the parameter itself without one.
+            the parameter itself if it has none.
 
     Raises:
         ConfigError: an initial value is of another shape, or not fp32.
@@ -47,24 +47,24 @@ class MasterWeights:
 
     @torch.no_grad()
     def refill(self) -> None:
-        """Make the parameters their masters, rounded to nearest."""
+        """Set the parameters to their master weights, rounded to nearest."""
         for name, parameter in self._low.items():
             parameter.copy_(self._masters[name])
 
     @torch.no_grad()
     def refill_one(self, name: str) -> None:
-        """Set one parameter to its rounded master weight; do nothing without one."""
+        """`refill` for one parameter; does nothing if it has no master weight."""
         if name in self._low:
             self._low[name].copy_(self._masters[name])
 
     def take_gradients(self) -> None:
-        """Add the parameters' gradients to their masters', and free them."""
+        """Add the parameters' gradients to those of the master weights, in fp32, and free them."""
         for name in self._low:
             self.take_gradient(name)
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """`take_gradients` for one parameter; does nothing without a master weight or a
+        """`take_gradients` for one parameter; does nothing if it has no master weight or no
         gradient."""
         if name not in self._low or self._low[name].grad is None:
             return
@@ -80,7 +80,7 @@ class MasterWeights:
     def in_model(self) -> Iterator[None]:
         """Context in which the parameters are their master weights: reads and writes are fp32.
 
-        After it, the parameters have the memory that they had before, with the masters rounded.
+        Afterwards the parameters are in their former memory again, with the rounded master weights.
         """
         rounded = {name: parameter.data for name, parameter in self._low.items()}
         try:

@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 _EPS = 1e-7
 
-#: `optimizer.muon_coefficients` -> divisor of the matrix' norm before the first step, and a, b, c
-#: of each step x = a x + b (x x^T) x + c (x x^T)^2 x. Jordan's are those of torch.optim.Muon. Those
-#: of the Polar Express are the best odd polynomials, one after the other, for singular values from
-#: 0.001 to 1 (arXiv 2505.16932, algorithm 1 with a cushion of 0.02, and a safety factor of 1.02
-#: against bf16's rounding), which bring them nearer to one.
+#: `optimizer.muon_coefficients` -> (factor of the norm by which the matrix is divided at first; a,
+#: b, c of each step x = a x + b (x x^T) x + c (x x^T)^2 x). "jordan" is as in torch.optim.Muon.
+#: "polar_express" has in each step the optimal odd polynomial for the singular values that the step
+#: before leaves, beginning with values from 0.001 to 1, and brings them nearer to one (arXiv
+#: 2505.16932, algorithm 1 with a cushion of 0.02, and a safety factor of 1.02 against the rounding
+#: of bf16).
 COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = {
     "jordan": (1.0, 5 * ((3.4445, -4.7750, 2.0315),)),
     "polar_express": (
@@ -58,34 +59,37 @@ COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = 
 
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) with decoupled weight decay and updates of AdamW's size (Liu et al.
-    2025, arXiv 2502.16982): torch.optim.Muon with `match_rms_adamw`, to the bit for matrices.
+    2025, arXiv 2502.16982). For matrices it equals torch.optim.Muon with `match_rms_adamw` bit for
+    bit.
 
         m = momentum m + (1 - momentum) g
         o = orthogonalised((1 - momentum) g + momentum m)
         x = x - lr (0.2 sqrt(max(F, C)) o + weight_decay x)
 
-    With `beta2`, NorMuon (arXiv 2510.05491): the rows of o, one for each neuron, are divided by the
-    root of their averaged mean squares v [..., F, 1], and o is scaled to a root mean square of 0.2.
+    With `beta2` it is NorMuon (arXiv 2510.05491): the rows of o, one for each neuron, are divided
+    by the root of their averaged mean squares v [..., F, 1], and the update is scaled to a root
+    mean square of 0.2 lr.
 
-    Several processes orthogonalise a share of the matrices each, which changes no bit. Where they
-    have the same whole gradients (DDP, see `process`), each sends its matrices to the others in
-    bf16. Where matrices are sharded (FSDP2, tensor parallelism), moments and weights stay shards:
-    each process gets the shards of its matrices in bf16, and sends back shards of the results.
+    With several processes, each orthogonalises a share of the matrices, which changes no bit of the
+    result. If they all have the full gradients (DDP, see `process`), each sends its results to the
+    others in bf16. If matrices are sharded (FSDP2, tensor parallelism), moments and weights stay
+    sharded: each process receives the shards of its matrices in bf16, and sends back shards of the
+    results.
 
     Args:
-        groups: torch's parameter groups, of parameters [..., F, C]; `transposed` ones have their
-            neurons in the columns.
+        groups: torch's parameter groups, of parameters [..., F, C]. A group with `transposed` has
+            the neurons (outputs) of its matrices in the columns.
         lr: learning rate.
         momentum: momentum after its warm-up.
         first_momentum: momentum of the first step with a warm-up.
         warmup_steps: steps in which momentum rises linearly; 0 for none.
         beta2: decay rate of NorMuon's second moment; None is plain Muon.
         coefficients: a name of `COEFFICIENTS`.
-        cautious: see `decay_cautiously`.
+        cautious: True applies weight decay by `decay_cautiously`.
 
     Attributes:
-        process: number of this process, and of all that have the same gradients and parameters and
-            share the orthogonalisation; (0, 1) for one that computes it alone.
+        process: (rank of this process, number of processes) among those that have the same full
+            gradients and parameters and share the orthogonalisation; (0, 1) without sharing.
     """
 
     def __init__(
@@ -123,7 +127,8 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     found.setdefault(shard_group(parameter), []).append((parameter, group))
         for team, pairs in found.items():
-            # Matrices of one size at a time take all processes as long, and few are in memory.
+            # Sorted, so that matrices of one size are shared out together: all processes then take
+            # about as long, and no more matrices than processes are whole in memory at a time.
             pairs.sort(key=lambda pair: pair[0].numel())
             processes = self.process[1] if team is None else team.size()
             for start in range(0, len(pairs), processes):
@@ -136,8 +141,9 @@ class Muon(torch.optim.Optimizer):
                     self._update_alone(*part[0])
 
     def _update_alone(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter, or a shard of one that is cut along two dimensions of its mesh: every
-        process computes that matrix whole, from bf16, which is half to send."""
+        """Update a parameter without sharing the work. Of a parameter that is sharded along two
+        dimensions of its mesh, every process computes the full matrix, which is gathered in bf16 to
+        halve the data that is sent."""
         direction = self._direction(parameter, group)
         if is_sharded(parameter):
             direction = gather(direction.bfloat16(), parameter)
@@ -147,8 +153,8 @@ class Muon(torch.optim.Optimizer):
         self._apply(own_shard(shard_like(direction, parameter), parameter), parameter, group)
 
     def _update_copies(self, part: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Update as many parameters as there are processes with the same gradients: each computes
-        one matrix, and the others receive it."""
+        """Update at most as many parameters as there are processes with the same gradients: process
+        i orthogonalises the matrix of `part[i]`, and the others receive it."""
         received = []
         for owner, (parameter, group) in enumerate(part):
             direction = self._direction(parameter, group)
@@ -158,15 +164,17 @@ class Muon(torch.optim.Optimizer):
                 direction = torch.empty_like(parameter, dtype=torch.bfloat16)
             received.append(direction)
         for owner, (parameter, group) in enumerate(part):
-            # Sent after all have computed: products of the processes run at the same time.
+            # In a second loop: in the first one, each process would wait for the owners before it,
+            # and the matrix products of the processes would not run at the same time.
             torch.distributed.broadcast(received[owner], owner)
             factors = self._factors(received[owner], parameter, group)
             direction = received[owner] if factors is None else received[owner] * factors
             self._apply(direction, parameter, group)
 
     def _update_shards(self, part: list[tuple[Tensor, dict[str, Any]]], team: ProcessGroup) -> None:
-        """Update this process' shards of as many parameters as there are processes: each gets the
-        shards of one matrix, computes it, and sends each process its shard."""
+        """Update this process' shards of at most as many parameters as there are processes: process
+        i receives the shards of `part[i]`, orthogonalises that matrix, and sends each process its
+        shard of the result."""
         parameters = [parameter for parameter, _ in part]
         shards = [self._direction(parameter, group).bfloat16() for parameter, group in part]
         full = gather_each(shards, parameters)
@@ -181,12 +189,13 @@ class Muon(torch.optim.Optimizer):
             self._apply(directions[owner], parameter, group)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The parameter's averaged gradient, or this process' shard of it; counts the step."""
+        """The parameter's gradient with Nesterov momentum, or this process' shard of it. Raises the
+        step counter and updates the momentum buffer."""
         assert parameter.grad is not None
         state, gradient = self._state_of(parameter, group), own_shard(parameter.grad, parameter)
         average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
         average.lerp_(gradient, 1 - momentum)
-        # Nesterov momentum: this step's gradient counts once more.
+        # Nesterov momentum: this step's gradient is mixed in once more.
         return gradient.lerp(average, momentum)
 
     def _factors(
@@ -197,8 +206,16 @@ class Muon(torch.optim.Optimizer):
         team: ProcessGroup | None = None,
         owner: int = 0,
     ) -> Tensor | None:
-        """NorMuon's `neuron_factors` of an orthogonalised direction [..., F, C], which only `owner`
-        of a team has; None for plain Muon."""
+        """NorMuon's `neuron_factors`, [..., F, 1] or [..., 1, C] in fp32; None for plain Muon.
+
+        Args:
+            direction: orthogonalised direction [..., F, C]; None in a team's processes that did not
+                compute it.
+            parameter: the parameter, whose second moment is updated.
+            group: the parameter's group.
+            team: process group that shares the work; None if this process has the direction.
+            owner: rank in the team that has the direction.
+        """
         if group["beta2"] is None:
             return None
         second_moment = self.state[parameter]["second_moment"]
@@ -207,18 +224,27 @@ class Muon(torch.optim.Optimizer):
         else:
             squares = neuron_squares(direction, group["transposed"])
         if team is not None:
-            # Few numbers, and every process keeps all: the mean over the neurons needs them.
+            # Every process keeps the mean squares of all neurons, since the factors need their
+            # mean: they are few numbers.
             torch.distributed.broadcast(squares, group=team, group_src=owner)
         return neuron_factors(squares, second_moment, group["beta2"])
 
     def _apply(self, direction: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Move the parameter along its orthogonalised direction [..., F, C], times its factors, or
-        this process' shard along the shard of that."""
+        """Apply weight decay and the update to the parameter, or to this process' shard of it.
+
+        Args:
+            direction: orthogonalised direction [..., F, C], times NorMuon's factors if there are
+                any, or this process' shard of that.
+            parameter: the parameter.
+            group: the parameter's group.
+        """
         own = own_shard(parameter, parameter)
-        # AdamW's typical update has this root mean square, so one learning rate serves both.
+        # AdamW's typical update has a root mean square of 0.2 (arXiv 2502.16982), so that one
+        # learning rate serves both.
         scale = 0.2
         if group["beta2"] is None:
-            # NorMuon's factors give it a root mean square of one for every shape.
+            # An orthogonalised matrix has a root mean square of 1 / sqrt(max(F, C)). NorMuon's
+            # factors have given it one of 1 already.
             scale *= math.sqrt(max(parameter.shape[-2:]))
         decay = group["lr"] * group["weight_decay"]
         if group["cautious"]:
@@ -228,14 +254,14 @@ class Muon(torch.optim.Optimizer):
         own.add_(direction, alpha=-group["lr"] * scale)
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The parameter's state, with this step counted where steps are."""
+        """The parameter's state, made if it has none; raises the step counter, if there is one."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             for key, (shape, dtype) in _muon_layout(parameter, None, group).items():
                 if is_sharded_like(parameter, key, shape):
                     state[key] = torch.zeros_like(parameter)
                     continue
-                # Python reads the counter: see `spec.rebuild_tensors`.
+                # On the CPU, since Python reads the counter: see `spec.rebuild_tensors`.
                 device = torch.device("cpu") if key == "step" else parameter.device
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
         if "step" in state:
@@ -244,7 +270,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _momentum(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> float:
-    """The momentum of this step."""
+    """The momentum of this step, from the step counter, which counts it already."""
     if not group["warmup_steps"]:
         return float(group["momentum"])
     done = min((float(state["step"]) - 1) / group["warmup_steps"], 1.0)
@@ -254,7 +280,7 @@ def _momentum(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> float:
 def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     """Each matrix [..., F, C] with its singular values brought near one, [..., F, C] in bf16.
 
-    The quintic Newton-Schulz iteration of Jordan et al. 2024, all matrices of a stack at a time.
+    The quintic Newton-Schulz iteration of Jordan et al. 2024, for all matrices of a stack at once.
 
     Args:
         matrices: [F, C] or [E, F, C].
@@ -262,7 +288,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     """
     divisor, steps = COEFFICIENTS[coefficients]
     is_stack = matrices.dim() == 3
-    # The product of a matrix and its transpose is smallest with the short side first.
+    # x x^T is smallest if x has its short side first.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.to(torch.bfloat16, copy=True)
     if is_tall:
@@ -287,20 +313,21 @@ def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
 
 
 def neuron_factors(squares: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """Factors of the neurons of orthogonalised matrices, which give them like size, and the
-    matrices a root mean square of one.
+    """Factors of the neurons of orthogonalised matrices, which give neurons about equal size, and
+    matrices a root mean square of one (NorMuon, arXiv 2510.05491).
 
     Args:
         squares: mean squares of the neurons, [..., F, 1] or [..., 1, C].
-        second_moment: their average, which takes in the new ones.
-        beta2: decay rate of that average.
+        second_moment: moving average of `squares`, updated in place.
+        beta2: decay rate of the moving average.
 
     Returns:
         The shape and dtype of `second_moment`.
     """
     second_moment.lerp_(squares, 1 - beta2)
     inverse = 1 / (second_moment.sqrt() + _EPS)
-    # Mean squares of the rescaled neurons: no second pass over the matrix is needed.
+    # The mean square of the rescaled matrix follows from those of its neurons, without a second
+    # pass over the matrix.
     mean = (squares * inverse.square()).mean((-2, -1), keepdim=True)
     return inverse / (mean.sqrt() + _EPS)
 
@@ -308,7 +335,7 @@ def neuron_factors(squares: Tensor, second_moment: Tensor, beta2: float) -> Tens
 def _muon(groups: Groups, config: Any) -> Muon:
     rate = config.peak_rate("matrix")
     return Muon(
-        # Matrices only are here, and have Muon's own rate.
+        # All groups are matrices, which have Muon's own learning rate.
         [{**group, "lr": rate} for group in groups],
         rate,
         config.muon_momentum,
@@ -326,7 +353,7 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
         *stack, rows, columns = parameter.shape
         neurons = (1, columns) if group["transposed"] else (rows, 1)
         layout["second_moment"] = ((*stack, *neurons), torch.float32)
-    # Only with a warm-up: a plain run's state stays that of torch.optim.Muon.
+    # Only with a warm-up, so that the state is otherwise that of torch.optim.Muon.
     if group["warmup_steps"]:
         layout["step"] = ((), torch.float32)
     return layout
@@ -335,8 +362,8 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
 def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
     """True if a parameter is a matrix, or a stack of them, of a numbered layer
     (`model.layers.3...`, `h.3...`)."""
-    # Experts' biases are stacked, and a convolution has a few weights of each channel alone: they
-    # are no matrices, though they have two and three dimensions.
+    # Experts' biases are stacked [E, F], and a depthwise convolution has a few weights for each
+    # channel: they are no matrices, though they have two and three dimensions.
     is_matrix = parameter.dim() in (2, 3) and not name.endswith(("bias", "conv1d.weight"))
     return is_matrix and any(part.isdigit() for part in name.split("."))
 
@@ -346,7 +373,7 @@ MUON = OptimizerSpec(
     _muon_layout,
     elementwise=False,
     gathers=True,
-    # Betas are those of AdamW, which updates what Muon does not take.
+    # "betas" are those of AdamW, which updates the parameters that Muon does not take.
     options=("betas", "cautious_weight_decay", "tuned_width"),
     takes=_is_matrix_of_a_layer,
 )

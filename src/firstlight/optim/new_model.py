@@ -1,18 +1,18 @@
-"""Initial weights, optimizer and schedule of a new model: the settings that learned most from the
-same tokens in `firstlight bench learning` (docs/learning.md). They assume norms on queries and keys
-and an untied head.
+"""Initial weights, optimizer and schedule of a new model: the settings with the lowest validation
+loss after the same tokens in `firstlight bench learning` (docs/learning.md). They assume norms on
+queries and keys and an untied head.
 
-This module loads no torch, so that settings can be chosen before torch is there.
+This module does not import torch, so that settings can be resolved before torch is loaded.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: The layout of the model that the settings were measured with.
+#: Keys of the `model` section with which the settings were measured.
 MODEL: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
 
-#: The settings by section of a recipe. Their rates are those of a width of `RATE_WIDTH`.
+#: The settings by section of a recipe. Their learning rates are for a hidden_size of `RATE_WIDTH`.
 NEW_MODEL: dict[str, dict[str, Any]] = {
     "init": {"residual_projections": "zero", "embedding_std": 0.8, "head_std": 0.001},
     "optimizer": {
@@ -33,8 +33,8 @@ NEW_MODEL: dict[str, dict[str, Any]] = {
     "schedule": {"kind": "wsd", "decay_fraction": 0.65, "min_lr_ratio": 0.0},
 }
 
-#: The width that the rates were measured at: `optimizer.tuned_width`.
+#: hidden_size of the model with which the learning rates were measured: `optimizer.tuned_width`.
 RATE_WIDTH = 192
 
-#: The warm-up as a share of the run, `schedule.warmup_ratio`.
+#: Length of the warm-up as a share of the steps of the run: `schedule.warmup_ratio`.
 WARMUP_RATIO = 0.02

@@ -1,4 +1,4 @@
-"""The optimizer of a run: updates, clipping, and state by parameter name.
+"""The optimizer of a run: updates, gradient clipping, and the state by parameter name.
 
 `registry.py` has the table of all optimizers.
 """
@@ -26,18 +26,22 @@ __all__ = ["Optimizer", "OptimizerConfig"]
 class Optimizer:
     """Torch optimizers that together update all trained parameters of a model.
 
-    Parameters of less than 32 bits (bf16) get fp32 master weights, which take 4 bytes a parameter
-    beside the 2 of the parameter; state and gradients are then those of the masters.
+    Parameters of fewer than 32 bits (bf16) get fp32 master weights, which take 4 bytes a parameter
+    beside the 2 of the parameter; state and gradients are then those of the master weights.
 
     Args:
-        model: its parameters' names become the names of the state. Those that need no gradient
-            are left alone.
-        config: see `OptimizerConfig`.
-        in_backward: update each parameter in the backward pass, as soon as its gradient is there,
-            and free the gradient: 4 bytes a parameter less at the peak. One backward pass a step.
-            A gradient that is not finite shows in `clip_gradients` only when it has been applied.
-        initial: fp32 values for master weights to start from, by parameter name. They become the
-            masters; without them, the model's own rounded values are the start.
+        model: model whose parameters with `requires_grad` are updated. Their names become the names
+            of the state.
+        config: the recipe's section.
+        in_backward: update each parameter in the backward pass, as soon as it has its gradient, and
+            free the gradient: 4 bytes a parameter less at the peak. A step can then have only one
+            backward pass, and `clip_gradients` reports a non-finite gradient after its update.
+        initial: fp32 values by parameter name, which become the master weights. A master weight
+            without one starts from the model's own rounded value.
+
+    Attributes:
+        parameters: trained parameters of the model by name.
+        num_parameters: number of values in these parameters.
 
     Raises:
         ConfigError: the config can't work on the model's device, or not in the backward pass.
@@ -62,7 +66,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
-        # Engines that shard parameters may leave them without numbers.
+        # Counted now, since an engine that shards parameters may leave them empty later.
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
@@ -96,7 +100,7 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """The size of `state_tensors` from the first step on."""
+        """The size of `state_tensors` from the first step on, in bytes."""
         return sum(
             math.prod(shape) * dtype.itemsize
             for layout in self._layouts().values()
@@ -104,32 +108,34 @@ class Optimizer:
         )
 
     def set_learning_rate(self, lr_scale: float) -> float:
-        """Set every group's learning rate to `lr_scale` times its peak; return AdamW's."""
+        """Set the learning rate of each group to `lr_scale` times the group's peak; return that of
+        `config.learning_rate`."""
         for optimizer, peaks in zip(self._torch_optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 if isinstance(group["lr"], Tensor):
-                    # A compiled update reads it from here.
+                    # torchao's compiled update reads the rate from this tensor.
                     group["lr"].fill_(peak * lr_scale)
                 else:
                     group["lr"] = peak * lr_scale
         return self.config.learning_rate * lr_scale
 
     def share_matrices(self, rank: int, processes: int) -> None:
-        """Have each of the processes compute a share of Muon's matrix products, and all of them
-        make the same updates: they have the same whole gradients.
+        """Share Muon's matrix products among processes that have the same full gradients: each
+        computes a part, and all make the same updates.
 
         Args:
-            rank: number of this process among all of its process group.
-            processes: number of processes.
+            rank: rank of this process in the default process group.
+            processes: number of processes in that group.
         """
         for optimizer in self._torch_optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.process = (rank, processes)
 
-    # One step: accumulate after each backward pass, then clip, update, forget
+    # One step: accumulate after each backward pass; then clip_gradients, step, zero_grad
 
     def accumulate(self) -> None:
-        """After a micro-batch's backward pass: add low-precision gradients up in fp32.
+        """Add the low-precision gradients of a micro-batch to those of the master weights, in fp32.
+        To be called after each backward pass.
 
         Does nothing for parameters with 32 bits or more, whose gradients autograd adds up.
         """
@@ -138,18 +144,20 @@ class Optimizer:
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Divide the gradients by `grad_scale`, scale them down to `max_grad_norm`; return their
-        L2 norm between the two, a scalar [].
+        """Divide the gradients by `grad_scale`, then scale them down to `max_grad_norm`.
 
-        The norm is torch's `clip_grad_norm_`'s, and so are the gradients.
+        Norm and gradients are the same as with torch's `clip_grad_norm_`.
 
         Args:
-            grad_scale: factor that the loss was multiplied by.
-            joined: makes the norm of all parameters' gradients from the norm of this process's, if
-                other processes have other parameters.
+            grad_scale: factor by which the loss was multiplied.
+            joined: function from the norm of this process' gradients [] to that of all gradients
+                [], if other processes have other parameters; None if this process has all.
+
+        Returns:
+            The L2 norm of all gradients after the division and before the clipping, [].
 
         Raises:
-            ConfigError: the gradients were scaled, and have been applied in the backward pass.
+            ConfigError: `grad_scale` is not 1 with `in_backward`, whose updates have been made.
         """
         if self.in_backward:
             if grad_scale != 1:
@@ -164,14 +172,14 @@ class Optimizer:
         norm = full_tensor(nn.utils.get_total_norm(gradients))
         norm = (norm if joined is None else joined(norm)) / grad_scale
         limit = self.config.max_grad_norm or math.inf
-        # In torch's order and precision, so that the same factor comes out.
+        # The same operations in the same precision as in torch, for the same factor.
         factor = float((limit / (norm + 1e-6)).clamp(max=1.0)) / grad_scale
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
         return norm
 
     def step(self) -> None:
-        """Update the parameters from their gradients; nothing if the backward pass did."""
+        """Update the parameters from their gradients; does nothing with `in_backward`."""
         if self.in_backward:
             return
         self.accumulate()
@@ -180,7 +188,7 @@ class Optimizer:
         self._masters.refill()
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and their norms."""
+        """Free the gradients, and forget the norms that `in_backward` has taken."""
         self._norms.clear()
         for name, parameter in self.parameters.items():
             parameter.grad = None
@@ -209,22 +217,25 @@ class Optimizer:
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's parameters are fp32: their master weights.
 
-        For reading and writing checkpoints, not for computing. After it the parameters are the
-        masters rounded again, in the memory they had before. Without masters it does nothing.
+        For reading and writing checkpoints, not for computing. Afterwards the parameters are the
+        rounded master weights again, in their former memory. Without master weights it does
+        nothing.
 
         Args:
-            changed: True if they are written inside.
+            changed: True if the parameters are written inside. Unused here: engines that gather
+                shards have to write them back.
         """
         return self._masters.in_model()
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """All moments and counters, on the CPU, as `<parameter's name>.<state's name>`.
+        """All moments and counters, full and on the CPU, by `<parameter's name>.<state's name>`.
 
-        The same with and without `in_backward`, and however parameters are sharded (every rank has
-        to call it then). Master weights are not part of it: see `master_weights`.
+        The result is the same with and without `in_backward`, and however parameters are sharded.
+        With shards it is a collective: every rank has to call it. Master weights are not part of
+        it: see `master_weights`.
 
         Args:
-            keep: False only takes part in gathering, one tensor after the other, and returns {}.
+            keep: False for a rank that only takes part in the collectives, and gets {}.
         """
         found: dict[str, Tensor] = {}
         for name, shard in self.state_shards().items():
@@ -234,8 +245,8 @@ class Optimizer:
         return found
 
     def state_shards(self) -> dict[str, Tensor]:
-        """`state_tensors` on their devices, sharded like their parameters: views of the optimizer's
-        own memory."""
+        """`state_tensors` on their devices, sharded like their parameters. For torch's own
+        optimizers these are views of the optimizer's memory."""
         return {
             f"{name}.{key}": value.detach()
             for name, state in self._states().items()
@@ -243,10 +254,11 @@ class Optimizer:
         }
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """Have the state that there is after a step written. For torch's own optimizers.
+        """Make the state that the optimizer has after a step, and let a function write its values.
+        Only for optimizers whose `state_shards` are views of their memory, as torch's own are.
 
         Args:
-            fill: writes into its `state_shards`.
+            fill: function that writes into the given `state_shards`, which are zeros.
         """
         for name, layout in self._layouts().items():
             (spec, optimizer, _), parameter = self._part_of[name], self._masters.updated[name]
@@ -266,8 +278,8 @@ class Optimizer:
         return {f"{name}.{key}" for name, layout in self._layouts().items() for key in layout}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave. Learning rates are not part of it: the schedule
-        sets them at every step.
+        """Set the state to the tensors of `state_tensors`. Learning rates are not among them: the
+        schedule sets them at every step.
 
         Raises:
             CheckpointError: a tensor is missing, extra or of another shape or dtype (named).
@@ -301,7 +313,11 @@ class Optimizer:
 
 
 def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a saved state that is not of these parameters.
+    """Require that a saved optimizer state has exactly the tensors of the given layouts.
+
+    Args:
+        layouts: layout of each parameter's state, by the parameter's name.
+        tensors: saved tensors by `<parameter's name>.<state's name>`.
 
     Raises:
         CheckpointError: a tensor is missing, extra or of another shape or dtype (named).

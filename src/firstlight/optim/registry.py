@@ -1,6 +1,7 @@
 """The `optimizer` section of a recipe, and the table of optimizers that it chooses from.
 
-torch's AdamW and SGD are described here; each other optimizer is a file with its `OptimizerSpec`.
+The entries of torch's AdamW and SGD are here; each other optimizer has a module of its own with its
+`OptimizerSpec`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ def make_optimizers(
 
     Args:
         parameters: parameters by name.
-        kinds: their kinds by name.
+        kinds: kinds of these parameters by name.
         config: the recipe's section.
+
+    Returns:
+        (entry of the table, torch optimizer) for the named optimizer and for AdamW, which updates
+        the rest; without those that have no parameters.
 
     Raises:
         ConfigError: the config can't work on the parameters' device.
@@ -48,7 +53,8 @@ def make_optimizers(
     """
     spec = OPTIMIZERS[config.name]
     wide = "embedding" if config.embeddings_in_32_bits else None
-    # Whatever an optimizer does not take is AdamW's: embeddings, head and norms beside Muon.
+    # AdamW updates the parameters that the named optimizer does not take: with Muon, those of
+    # embeddings, head and norms.
     own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
     rest = {n: p for n, p in parameters.items() if n not in own}
     return [
@@ -59,12 +65,12 @@ def make_optimizers(
 
 
 def elementwise_optimizers() -> str:
-    """The optimizers that need nothing of other shards: "adamw or sgd"."""
+    """Names of the optimizers that update a shard without data of the others: "adamw or sgd"."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
 
 
 def sharded_optimizers() -> str:
-    """The optimizers of parameters that are DTensors: "adamw, muon or sgd"."""
+    """Names of the optimizers that can update DTensors: "adamw, muon or sgd"."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise or spec.gathers)
 
 
@@ -143,7 +149,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 }
 
 if TYPE_CHECKING:
-    # A type checker can not see which names the table has.
+    # A type checker can't evaluate the names of the table.
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
@@ -152,119 +158,122 @@ else:
 class OptimizerConfig(Section):
     """The `optimizer` section of a recipe.
 
-    Bytes of state a parameter are beside the fp32 parameter itself (4) and its gradient (4).
+    Bytes of state a parameter are in addition to the fp32 parameter (4) and its gradient (4).
     """
 
     name: OptimizerName = "adamw"
     """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state a parameter; the
     default, except for new models whose recipe names no settings (docs/learning.md). "adamw8bit":
     both moments in 8 bits with a scale for every 256 values (Dettmers et al. 2022), 2.03 bytes;
-    nearly the same loss. Each update unpacks and packs the moments, which on a CPU takes ten times
-    AdamW's update and more. "paged_adamw8bit": the same, in memory that CUDA moves to the CPU's
-    when the GPU's is full, at the price of the moving (bitsandbytes; CUDA only). "adafactor"
-    (Shazeer and Stern 2018): the second moment as one row and one column a matrix and no first one,
-    nearly 0 bytes; steps of a size relative to the parameter's root mean square, so it needs
-    another learning_rate, about 1e-2. "muon": Muon for the matrices and stacked experts inside the
-    layers (Jordan et al. 2024), 4 bytes, AdamW for embeddings, head and norms, 8 bytes; each update
-    costs 15 matrix products a matrix on top, and fewer are needed. "sgd": momentum only, 4 bytes,
-    or 0 with sgd_momentum 0; the cheapest update, and slow to learn a Transformer. "lion" (Chen et
-    al. 2023): one moment, 4 bytes; every number moves by the learning rate against the sign of its
-    averaged gradient, so it takes a third to a tenth of AdamW's learning_rate with three to ten
-    times its weight_decay, and betas [0.9, 0.99]."""
+    nearly the same loss. Each update unpacks and packs the moments, which on a CPU takes at least
+    ten times as long as AdamW's update. "paged_adamw8bit": the same in managed memory, which CUDA
+    moves to the CPU while the GPU's memory is full; the moving costs time (bitsandbytes; CUDA
+    only). "adafactor" (Shazeer and Stern 2018): no first moment, and of the second one row and one
+    column a matrix, nearly 0 bytes. Its steps are relative to the parameter's root mean square, so
+    it needs another learning_rate, about 1e-2. "muon" (Jordan et al. 2024): Muon for the matrices
+    and stacked experts inside the layers, 4 bytes, and AdamW for embeddings, head and norms, 8
+    bytes. Each update costs 15 more matrix products a matrix, but fewer steps are needed. "sgd":
+    momentum only, 4 bytes, or 0 with sgd_momentum 0; the cheapest update, but slow to train a
+    Transformer. "lion" (Chen et al. 2023): one moment, 4 bytes. Every number moves by the learning
+    rate against the sign of its averaged gradient, so Lion takes a third to a tenth of AdamW's
+    learning_rate, three to ten times its weight_decay, and betas [0.9, 0.99]."""
     implementation: Implementation = "auto"
-    """implementation of AdamW (Muon's too) and SGD in torch: "fused", one kernel that reads and
-    writes each value once (an update is bound by memory, not arithmetic); "foreach", one kernel an
-    operation over all parameters, with temporary copies as large as the parameters; "for-loop",
-    parameter by parameter, the least memory without fused kernels and the slowest on GPUs. "auto"
-    is fused where the device has it, else foreach; for Adafactor and Lion, which have no fused
-    kernel, for-loop, since foreach costs the memory that they save. All give the same numbers to
-    rounding."""
+    """implementation of AdamW (also the one beside Muon) and SGD in torch: "fused", one kernel that
+    reads and writes each value once (an update is bound by memory, not arithmetic); "foreach", one
+    kernel for each operation over all parameters, with temporary copies as large as the parameters;
+    "for-loop", parameter by parameter, the least memory without fused kernels and the slowest on
+    GPUs. "auto" is fused where the device has it, else foreach. For Adafactor and Lion, which have
+    no fused kernel, it is for-loop, since foreach costs the memory that they save. All give the
+    same numbers up to rounding."""
     eight_bit_library: EightBitLibrary = "auto"
     """library of the 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at once;
     "torchao" compiles its update, which takes tens of seconds on a CPU at the first step. "auto"
     takes bitsandbytes if it is installed, else torchao. Tensors under 4096 values stay in 32 bits.
-    Embeddings are in 8 bits too (but see embeddings_in_32_bits): blocks of 256 values lie within a
-    token's row where hidden_size is a multiple of 256, so rare tokens' large gradients don't blur
-    the others'. The state of one library does not fit the other."""
+    Embeddings are in 8 bits too (but see embeddings_in_32_bits). If hidden_size is a multiple of
+    256, each block of 256 values lies within the row of one token, so that large gradients of rare
+    tokens do not make those of others less exact. One library can't read the other's state."""
     embeddings_in_32_bits: bool = False
-    """an 8-bit optimizer updates token and position embeddings (and a head that is tied to them)
-    by torch's AdamW with fp32 moments, 8 bytes a parameter of theirs, as Dettmers et al. 2022
-    advise for training from scratch; paged_adamw8bit does not page these."""
+    """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
+    to them) by torch's AdamW with fp32 moments, 8 bytes for each of their parameters, as Dettmers
+    et al. 2022 advise for training from scratch; paged_adamw8bit does not page these moments."""
     learning_rate: float = Field(1e-3, gt=0)
-    """peak learning rate of all parameters but Muon's; `embedding_lr_multiple` and the like give
-    some of them a multiple of it."""
+    """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
+    `head_lr_multiple` and `vector_lr_multiple` give some of them a multiple of it."""
     muon_learning_rate: float | None = Field(None, gt=0)
     """peak learning rate of Muon; null takes `learning_rate`. Its updates are scaled by 0.2
     sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
-    """decay rates of the moments of AdamW (of every kind) and of Lion."""
+    """decay rates of the moments of AdamW (also 8-bit AdamW) and of Lion."""
     eps: float = Field(1e-8, gt=0)
-    """term added to the denominator of AdamW (of every kind)."""
+    """term added to the denominator of AdamW (also 8-bit AdamW)."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """momentum of Muon."""
     muon_momentum_warmup_steps: int = Field(0, ge=0)
-    """steps in which Muon's momentum rises linearly from `muon_first_momentum` to `muon_momentum`:
-    early gradients change fast. 0 is none; 300 is usual."""
+    """steps in which Muon's momentum rises linearly from `muon_first_momentum` to `muon_momentum`,
+    since early gradients change fast. 0 is no momentum warm-up; 300 is usual."""
     muon_first_momentum: float = Field(0.85, ge=0, lt=1)
     """Muon's momentum in the first step of a momentum warm-up."""
     muon_coefficients: MuonCoefficients = "jordan"
     """coefficients of Muon's five Newton-Schulz steps: "jordan" (Jordan et al. 2024; singular
-    values end between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv 2505.16932; nearer
-    to one), at the same cost."""
+    values end between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv 2505.16932; they
+    end nearer to 1), at the same cost."""
     muon_beta2: float | None = Field(None, ge=0, lt=1)
     """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491): each row of Muon's
     update is divided by the root of its averaged mean square, so that no neuron moves much more
-    than others; 4 bytes of state a row. null is plain Muon; the paper has 0.95."""
+    than others; 4 bytes of state a row. null is plain Muon; the paper uses 0.95."""
     sgd_momentum: float = Field(0.9, ge=0, lt=1)
     """momentum of SGD; 0 needs no state."""
     adafactor_threshold: float = Field(1.0, ge=1)
-    """Adafactor's updates are scaled down to this root mean square (its d)."""
+    """largest root mean square of an Adafactor update before the learning rate is applied; larger
+    updates are scaled down to it (d in the paper)."""
     adafactor_beta2_decay: float = Field(-0.8, le=0)
-    """Adafactor's second moment forgets with 1 - step ** this; at most 0."""
+    """exponent of the decay rate of Adafactor's second moment, which is 1 - step ** exponent; at
+    most 0."""
     adafactor_variant: AdafactorVariant = "auto"
-    """the form of Adafactor. "paper": weight decay is relative to the parameter's root mean square,
-    as steps are, and the rate is the schedule's (transformers' Adafactor with relative_step off).
-    "torch": torch.optim.Adafactor, whose weight decay is learning_rate times weight_decay for each
-    parameter (1e-3 a step at 1e-2 and 0.1) and whose rate is at most 1/sqrt(step). "auto" is paper;
-    a run that an older version began continues with torch."""
+    """variant of Adafactor. "paper": weight decay is relative to the parameter's root mean square,
+    as steps are, and the learning rate is the schedule's (as in transformers' Adafactor with
+    relative_step=False). "torch": torch.optim.Adafactor, whose weight decay is learning_rate times
+    weight_decay for each parameter (1e-3 a step at 1e-2 and 0.1), and whose learning rate is at
+    most 1/sqrt(step). "auto" is paper; a run that an older version began continues with torch."""
     weight_decay: float = Field(0.1, ge=0)
     """weight decay of matrices, and of embeddings and head unless they have their own. Decoupled,
     except for SGD, where it is added to the gradient; with Adafactor, relative to the parameter's
     size (see adafactor_variant)."""
     cautious_weight_decay: bool = False
-    """decay a number only in steps whose update has its sign, and so moves it towards zero as well
-    (Chen et al. 2025, arXiv 2510.12402); of adamw, lion and muon. Costs temporary copies of one
+    """true applies weight decay to a number only in steps whose update moves it towards zero too
+    (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. Costs temporary copies of one
     parameter, three with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
     """weight decay of token and position embeddings, and of a head that is tied to them; null takes
-    `weight_decay`. 0 preserves the rows of rare tokens: decay shrinks a row at every step, but its
-    gradient comes only with its token."""
+    `weight_decay`. 0 preserves the rows of rare tokens: weight decay shrinks a row in every step,
+    but the row has a gradient only in steps with its token."""
     head_weight_decay: float | None = Field(None, ge=0)
     """weight decay of a head that is not tied to the embedding; null takes `weight_decay`."""
     vector_weight_decay: float = Field(0.0, ge=0)
     """weight decay of norms and biases."""
     embedding_lr_multiple: float = Field(1.0, gt=0)
-    """peak learning rate of embeddings (and a head that is tied to them) as a multiple of
-    `learning_rate`. A multiple keeps its meaning when a plan or a sweep changes learning_rate."""
+    """peak learning rate of embeddings (and of a head that is tied to them) as a multiple of
+    `learning_rate`, so that it follows when a plan or a sweep changes learning_rate."""
     head_lr_multiple: float = Field(1.0, gt=0)
-    """peak learning rate of a head that is not tied, as a multiple of `learning_rate`."""
+    """peak learning rate of a head that is not tied to the embedding, as a multiple of
+    `learning_rate`."""
     vector_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of norms and biases as a multiple of `learning_rate`."""
     embedding_betas: list[float] | None = Field(None, min_length=2, max_length=2)
-    """betas of embeddings (and a head that is tied to them); null takes `betas`."""
+    """betas of embeddings (and of a head that is tied to them); null takes `betas`."""
     head_betas: list[float] | None = Field(None, min_length=2, max_length=2)
-    """betas of a head that is not tied; null takes `betas`."""
+    """betas of a head that is not tied to the embedding; null takes `betas`."""
     vector_betas: list[float] | None = Field(None, min_length=2, max_length=2)
     """betas of norms and biases; null takes `betas`."""
     tuned_width: int | None = Field(None, gt=0)
-    """hidden_size of the model whose rates these are: for a model of another width, with r for
-    tuned_width / hidden_size, AdamW's and Lion's rate of matrices and of an untied head are
-    multiplied by r (Yang et al. 2022, arXiv 2203.03466, table 8), and Muon's by sqrt(r), since its
-    updates already grow with sqrt(hidden_size). Embeddings, norms and biases keep theirs. null
-    takes all rates as they are."""
+    """hidden_size of the model for which the learning rates were tuned. For a model of another
+    hidden_size, with r = tuned_width / hidden_size, the rates of AdamW and Lion for matrices and an
+    untied head are multiplied by r (Yang et al. 2022, arXiv 2203.03466, table 8), and Muon's by
+    sqrt(r), since its updates already grow with sqrt(hidden_size). Embeddings, norms and biases
+    keep their rates. null takes all rates as they are."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """global L2 norm that gradients are scaled down to; 0 switches it off. Costs one reading of all
-    gradients, and when it scales, one writing."""
+    """upper bound of the global L2 norm of the gradients, which are scaled down to it; 0 switches
+    clipping off. Costs reading all gradients once, and writing them once when they are scaled."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
@@ -312,21 +321,22 @@ class OptimizerConfig(Section):
             changes["muon_learning_rate"] = muon_rate * math.sqrt(ratio)
             changes["head_lr_multiple"] = self.head_lr_multiple * ratio
         else:
-            # The head's multiple is one of this rate, so it follows.
+            # The head follows, since its rate is a multiple of this one. Embeddings and vectors
+            # keep their rates.
             changes["learning_rate"] = self.learning_rate * ratio
             changes["embedding_lr_multiple"] = self.embedding_lr_multiple / ratio
             changes["vector_lr_multiple"] = self.vector_lr_multiple / ratio
         return self.model_copy(update=changes)
 
     def peak_rate(self, role: Role) -> float:
-        """Peak learning rate of a role: Muon's own for the matrices that it updates."""
+        """Peak learning rate of a role; with Muon, its own rate for matrices."""
         if self.name == "muon" and role == "matrix":
             return self.muon_learning_rate or self.learning_rate
         return float(self.group_settings(role)["lr"])
 
     def group_settings(self, role: Role) -> dict[str, Any]:
         """A role's `lr`, `betas` and `weight_decay`, as torch's parameter groups have them."""
-        # Matrices have the keys without a prefix.
+        # The keys without a prefix are those of matrices.
         own = (
             {}
             if role == "matrix"

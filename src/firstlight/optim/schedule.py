@@ -20,7 +20,7 @@ ScheduleKind = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
 #: Curves of wsd's decay.
 DecayShape = Literal["linear", "1-sqrt"]
 
-#: Keys of which at most one is given, and the question that they answer.
+#: Alternative keys, of which at most one may be given, and the question that they answer.
 ALTERNATIVES = (
     (("max_steps", "epochs"), "how long the run is"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "how long the warm-up is"),
@@ -28,7 +28,7 @@ ALTERNATIVES = (
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
 )
 
-#: Keys that have a meaning for some kinds only.
+#: Keys that are valid for some kinds only -> those kinds.
 _KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "decay_steps": ("cosine", "linear", "wsd"),
     "decay_fraction": ("wsd",),
@@ -38,14 +38,14 @@ _KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "min_learning_rate": ("cosine", "linear", "wsd", "inverse_sqrt"),
 }
 
-#: `min_lr_ratio` where no minimum is given.
+#: `kind` -> `min_lr_ratio` where no minimum is given; other kinds have the field's default.
 _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0, "constant": None}
 
 #: `decay_fraction` where the length of wsd's decay is not given.
 _DECAY_FRACTION = 0.2
 
-#: Share of a run in minutes that is left when its length is decided, where the rate does not depend
-#: on the length.
+#: Share of the steps of a run in minutes that is left when the number of steps is decided, for
+#: kinds whose learning rate does not depend on it.
 _LAST_FRACTION = 0.02
 
 
@@ -53,50 +53,51 @@ class ScheduleConfig(Section):
     """The `schedule` section of a recipe."""
 
     kind: ScheduleKind = "cosine"
-    """curve of the learning rate after its warm-up: "cosine" and "linear" come down to the minimum;
-    "wsd" (warm-up, stable, decay) stays at the peak and comes down in a last part of the run;
-    "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step), whatever the run's
-    length."""
+    """curve of the learning rate after its warm-up: "cosine" and "linear" fall to the minimum;
+    "wsd" (warm-up, stable, decay) stays at the peak and falls in the last part of the run;
+    "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step) for any length of run."""
     max_steps: int | None = Field(None, ge=0)
     """optimizer steps of the run; null is one epoch of the training split, 0 evaluates and saves
     the model as it is."""
     epochs: float | None = Field(None, gt=0)
     """passes over the training split, fractions included, instead of max_steps."""
     max_minutes: float | None = Field(None, gt=0)
-    """minutes that the training loop takes, evaluations and saves included: the number of steps
-    follows from measured steps (wsd: when the decay has to begin; cosine and linear: after the
-    warm-up) and is then part of the run. With max_steps or epochs, these are an upper limit."""
+    """minutes that the training loop takes, evaluations and saves included. The number of steps is
+    decided during the run from the measured time of its steps (wsd: when the decay has to begin;
+    cosine and linear: after the warm-up), and stays the same from then on. max_steps or epochs, if
+    given too, are upper limits."""
     warmup_steps: int | None = Field(None, ge=0)
     """steps over which the learning rate rises; null is a twentieth of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
     """tokens over which the learning rate rises, instead of warmup_steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     """share of the run's steps over which the learning rate rises, instead of warmup_steps; with
-    max_minutes a share of the steps that are predicted at the start."""
+    max_minutes, a share of the number of steps that is predicted at the start."""
     decay_steps: int | None = Field(None, gt=0)
-    """step at which the learning rate has come down to its minimum, where it stays, counted from
-    the run's first one; null is the last step of the run."""
+    """step at which the learning rate reaches its minimum, where it stays, counted from the run's
+    first step; null is the last step of the run."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
     """share of the run's steps that wsd's decay takes; null is 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)
     """steps that wsd's decay takes, instead of decay_fraction."""
     decay_shape: DecayShape | None = None
     """curve of wsd's decay: "linear", or "1-sqrt" (1 - sqrt(progress), which falls faster at
-    first); null is linear."""
+    first); null is "linear"."""
     min_lr_ratio: float | None = Field(0.1, ge=0, le=1)
-    """minimum of the learning rate as a share of the peak; where neither it nor min_learning_rate
-    is given, 0.1, and 0 with kind wsd or inverse_sqrt."""
+    """minimum of the learning rate as a share of the peak. Where neither min_lr_ratio nor
+    min_learning_rate is given, it is 0 with kind wsd or inverse_sqrt, and else 0.1."""
     min_learning_rate: float | None = Field(None, ge=0)
-    """minimum of optimizer.learning_rate as a value, instead of min_lr_ratio; another peak (Muon's)
-    comes down by the same factor."""
+    """minimum of optimizer.learning_rate as a value, instead of min_lr_ratio; other peaks, such as
+    muon_learning_rate, fall by the same factor."""
     resume: bool = False
-    """continue the schedule of --init-from at the step of its checkpoint, with its optimizer's
-    state, on any data; false is a new schedule, from step 0."""
+    """true continues the schedule of --init-from at the step of its checkpoint, with the state of
+    its optimizer, on any data; false begins a new schedule at step 0."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_minimum(cls, values: Any) -> Any:
-        """The default of the ratio gives way to a value; without either, null is the default."""
+        """The section's values with `min_lr_ratio` None if `min_learning_rate` is given, and with
+        the kind's default ratio if neither is given."""
         if not isinstance(values, Mapping):
             return values
         if values.get("min_learning_rate") is not None:
@@ -151,12 +152,12 @@ class ScheduleConfig(Section):
 
     def decides_length(self, step: int, warmup_steps: int, steps_left: int) -> bool:
         """True if the number of steps of a run in minutes has to be decided now, because the
-        learning rate of the next step depends on it.
+        learning rate of the next step depends on it or the run is about to end.
 
         Args:
             step: steps done.
             warmup_steps: steps over which the learning rate rises.
-            steps_left: number of steps that there is time for.
+            steps_left: number of further steps for which there is time.
         """
         if self.kind in ("cosine", "linear"):
             return step >= warmup_steps
@@ -176,18 +177,19 @@ class ScheduleConfig(Section):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule whose lengths are known.
+    """A learning-rate schedule whose lengths are resolved to numbers of steps.
 
     Attributes:
         max_steps: optimizer steps of the run.
         warmup_steps: steps over which the learning rate rises.
-        decay_steps: step, counted from the first one, at which it is at its minimum.
+        decay_steps: step at which the learning rate reaches its minimum, counted from the run's
+            first step.
         min_lr_ratio: minimum of the learning rate as a share of the peak; 1 for a constant rate.
         kind: curve after the warm-up.
         cooldown_steps: steps that the decay takes; 0 is all steps after the warm-up.
         decay_shape: curve of wsd's decay.
         is_open: True if the number of steps of a run in minutes is not decided yet: `max_steps` is
-            a prediction, and no learning rate depends on it.
+            then a prediction, on which no learning rate depends.
     """
 
     max_steps: int
@@ -208,13 +210,13 @@ class Schedule:
         return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
 
     def in_words(self, peak: float) -> str:
-        """The course of the learning rate after its warm-up, for a person.
+        """The course of the learning rate after its warm-up, as text for messages.
 
         Args:
-            peak: the learning rate at the peak.
+            peak: the peak learning rate.
         """
         if self.kind == "constant":
-            # The last step of a warm-up is at the peak.
+            # With `<=`, since the last step of a warm-up is at the peak already.
             if self.warmup_steps <= self.max_steps:
                 return "then constant"
             return (
@@ -226,7 +228,7 @@ class Schedule:
         if self.kind == "inverse_sqrt":
             last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
             return f"then by the inverse square root of the step to {last} at the end"
-        # Steps of a length that is still to be decided.
+        # In an open schedule these steps follow from the predicted number of steps.
         about = "about " if self.is_open else ""
         lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {self.decay_steps:,}"
         if self.kind == "wsd":
@@ -237,12 +239,14 @@ class Schedule:
     def lr_scale(self, step: int) -> float:
         """The share of the peak learning rate at `step` (0 is the first update).
 
-        Linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1, the peak up to step
-        decay_begin, and as long as the number of steps is open. Then a curve down to
-        min_lr_ratio at step decay_steps - 1, and min_lr_ratio from there on: half a cosine
-        (Loshchilov and Hutter 2017, without restarts), a line, or the peak followed by a decay of
-        cooldown_steps (Hu et al. 2024; for 1-sqrt Haegele et al. 2024). Or the peak for ever; or
-        the inverse square root of the step (Vaswani et al. 2017), never below min_lr_ratio.
+        Warm-up: linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1.
+        Stable: 1 up to step decay_begin, and as long as `is_open`.
+        Decay: a curve to min_lr_ratio at step decay_steps - 1, where it stays. The curve is half a
+            cosine (Loshchilov and Hutter 2017, without restarts), or linear, or of wsd (Hu et al.
+            2024) linear or 1-sqrt (Haegele et al. 2024).
+
+        Kind "constant" has no decay. Kind "inverse_sqrt" falls with the inverse square root of the
+        step after its warm-up (Vaswani et al. 2017), but not below min_lr_ratio.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -261,10 +265,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class PredictedLength:
-    """The number of steps of a run in minutes before it is decided.
+    """The number of steps of a run in minutes before that number is decided.
 
     Attributes:
-        predicted_steps: number of steps by the speed that is predicted at the run's start.
+        predicted_steps: number of steps at the speed that is predicted at the run's start.
     """
 
     predicted_steps: int
@@ -272,12 +276,12 @@ class PredictedLength:
 
 @dataclass(frozen=True)
 class DecidedLength(PredictedLength):
-    """The number of steps of a run in minutes, by the speed that was measured.
+    """The number of steps of a run in minutes, decided by the measured speed.
 
     Attributes:
-        max_steps: number of steps.
-        decided_at: number of the steps that were done when it was decided: the learning rate of
-            none of them depends on `max_steps`.
+        max_steps: number of steps of the run.
+        decided_at: number of steps that were done when `max_steps` was decided; the learning rates
+            of these steps do not depend on it.
     """
 
     max_steps: int
@@ -290,11 +294,11 @@ def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule
     Args:
         config: the recipe's section.
         rows_per_epoch: rows of the training split.
-        batch: rows of each optimizer step.
+        batch: sequences of each optimizer step.
     """
     if config.epochs is None:
         return config.max_steps
-    # As it is written: a float's 1.1 epochs of 100 rows would be a row more than 110.
+    # The decimal number as written: 1.1 epochs of 100 rows are 110 rows, and 111 as a float.
     return batch.steps_for(Fraction(str(config.epochs)) * rows_per_epoch)
 
 
@@ -310,18 +314,19 @@ def resolve_schedule(
 
     Args:
         config: the recipe's section.
-        learning_rate: the peak.
+        learning_rate: the peak learning rate, `optimizer.learning_rate`.
         rows_per_epoch: rows of the training split.
-        batch: rows of each optimizer step.
-        seq_len: tokens of a row.
+        batch: sequences of each optimizer step.
+        seq_len: tokens of a sequence.
         length: number of steps of a run in minutes, predicted or decided; None for other runs.
 
     Raises:
-        ConfigError: the learning rate would have come down before it has risen, or warm-up and
-            decay don't fit into the run.
+        ConfigError: `decay_steps` is not after the warm-up, or warm-up and decay together take more
+            steps than there are.
     """
     if config.max_steps == 0:
-        # The lengths of warm-up and decay may be those of the run that comes after.
+        # A run without steps. Lengths of warm-up and decay are not checked: the same recipe may be
+        # used for a longer run later.
         return Schedule(0, 0, 0, config.minimum_scale(learning_rate), config.kind)
     given_steps = most_steps(config, rows_per_epoch, batch)
     if config.max_minutes is not None:
@@ -359,7 +364,8 @@ def _schedule_in_minutes(
     length: PredictedLength,
 ) -> Schedule:
     """The schedule of a run whose length is given in minutes."""
-    # The warm-up has begun by the time the length is decided, and must not change.
+    # By the predicted length even after the decision: the warm-up has begun by then, and must not
+    # change.
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True
@@ -386,7 +392,7 @@ def _warmup_steps(
 
 
 def _cooldown_steps(config: ScheduleConfig, max_steps: int) -> int:
-    """Steps of wsd's decay; 0 for other kinds."""
+    """The number of steps of wsd's decay; 0 for other kinds."""
     if config.kind != "wsd":
         return 0
     share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))

@@ -1,4 +1,4 @@
-"""The description of one optimizer; `optim/registry.py` is the table of all."""
+"""The description of one optimizer; `optim/registry.py` has the table of all optimizers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
         key: name of the tensor in the state's layout.
         shape: shape of the full tensor.
     """
-    # Muon's averages over neurons are whole on every process, and those of a matrix [F, 1], such
-    # as LoRA's B of rank 1, have its shape.
+    # NorMuon's second moment is whole on every process. The shape alone does not tell: for a matrix
+    # [F, 1], such as LoRA's B of rank 1, the second moment has the shape of the parameter.
     return key != "second_moment" and tuple(shape) == tuple(parameter.shape)
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
     """Base of optimizers whose update is written for lists of parameters.
 
-    A group with `foreach` is updated in one list: few kernels, and temporary copies as large as
-    its parameters. Any other group is updated parameter by parameter.
+    A group with `foreach` is updated in one list, which takes few kernels but temporary copies as
+    large as the group's parameters. Any other group is updated parameter by parameter.
     """
 
     @torch.no_grad()
@@ -52,21 +52,23 @@ class ForeachOptimizer(torch.optim.Optimizer):
                     self.update(part, group)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters of a group, at least one, of any shapes; all of them have gradients."""
+        """Update one or more parameters of a group, of any shapes, which all have gradients."""
         raise NotImplementedError
 
 
 def takes_all(name: str, parameter: Tensor) -> bool:
-    """True: the optimizer updates every parameter (default of `OptimizerSpec.takes`)."""
+    """True for every parameter: the default of `OptimizerSpec.takes`."""
     return True
 
 
 def rebuild_tensors(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Copies of the tensors, with their shapes, where torch's own optimizers have them."""
+    """Copies of a parameter's state on the devices where torch's own optimizers keep it (default of
+    `OptimizerSpec.rebuild`)."""
     fused = bool(optimizer.defaults.get("fused"))
-    # A fused step counter lives where its parameter does, others are read by Python.
+    # A fused kernel reads the step counter on the parameter's device. Other optimizers read it in
+    # Python, which would wait for a GPU.
     return {
         key: tensor.to("cpu" if key == "step" and not fused else parameter.device, copy=True)
         for key, tensor in tensors.items()
@@ -80,19 +82,20 @@ class OptimizerSpec:
     Functions get the recipe's section, an `OptimizerConfig`, which this module can't import.
 
     Attributes:
-        make: torch optimizer of the given parameter groups (at least one).
-        layout: state of a parameter after a step, from the parameter, the section, and the
-            parameter's torch group. Needs no state, so that memory and disk space are known before
-            the first step.
-        elementwise: True where each number is updated from its own gradient and state alone; a
-            process can then update its shard of a parameter without the others.
-        gathers: True if it updates DTensors and gathers the data of other processes that this
-            needs.
+        make: makes the torch optimizer from parameter groups (at least one) and the section.
+        layout: gives the layout of a parameter's state after a step, from the parameter, the
+            section, and the parameter's torch group. It needs no state, so that memory and disk
+            space are known before the first step.
+        elementwise: True if each number is updated from its own gradient and state alone; a process
+            can then update its shard of a parameter without the others.
+        gathers: True if the optimizer updates DTensors, and gathers the data of other processes
+            that the update needs.
         implementations: possible values of `optimizer.implementation`.
-        options: keys of the section that not every optimizer has, and this one has.
-        takes: test by name of the parameters that it updates; AdamW updates the rest.
-        flatten: a parameter's state as plain tensors, which may share its memory.
-        rebuild: a parameter's state from such tensors, which are copied.
+        options: keys of the section that this optimizer supports and some others do not.
+        takes: tells by a parameter's name and shape if this optimizer updates it; AdamW updates the
+            rest.
+        flatten: gives a parameter's state as plain tensors, which may share memory with the state.
+        rebuild: makes a parameter's state from such tensors, which are copied.
     """
 
     make: Callable[[Groups, Any], torch.optim.Optimizer]
