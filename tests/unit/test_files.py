@@ -399,13 +399,13 @@ def test_what_a_killed_process_leaves_is_a_leftover(tmp_path: Path) -> None:
 
 
 def test_require_free_accepts_nothing_and_empty_folders_only(tmp_path: Path) -> None:
-    require_free(tmp_path / "missing", "folder", "move it")
-    require_free(tmp_path, "folder", "move it")
+    require_free(tmp_path / "missing", "move it")
+    require_free(tmp_path, "move it")
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
     for path in (tmp_path, tmp_path / "file", tmp_path / "link"):
         with pytest.raises(InputError, match=r"^folder .* exists already .*: move it$"):
-            require_free(path, "folder", "move it")
+            require_free(path, "move it")
 
 
 def test_sha256_of_is_that_of_the_bytes(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def train_command(
     from firstlight.tokenizer import train_tokenizer
 
     sources = find_sources(inputs)
-    require_free(out, "folder", "choose another --out")
+    require_free(out, "choose another --out")
     counts = {"documents": 0, "rejected": 0, "text_bytes": 0}
     rejections: list[str] = []
     texts = _count_texts(read_documents(sources, text_key), counts, rejections)
@@ -142,7 +142,7 @@ def extend_command(
         )
     if not add and chat_template is None:
         raise click.UsageError("nothing to do: give --add TOKEN..., --chat-template or both")
-    require_free(out, "folder", "choose another --out")
+    require_free(out, "choose another --out")
     place = resolve_tokenizer(source)
     before = Tokenizer.from_pretrained(place)
     template, needed = _chat_template(chat_template, before, add)

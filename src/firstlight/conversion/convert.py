@@ -285,7 +285,7 @@ def _free_place(out: str | Path, source: str | Path) -> Path:
         raise InputError(
             f"folder {out} is the source or inside it, which is left as it is: choose another --out"
         )
-    require_free(out, "folder", "choose another --out")
+    require_free(out, "choose another --out")
     return out
 
 

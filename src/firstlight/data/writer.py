@@ -44,7 +44,7 @@ def require_replaceable(out: Path, overwrite: bool) -> None:
             one.
     """
     if not overwrite:
-        require_free(out, "folder", "choose another --out, or add --overwrite")
+        require_free(out, "choose another --out, or add --overwrite")
     elif out.is_dir() and any(out.iterdir()):
         try:
             read_manifest(out)

@@ -254,7 +254,7 @@ def _remove(path: Path) -> None:
         seam.disk.remove_folder(path)
 
 
-def require_free(path: Path, what: str, advice: str) -> None:
+def require_free(path: Path, advice: str) -> None:
     """Refuse to write over something: `path` must be missing or an empty folder.
 
     Raises:
@@ -263,7 +263,7 @@ def require_free(path: Path, what: str, advice: str) -> None:
     if path.is_dir() and not any(path.iterdir()):
         return
     if path.exists() or path.is_symlink():
-        raise InputError(f"{what} {path} exists already and is not overwritten: {advice}")
+        raise InputError(f"folder {path} exists already and is not overwritten: {advice}")
 
 
 def sha256_of(path: Path) -> str:
