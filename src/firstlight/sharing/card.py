@@ -38,18 +38,16 @@ def model_card(
     *,
     licence: str | None = None,
     gguf: str | None = None,
-    picture: bool = True,
 ) -> str:
-    """The text of a model's card.
+    """The text of a model's card; a run's shows `PICTURE_NAME`, a file beside it.
 
     Args:
         facts: the model.
         repository: USER/NAME on the hub; None is the name of the run's or the model's folder.
         licence: id of the licence, as the hub knows it; None says that none was given.
         gguf: name of a GGUF file beside the card.
-        picture: True shows `PICTURE_NAME`, a file beside the card of a run.
     """
-    repository = repository or own_name(facts)
+    repository = repository or (facts.run or facts.folder).name
     name = repository.rpartition("/")[2]
     blocks = [
         f"---\n{_metadata(facts, name, licence)}\n---",
@@ -58,18 +56,13 @@ def model_card(
         _section("Model", table(_model_rows(facts))),
         _section("Data", *_data_blocks(facts)),
         _section("Training", table(_training_rows(facts)), *_recipe_note(facts)),
-        _section("Results", *_result_blocks(facts, picture=picture and facts.run is not None)),
+        _section("Results", *_result_blocks(facts)),
         _section("Memory and speed", table(_speed_rows(facts))),
         _section("Use", *_use_blocks(facts, repository, gguf)),
         _section("Train it again", *_command_blocks(facts, repository)),
         _section("Licence", licence or "No licence was given."),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def own_name(facts: ModelFacts) -> str:
-    """The name of a model by its run's folder, or its own."""
-    return facts.run.name if facts.run is not None else facts.folder.name
 
 
 def _metadata(facts: ModelFacts, name: str, licence: str | None) -> str:
@@ -114,7 +107,9 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
     """(dataset or task, metric, value, standard error) of all results: the newest of `firstlight
     eval`, or else those of the run's own evaluation at or before this step."""
     losses: dict[tuple[str, str], tuple[float, float | None]] = {}
-    corpus = _title(facts.data[0]) if len(facts.data) == 1 else "all data"
+    corpus = "all data"
+    if len(facts.data) == 1:
+        corpus = ", ".join(facts.data[0].sources) or facts.data[0].name
     for key in _LOSSES:
         value = facts.numbers.get("val/loss" if key == "loss" else key)
         if value is not None:
@@ -135,10 +130,6 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
     for (place, metric), (value, error) in losses.items():
         if math.isfinite(value):
             yield place, metric, value, error
-
-
-def _title(data: DataFacts) -> str:
-    return ", ".join(data.sources) or data.name
 
 
 _SPLITS = {"val": "validation split", "train": "training split"}
@@ -248,7 +239,7 @@ def _recipe_note(facts: ModelFacts) -> list[str]:
     return [f"[{RECIPE_NAME}]({RECIPE_NAME}) has every setting."]
 
 
-def _result_blocks(facts: ModelFacts, *, picture: bool) -> Iterator[str]:
+def _result_blocks(facts: ModelFacts) -> Iterator[str]:
     rows = [
         (f"{place}: {_LOSSES.get(metric, metric)}", with_error(value, error))
         for place, metric, value, error in _measured(facts)
@@ -266,7 +257,7 @@ def _result_blocks(facts: ModelFacts, *, picture: bool) -> Iterator[str]:
     gzip = facts.numbers.get("gzip_bits_per_byte")
     if gzip is not None:
         yield f"For comparison, gzip -9 takes {gzip:.3f} bits per byte of the validation text."
-    if picture:
+    if facts.run is not None:
         yield f"![Loss of the run by steps]({PICTURE_NAME})"
 
 

@@ -226,18 +226,17 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
     if not data.get("dir"):
         return []
     state = load_trainer_state(checkpoint) if (checkpoint / STATE_NAME).is_file() else {}
-    identity = state.get("data") or {}
-    found = _corpus(
-        str(data["dir"]), lambda found: _sha256(found) == identity.get("manifest_sha256")
-    )
+    wanted = (state.get("data") or {}).get("manifest_sha256")
+
+    def is_the_same(manifest: Mapping[str, Any]) -> bool:
+        content = json.dumps(manifest, sort_keys=True).encode()
+        return hashlib.sha256(content).hexdigest() == wanted
+
+    found = _corpus(str(data["dir"]), is_the_same)
     request = _request_of(run.folder)
     if request and not found.sources:
         found = dataclasses.replace(found, sources=request["inputs"])
     return [found]
-
-
-def _sha256(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _corpus(location: str, is_the_same: Any) -> DataFacts:

@@ -176,7 +176,7 @@ def _place(
             yield Path(temporary) / name, None
         return
     folder = Path(name if out is None else out).expanduser()
-    require_free(folder, "folder", "choose another --out")
+    require_free(folder, "choose another --out")
     yield folder, folder
 
 
@@ -221,12 +221,8 @@ def _write_model(
     if card is None:
         write_file(folder / CARD_NAME, model_card(facts, repository, licence=licence, gguf=file))
     else:
-        write_file(folder / CARD_NAME, _own_card(card))
+        write_file(folder / CARD_NAME, read_file(Path(card).expanduser(), _MAX_CARD_BYTES))
     return tuple(notes)
-
-
-def _own_card(card: str | Path) -> bytes:
-    return read_file(Path(card).expanduser(), _MAX_CARD_BYTES)
 
 
 def _forget_folders(path: Path) -> None:
