@@ -342,12 +342,9 @@ class PreferenceDataset(ExampleDataset):
         if len(self.lengths) % 2:
             raise DataError(f"{name}: '{self.split}' has half of a pair: prepare it again")
 
-    def most_in_a_row(self, seq_len: int) -> int:
-        """The largest number of examples in any row."""
-        return 2 * int(np.diff(self.packing(seq_len).starts).max())
-
     def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64]:
-        result = np.full((len(rows), self.most_in_a_row(seq_len)), np.nan)
+        most_in_a_row = 2 * int(np.diff(self.packing(seq_len).starts).max())
+        result = np.full((len(rows), most_in_a_row), np.nan)
         for i, row in enumerate(rows):
             examples = self.examples_of_row(row, seq_len)
             result[i, : len(examples)] = 0 if self.references is None else self.references[examples]

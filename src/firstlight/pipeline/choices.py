@@ -88,7 +88,7 @@ def choose(
     general = [one for one in fitting if one.shape.layer_parameters <= most] or fitting[:1]
     best = _best(general, text, machine, length, fixed)
     items = [
-        *_model_choices(best, len(candidates) > 1, length, text),
+        *_model_choices(best, is_chosen=len(candidates) > 1),
         *_step_choices(best, machine, fixed),
         *_length_choices(best.run, length, text, fixed),
         *best.run.other_choices(machine, text.val_tokens),
@@ -212,9 +212,7 @@ def _batch_tokens(tokens: float, seq_len: int) -> int:
     return max(batch, seq_len)
 
 
-def _model_choices(
-    best: _Candidate, is_chosen: bool, length: Length, text: TextFacts
-) -> Iterator[Choice]:
+def _model_choices(best: _Candidate, *, is_chosen: bool) -> Iterator[Choice]:
     shape = best.shape
     size = f"{rounded(shape.parameters)} parameters"
     flops = f"{rounded(shape.flops_per_token * best.run.tokens)} FLOPs"

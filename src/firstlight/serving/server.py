@@ -220,7 +220,6 @@ def serve(
     options: ServerOptions,
     *,
     on_ready: Callable[[str, Service], None],
-    make_decoder: Callable[[], BatchDecoder] | None = None,
 ) -> None:
     """Serve a model until a signal comes.
 
@@ -228,14 +227,13 @@ def serve(
         loaded: a model with a tokenizer.
         options: options of the server.
         on_ready: callback with the URL and the service, once connections are accepted.
-        make_decoder: see `new_service`.
 
     Raises:
         ConfigError, StorageError: the server can't listen at the address.
         ModelError: the model has no tokenizer.
     """
     allow_connections(options.limits.max_connections)
-    service = new_service(loaded, options, make_decoder)
+    service = new_service(loaded, options)
     with listening_socket(options) as listening:
         try:
             service.start()

@@ -196,7 +196,7 @@ def training_loop(
         run.times.begin_step()
         decide_length(run)  # of a run in minutes
         batches = run.read_batches()
-        run.stopped_by = first_reason(engine, stopping.reason or run.unreadable)
+        run.stopped_by = first_reason(stopping.reason or run.unreadable)
         if run.stopped_by is not None:
             break
         try:
@@ -266,7 +266,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
         DataError: the run was stopped by data that could not be read.
     """
     if run.stopped_by is not None:
-        problem = first_reason(run.engine, run.unreadable)
+        problem = first_reason(run.unreadable)
         if problem is not None:
             raise DataError(f"{problem} (saved at step {run.state.step})")
     wait_for_main(run.engine, run.require_folder)

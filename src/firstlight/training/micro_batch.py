@@ -143,14 +143,8 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     return Trial(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def ask_module(
-    module: str, request: Mapping[str, Any], timeout: float | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE` with a request as JSON on its stdin.
-
-    Raises:
-        subprocess.TimeoutExpired: it took more than `timeout` seconds, and was ended.
-    """
+def ask_module(module: str, request: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Run `python -m MODULE` with a request as JSON on its stdin."""
     return subprocess.run(
         [sys.executable, "-P", "-m", module],
         input=json.dumps(request),
@@ -159,7 +153,6 @@ def ask_module(
         encoding="utf-8",
         errors="replace",
         check=False,
-        timeout=timeout,
     )
 
 

@@ -100,7 +100,7 @@ def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
     barrier()
 
 
-def first_reason(engine: Engine, reason: str | None) -> str | None:
+def first_reason(reason: str | None) -> str | None:
     """The reason to stop of the first process that has one, on all."""
     # A flag first: texts are gathered only in the step that ends the run, and steps are many.
     if not agree(reason is not None):
