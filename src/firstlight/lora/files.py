@@ -1,12 +1,12 @@
-"""Adapters on the disk, in PEFT's format.
+"""Adapters as files, in PEFT's format.
 
     FOLDER/
-        adapter_config.json         LoRA's settings, and where the base model is
+        adapter_config.json         LoRA's settings, and the folder or hub id of the base model
         adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [r, in], .lora_B.weight
                                     [out, r], and for DoRA .lora_magnitude_vector [out]
 
-LAYER is the linear layer's name in the base model. The adapted layers and their ranks are read
-from the tensors; the settings only give facts that the tensors don't show.
+LAYER is the linear layer's name in the base model. The adapted layers are read from the tensors'
+names; the settings give what the tensors do not show, such as alpha, and must agree with them.
 """
 
 from __future__ import annotations
@@ -52,18 +52,19 @@ ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
 _T = TypeVar("_T", int, float)
 
-#: Settings that change nothing once there are tensors. Any other unknown setting must be off.
+#: Settings without effect on an adapter whose tensors exist, and which are ignored. Any other
+#: setting that is not a field of `PeftConfig` must be off (null, false, empty or 0).
 _WITHOUT_EFFECT = {
     *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
     *("layers_pattern", "layers_to_transform", "megatron_core", "peft_version"),
     *("qalora_group_size", "runtime_config", "target_modules"),
 }
-#: Initialisations of an adapter that do not change the base's weights.
+#: Values of `init_lora_weights` that leave the base model's weights unchanged.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class PeftConfig(BaseModel):
-    """The content of an adapter_config.json; unlisted fields are kept as extras."""
+    """The content of an adapter_config.json; other keys are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -82,25 +83,26 @@ class PeftConfig(BaseModel):
     init_lora_weights: bool | str | None = True
 
     def scaling(self, layer: str) -> float:
-        """The scale of a layer's B A: alpha / r, or alpha / sqrt(r) (rank-stabilised LoRA,
-        Kalajdzievski 2023)."""
+        """The factor of a layer's product B A: alpha / r, or alpha / sqrt(r) with `use_rslora`
+        (rank-stabilised LoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
         alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
         rank = self.rank(layer)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def rank(self, layer: str) -> int:
-        """The rank of a layer's change."""
+        """The rank r of a layer's B A."""
         return _by_pattern(self.rank_pattern, layer, self.r)
 
 
 def _by_pattern(patterns: Mapping[str, _T] | None, layer: str, otherwise: _T) -> _T:
-    """The value of the first pattern that matches the end of a layer's name, as PEFT does it."""
+    """The value of the first pattern that matches the end of a layer's name, as in PEFT;
+    `otherwise` if none matches."""
     given = (patterns or {}).items()
     return next((value for pattern, value in given if compiled(pattern).match(layer)), otherwise)
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """The settings of an adapter's folder.
+    """The settings in an adapter's folder.
 
     Raises:
         ModelError: the file is missing or damaged, or a setting is not supported.
@@ -134,7 +136,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Longest chain of adapters of adapters.
+#: Most adapters in a chain in which each is the base model of the one before.
 _LONGEST_CHAIN = 16
 
 
@@ -182,7 +184,7 @@ def _base_of(folder: Path) -> Path:
     try:
         if (folder / name).is_dir():
             return folder / name
-        # A hub id with a revision is written as a name with @ here, in two fields by PEFT.
+        # PEFT has hub id and revision in two fields; here both are one name, ID@REVISION.
         return find_model_folder(
             f"{name}@{config.revision}" if config.revision else name, typed=False
         )
@@ -193,7 +195,8 @@ def _base_of(folder: Path) -> Path:
 
 
 def _adapted_layer(name: str) -> str | None:
-    """The layer that a tensor of an adapter's file belongs to; None for other tensors."""
+    """The layer to which a tensor of an adapter's file belongs; None if the tensor is not one of an
+    adapter."""
     for suffix in SUFFIXES.values():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}")
@@ -201,22 +204,22 @@ def _adapted_layer(name: str) -> str | None:
 
 
 def adapter_settings(folder: Path) -> str:
-    """The settings that an adapter's change depends on, as text: two adapters of the same tensors
-    and settings compute the same.
+    """The settings on which an adapter's output depends, as JSON text: two adapters with the same
+    tensors and this text compute the same.
 
     Raises:
-        ModelError: as `load_adapter`.
+        ModelError: see `read_peft_config`.
     """
     used = {"r", "lora_alpha", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"}
     return read_peft_config(folder).model_dump_json(include=used)
 
 
 def load_adapter(model: Model, folder: Path) -> None:
-    """Add the adapter in a folder to its base model, whose layers are frozen.
+    """Add the adapter in a folder to its base model, whose weights are frozen.
 
     Args:
-        model: the plain base model; changed in place.
-        folder: the adapter's folder, as described at the head of this module.
+        model: the base model without adapters; changed in place.
+        folder: the adapter's folder, with the files that this module's docstring describes.
 
     Raises:
         ModelError: a file is missing or damaged, needs an unsupported setting, or doesn't fit the
@@ -260,7 +263,12 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Refuse a rank other than the file's tensor has, before memory is taken for it."""
+    """Require that a layer's rank in the settings is that of its tensor A in the file, before
+    memory is allocated by the settings.
+
+    Raises:
+        ModelError: A is missing, or has another shape.
+    """
     name = f"{PREFIX}{layer}.{SUFFIXES['lora_A']}"
     if name not in stored:
         raise ModelError(f"{path} lacks tensor {name}")
@@ -282,8 +290,8 @@ def _read(stored: StoredTensor) -> Tensor:
 
 
 def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path: Path) -> None:
-    """Refuse tensors that are not copies of the base's: PEFT writes the base's embedding and head
-    beside an adapted head.
+    """Require that an adapter file's other tensors are copies of the base model's: PEFT also writes
+    the base's embedding and head if the head is adapted.
 
     Raises:
         ModelError: a tensor is unknown, or differs from the base's.
@@ -306,8 +314,8 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
     Args:
         model: a model with adapters.
         config: the recipe's `lora` section.
-        base: the plain model: its folder (absolute, or relative to the adapter's), or its hub id,
-            with @REVISION unless that is the newest.
+        base: the base model's folder (absolute, or relative to the adapter's) or hub id, with
+            @REVISION unless that is the newest.
     """
     revision = ""
     if not Path(base).is_dir():
@@ -321,7 +329,7 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
         "r": config.rank,
         "lora_alpha": alpha,
         "lora_dropout": config.dropout,
-        # Full names: a suffix may match other layers in another program's model.
+        # Full names: in PEFT's model, a suffix could also match layers that are not adapted.
         "target_modules": [name for name, _ in lora_layers(model)],
         "use_dora": config.dora,
         "use_rslora": False,
@@ -336,12 +344,12 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
     return {ADAPTER_CONFIG_NAME: json.dumps(content, indent=2) + "\n"}
 
 
-#: Layers that PEFT takes for stacked experts in every model that has such.
+#: Names of layers that PEFT treats as stacked experts in any model with experts.
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """The adapters that PEFT does not load from the model's files: one line, or none."""
+    """A message about adapters of the model that PEFT can't load: one line, or none."""
     names = [name for name, _ in lora_layers(model)]
     lost = [name for name in names if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
     if not lost or not model.config.expert_count:
@@ -354,24 +362,24 @@ def peft_notes(model: Model) -> list[str]:
 
 
 def base_name(given: str | Path, folder: Path) -> str:
-    """The base's name for `adapter_files`: a hub id as it is, else an absolute path.
+    """The base model's name for `adapter_files`: the absolute path of a folder; a hub id unchanged.
 
     Args:
-        given: the name that a person gave.
-        folder: the base's folder.
+        given: folder or hub id as given by the user.
+        folder: the base model's folder, in the hub's cache for a hub id.
     """
     return str(folder.resolve()) if Path(given).expanduser().is_dir() else str(given)
 
 
 def save_adapter(folder: Path, model: Model, config: LoraConfig, base: str) -> None:
-    """Write the folder of an adapter, which must be missing or empty.
+    """Write an adapter into a folder, which must be missing or empty.
 
     Args:
-        folder: the adapter's folder, as described at the head of this module.
+        folder: the adapter's folder, for the files that this module's docstring describes.
         model, config, base: see `adapter_files`.
 
     Raises:
-        StorageError: the disk refuses; the folder does not appear.
+        StorageError: a file system error; the folder is not made.
     """
     with new_folder(folder) as temporary:
         for name, text in adapter_files(model, config, base).items():

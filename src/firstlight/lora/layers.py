@@ -1,5 +1,5 @@
-"""The `lora` section of a recipe, the adapted linear layer, adding such layers to a plain model,
-merging them, and their parameters under the names of PEFT's files."""
+"""LoRA: the `lora` section of a recipe, the adapted linear layer, adding adapters to a model and
+merging them, and their parameters by the names in PEFT's files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from firstlight.section import Section
 LinearLayer = nn.Linear | Conv1D
 HEAD = "lm_head"
 
-#: Kinds of modules that a target may name by mistake.
+#: Module classes that a target may name by mistake -> their names in the error message.
 _OTHER_KINDS: dict[type[nn.Module], str] = {
     Embedding: "an embedding",
     Experts: "a stack of experts",
@@ -35,52 +35,52 @@ _Target = Annotated[str, Field(min_length=1)]
 
 
 class LoraConfig(Section):
-    """The `lora` section of a recipe: the initial weights are frozen, and low-rank matrices beside
-    them are trained (Hu et al. 2021).
+    """The `lora` section of a recipe: the initial weights are frozen, and low-rank matrices added to
+    them are trained (LoRA, Hu et al. 2021, arXiv 2106.09685).
     """
 
     rank: int = Field(8, ge=1)
-    """rank of a layer's change: rows of A, and columns of B."""
+    """rank of the matrices that are added to a layer: rows of A, and columns of B."""
     alpha: float = Field(16.0, gt=0)
-    """scale of a layer's change, which is multiplied by alpha / rank."""
+    """scale of the product B A that is added to a layer: it is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """dropout probability of the input to the low-rank matrices, in training."""
+    """dropout probability for the input of the low-rank matrices, in training."""
     targets: Literal["all-linear"] | Annotated[list[_Target], Field(min_length=1)] = "all-linear"
-    """adapted layers, by the last parts of their names (`q_proj`, `mlp.c_proj`), or "all-linear":
-    every linear layer but the head, as in PEFT."""
+    """adapted layers by the last parts of their names (`q_proj`, `mlp.c_proj`), or "all-linear":
+    every linear layer except the head, as in PEFT."""
     dora: bool = False
-    """train each output's magnitude apart from its direction (DoRA, Liu et al. 2024). Costs a pass
-    over every adapted weight for each forward pass."""
+    """true trains the magnitude of each output separately from its direction (DoRA, Liu et al.
+    2024). Costs a pass over every adapted weight in each forward pass."""
     quantize: Literal["none", "nf4"] = "none"
-    """"nf4" stores the frozen linear layers but the head in 4 bits, and multiplies with their
+    """"nf4" stores the frozen linear layers except the head in 4 bits, and multiplies with their
     dequantised weights (QLoRA, Dettmers et al. 2023; needs bitsandbytes). Stacked experts stay
     unquantised."""
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer W with a trainable change of low rank r.
+    """A frozen linear layer W with a trainable low-rank term B A.
 
         LoRA  y = W x + b + s B A x
         DoRA  y = m / |W + s B A| * (W + s B A) x + b
 
-    (Hu et al. 2021; Liu et al. 2024). |.| are the norms of the weight's rows, which the gradient
-    treats as constants (Liu et al. 2024, section 4.3). Parameters are fp32 at least, and stay so
-    when `LanguageModel.cast` makes the model bf16; products with A and B run in the input's dtype,
-    or autocast's.
+    LoRA is Hu et al. 2021 (arXiv 2106.09685), DoRA Liu et al. 2024 (arXiv 2402.09353). |.| are the
+    norms of a weight's rows [out], which the gradient treats as constants (DoRA, section 4.3).
+    Parameters are at least fp32, and stay so when `LanguageModel.cast` makes the model bf16;
+    products with A and B run in the dtype of the input, or that of autocast.
 
     Args:
-        base_layer: the layer of W [out, in] and b [out]; frozen here.
-        rank: r.
-        scaling: s.
-        dropout: dropout probability of A's input, in training.
-        dora: add a magnitude m for each output, which starts at |W|.
+        base_layer: the layer with W [out, in] and b [out]; frozen here.
+        rank: r, the rank of B A.
+        scaling: s, the factor of B A.
+        dropout: dropout probability for A's input, in training.
+        dora: True for DoRA, whose magnitudes m start at |W|.
 
     Attributes:
         lora_A: A [r, in], zero until `reset` or a file fills it.
-        lora_B: B [out, r], zero.
+        lora_B: B [out, r], zero until training or a file fills it.
         lora_magnitude_vector: m [out]; None for LoRA.
-        keeps_precision: True, since a step's update of A or B would be lost in bf16's rounding; see
-            `LanguageModel.cast`.
+        keeps_precision: True, since the update of A or B in one step could be lost in bf16's
+            rounding; see `LanguageModel.cast`.
     """
 
     keeps_precision = True
@@ -105,11 +105,11 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Draw A from Uniform(-1/sqrt(in), 1/sqrt(in)), as PEFT does; B is zero, and so is the
-        change.
+        """Draw A from Uniform(-1/sqrt(in), 1/sqrt(in)), as PEFT does. B stays zero, so that B A is
+        zero.
 
         Args:
-            generator: a generator on the CPU, so that a GPU starts from the same numbers.
+            generator: a generator on the CPU, so that all devices start from the same numbers.
         """
         drawn = torch.empty(self.lora_A.shape)
         bound = 1 / math.sqrt(drawn.shape[1])
@@ -131,7 +131,7 @@ class LoraLinear(nn.Module):
         return scaled.to(y.dtype)
 
     def merged_weight(self) -> Tensor:
-        """The weight [out, in] of the plain layer that computes the same; fp32 at least."""
+        """The weight [out, in] of the plain layer that computes the same, in at least fp32."""
         with torch.no_grad():
             weight = self._changed()
             if self.lora_magnitude_vector is not None:
@@ -139,10 +139,10 @@ class LoraLinear(nn.Module):
         return weight
 
     def _norm(self) -> Tensor:
-        # In fp32 also under autocast: it divides a magnitude that started as a norm in fp32.
+        # In fp32 also under autocast: m started as a norm in fp32, and m / |W| must start at 1.
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
-        # Rows of zeros, which pad a vocabulary, must not make NaN of their magnitude, zero.
+        # Rows of zeros, which pad a vocabulary, have m = 0 and |W| = 0: 0 / 0 would be NaN.
         return norm.clamp_min(torch.finfo(norm.dtype).tiny)
 
     def _changed(self) -> Tensor:
@@ -150,7 +150,7 @@ class LoraLinear(nn.Module):
 
 
 def weight_of(layer: LinearLayer | NF4Linear) -> Tensor:
-    """A linear layer's weight as [out, in], fp32 at least."""
+    """A linear layer's weight as [out, in], in at least fp32."""
     if isinstance(layer, NF4Linear):
         return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
@@ -164,15 +164,16 @@ def add_lora(
     *,
     frozen_dtype: torch.dtype | None = None,
 ) -> None:
-    """Freeze a plain model and add trainable low-rank changes to its linear layers. The model
-    computes the same as before until it is trained (with 4-bit weights: about the same).
+    """Freeze a plain model and add trainable adapters to its linear layers. The model computes the
+    same as before until it is trained (with 4-bit weights, nearly the same).
 
     Args:
         model: the model; changed in place.
-        config: layers to adapt, rank, scale, DoRA and quantisation.
-        generator: a generator on the CPU for the initial A.
-        frozen_dtype: dtype for the frozen linear layers' weights but the head's; None keeps
-            theirs. Under autocast to this dtype the results are the same, in half the memory.
+        config: the recipe's `lora` section.
+        generator: a generator on the CPU, from which each A is drawn.
+        frozen_dtype: dtype of the frozen linear layers' weights, except the head's; None leaves
+            them as they are. Under autocast to this dtype the results are the same, and these
+            weights take half the memory of fp32.
 
     Raises:
         ConfigError: a target is not a linear layer of the model, or the device has no 4-bit
@@ -196,12 +197,12 @@ def add_lora(
 
 
 def wrap(model: Model, name: str, rank: int, scaling: float, config: LoraConfig) -> LoraLinear:
-    """Replace a linear layer by an adapted one that changes nothing yet.
+    """Replace a linear layer by a `LoraLinear` that computes the same as before.
 
     Args:
         model: the model; changed in place.
         name: name of the layer.
-        rank, scaling: rank and scale of its change.
+        rank, scaling: see `LoraLinear`.
         config: the section that gives dropout and DoRA.
     """
     base = model.get_submodule(name)
@@ -219,7 +220,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of a model with adapters, by name; {} for a plain one."""
+    """The adapters' parameters by name; {} for a model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, layer in lora_layers(model)
@@ -228,8 +229,9 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def merge_lora(model: Model) -> None:
-    """Merge the adapters into the base weights, in place. The model then has plain layers and
-    trainable parameters of the original dtypes; 4-bit weights are dequantised.
+    """Merge the adapters into the base weights, in place. The model then has plain linear layers,
+    whose weights have the base's dtype; 4-bit weights are dequantised; and all parameters are
+    trainable.
 
     An adapted head is untied from the embedding, also in `model.config`.
     """
@@ -245,7 +247,7 @@ def merge_lora(model: Model) -> None:
 
 
 def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
-    """A plain layer with the weight [out, in], and base's class, dtype and bias."""
+    """A plain linear layer with the weight [out, in] and the base layer's class, dtype and bias."""
     is_conv1d = isinstance(base, Conv1D) or (isinstance(base, NF4Linear) and base.is_conv1d)
     dtype = base.dtype if isinstance(base, NF4Linear) else base.weight.dtype
     with torch.device("meta"):
@@ -261,8 +263,8 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 
 
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
-    """The linear layers by name, without routers: another routing is a large change, and routers
-    are not layers in PEFT's files."""
+    """The linear layers by name, without the routers of experts: adapting a router could change
+    the output much, and PEFT's files have no routers among their layers."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -271,10 +273,10 @@ def linear_layers(model: Model) -> dict[str, LinearLayer]:
 
 
 def _target_names(model: Model, config: LoraConfig, layers: dict[str, LinearLayer]) -> list[str]:
-    """The layers that a config's targets match, in the model's order.
+    """The names of the layers that a config's targets match, in the model's order.
 
     Raises:
-        ConfigError: a target matches none.
+        ConfigError: a target matches no layer.
     """
     if config.targets == "all-linear":
         return [name for name in layers if name != HEAD]
@@ -293,7 +295,7 @@ def _no_such_target(model: Model, target: str, layers: dict[str, LinearLayer]) -
     problem = f"matches no linear layer of this model{nearest(target, known)}"
     for name, module in model.named_modules():
         kind = next((k for t, k in _OTHER_KINDS.items() if isinstance(module, t)), None)
-        # Stacked experts are parameters, with the names that an expert's layers have elsewhere.
+        # Stacked experts are parameters that have the names of an expert's linear layers.
         stacked = dict(module.named_parameters(recurse=False)) if kind else {}
         if kind and any(
             _is_target(place, target) for place in (name, *(f"{name}.{n}" for n in stacked))
@@ -309,9 +311,9 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 # Parameters under the names of PEFT's files
 
-#: Start of the names in the file.
+#: Prefix of the tensor names in PEFT's file.
 PREFIX = "base_model.model."
-#: Our parameter -> the end of PEFT's tensor name.
+#: Parameter of `LoraLinear` -> suffix of its tensor name in PEFT's file.
 SUFFIXES = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
@@ -325,10 +327,10 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
     Args:
         model: the model; changed in place.
         tensors: A [r, in], B [out, r] and magnitudes [out], by their names in PEFT's file.
-        where: name of their source for messages.
+        where: name of the tensors' source for error messages.
 
     Raises:
-        ModelError: a tensor is missing, extra or misshapen (named).
+        ModelError: a tensor is missing, extra or of another shape (named).
     """
     places = dict(_places(model))
     for name in sorted(places.keys() ^ tensors.keys()):
@@ -345,13 +347,14 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
 
 
 def adapter_tensors(model: Model) -> dict[str, Tensor]:
-    """The tensors of `adapter_model.safetensors`, on the CPU and contiguous: A [r, in], B [out, r]
-    and, for DoRA, magnitudes [out] of each adapted layer."""
+    """The tensors of `adapter_model.safetensors` by name, on the CPU and contiguous: A [r, in],
+    B [out, r] and, for DoRA, magnitudes [out] of each adapted layer."""
     return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' parameters by their names in the file, without rows that pad a vocabulary."""
+    """The adapters' parameters by their names in PEFT's file, without the rows that pad the
+    vocabulary."""
     for name, parameter in lora_parameters(model).items():
         layer, _, kind = name.rpartition(".")
         rows = model.config.vocab_size if layer == HEAD and kind != "lora_A" else None

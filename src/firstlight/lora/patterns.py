@@ -1,4 +1,5 @@
-"""Patterns of layers' names in an adapter's settings: compiled, and refused where they are slow."""
+"""Regular expressions for layer names in an adapter's settings. Slow ones are refused, since a
+stranger's adapter may bring them."""
 
 from __future__ import annotations
 
@@ -10,21 +11,28 @@ from pathlib import Path
 
 from firstlight.errors import ModelError
 
-#: Entries of rank_pattern and alpha_pattern together; the deepest models have 900 linear layers.
+#: Most entries of rank_pattern and alpha_pattern together (the deepest models have 900 linear
+#: layers), and most characters of one.
 _MOST_PATTERNS = 3000
 _MOST_PATTERN_CHARS = 500
-#: Seconds of a core that all patterns may take on all layers' names: most adapters' take 0.001.
+#: Seconds of CPU time in which all patterns must have been matched with all layer names. Those of
+#: most adapters take 0.001.
 _MOST_MATCH_SECONDS = 2.0
 
 
 @functools.lru_cache(maxsize=2 * _MOST_PATTERNS)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern of `rank_pattern` or `alpha_pattern`, which matches the end of a layer's name."""
+    """The regular expression of an entry of `rank_pattern` or `alpha_pattern`: it matches the end of
+    a layer's name after a dot, or the whole name."""
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Refuse patterns that would take long, by their number or their repetitions.
+    """Refuse patterns that may take long to match, by their number, length and repetitions.
+
+    Args:
+        path: the settings' file, for error messages.
+        patterns: entries of rank_pattern and alpha_pattern.
 
     Raises:
         ModelError: there are such patterns, or one is invalid.
@@ -35,8 +43,8 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
             f"{_MOST_PATTERNS:,} that are read: merge the adapter with PEFT (merge_and_unload)"
         )
     for pattern in patterns:
-        # A regular expression with repeated groups, or many repetitions or choices, can take for
-        # ever on one name.
+        # With repeated groups, or many repetitions or choices, matching can take exponential time
+        # on a single name.
         choices = len(re.findall(r"\(", pattern)) + len(re.findall(r"(?<!\()\?", pattern))
         is_slow = re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3
         if is_slow or choices > 5 or len(pattern) > _MOST_PATTERN_CHARS:
@@ -50,10 +58,15 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
-    """Refuse patterns that take long on the names of the layers, each of them little.
+    """Refuse patterns that together take long on the layer names, although each match is quick.
+
+    Args:
+        path: the settings' file, for error messages.
+        patterns: patterns that `require_quick_patterns` accepts.
+        layers: names of layers.
 
     Raises:
-        ModelError: the patterns take too long.
+        ModelError: matching takes more than 2 seconds of CPU time.
     """
     end = time.thread_time() + _MOST_MATCH_SECONDS
     for layer in layers:

@@ -1,8 +1,9 @@
-"""Linear layers with 4-bit weights: NF4 (Dettmers et al. 2023, section 3).
+"""Linear layers with 4-bit weights: NF4 (Dettmers et al. 2023, arXiv 2305.14314, section 3).
 
-A block of 64 numbers is stored as its largest absolute value, and for each number the nearest of
-16 quantiles of a normal distribution; the blocks' scales are stored in 8 bits. bitsandbytes
-quantises and dequantises, on CPUs and CUDA GPUs: 0.516 bytes a weight.
+A block of 64 numbers is stored as a scale, its largest absolute value, and for each number the
+nearest of 16 quantiles of a normal distribution. The scales of the blocks are quantised to 8 bits
+in turn. This takes 0.516 bytes a weight. bitsandbytes quantises and dequantises, on CPUs and CUDA
+GPUs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.ops import product_dtype
 
-#: Weights that share a scale, and scales that share a second scale.
+#: Number of weights that share a scale, and of scales that share a second scale: bitsandbytes'
+#: defaults.
 BLOCK_SIZE = 64
 _NESTED_BLOCK_SIZE = 256
-#: Entries of the table that the 8-bit scales point into.
+#: Entries of the table that maps an 8-bit code of a scale to a value.
 _TABLE_SIZE = 256
-#: Dtypes that bitsandbytes dequantises to.
+#: Dtypes that bitsandbytes can dequantise to.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,16 +46,17 @@ def require_nf4(device: torch.device) -> None:
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer in 4 bits.
+    """A frozen linear layer with a weight in 4 bits.
 
     Args:
-        layer: the layer to quantise; its bias is kept.
+        layer: the layer to quantise; its bias is kept as it is.
 
     Attributes:
-        packed: two weights a byte, of the weight [out, in] row by row; uint8.
-        scales: each block's quantised largest absolute value, uint8 [blocks].
-        statistics: the scales' table, mean and second scales, fp32 viewed as bytes, so that no
-            `LanguageModel.cast` rounds them.
+        packed: codes of the weight [out, in] row by row, two in a byte; uint8.
+        scales: code of each block's scale; uint8 [blocks].
+        statistics: table for the codes of the scales [256], mean of the scales [1] and second
+            scales, one after the other; fp32 viewed as uint8, so that `LanguageModel.cast` does not
+            round them.
         is_conv1d: True for GPT-2's layer, which stores weights as [in, out].
         dtype: dtype of the original weight.
     """
@@ -89,7 +92,7 @@ class NF4Linear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The dequantised weight [out, in]."""
+        """The dequantised weight [out, in] in `dtype`."""
         shape = (self.out_features, self.in_features)
         return dequantized(self.packed, self.scales, self.statistics, shape, dtype)
 
@@ -97,13 +100,22 @@ class NF4Linear(nn.Module):
 def dequantized(
     packed: Tensor, scales: Tensor, statistics: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The weight [out, in] in `dtype`, dequantised from the buffers of an `NF4Linear`."""
+    """The weight in `dtype`, dequantised from the buffers of an `NF4Linear`.
+
+    Args:
+        packed, scales, statistics: see `NF4Linear`.
+        shape: (out, in).
+        dtype: dtype of the result.
+
+    Returns:
+        [out, in].
+    """
     numbers = statistics.view(torch.float32)
     table, mean, nested = numbers[:_TABLE_SIZE], numbers[_TABLE_SIZE], numbers[_TABLE_SIZE + 1 :]
     largest = torch.ops.bitsandbytes.dequantize_blockwise(
         scales, nested, table, _NESTED_BLOCK_SIZE, torch.float32
     )
-    # As one row: the CPU kernel mixes up the scales of rows that are not whole blocks.
+    # As one row: the CPU kernel takes wrong scales for rows that are no multiple of the block size.
     row = [shape[0] * shape[1]]
     made = dtype if dtype in _DTYPES else torch.float32
     flat: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
@@ -112,8 +124,9 @@ def dequantized(
     return flat.view(shape).to(dtype)
 
 
-# A custom operator: its backward pass dequantises the weight again. Autograd would keep the
-# dequantised weight, and with it all the memory that 4 bits save. torch.compile takes it whole.
+# A custom operator, whose backward pass dequantises the weight again. With plain operators autograd
+# would keep the dequantised weight, and with it all the memory that 4 bits save. torch.compile does
+# not look into a custom operator.
 @torch.library.custom_op("firstlight::nf4_linear", mutates_args=())
 def _nf4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, statistics: Tensor, rows: int, columns: int
