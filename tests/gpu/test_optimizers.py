@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from firstlight.optim.table import OPTIMIZERS
+from firstlight.optim.registry import OPTIMIZERS
 from runs import Runs, difference, make_program, train_recipe
 from switches import CPU, Combination
 
