@@ -35,8 +35,8 @@ _Target = Annotated[str, Field(min_length=1)]
 
 
 class LoraConfig(Section):
-    """The `lora` section of a recipe: the initial weights are frozen, and low-rank matrices added to
-    them are trained (LoRA, Hu et al. 2021, arXiv 2106.09685).
+    """The `lora` section of a recipe: the initial weights are frozen, and low-rank matrices
+    added to them are trained (LoRA, Hu et al. 2021, arXiv 2106.09685).
     """
 
     rank: int = Field(8, ge=1)

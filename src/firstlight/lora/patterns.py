@@ -22,8 +22,8 @@ _MOST_MATCH_SECONDS = 2.0
 
 @functools.lru_cache(maxsize=2 * _MOST_PATTERNS)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression of an entry of `rank_pattern` or `alpha_pattern`: it matches the end of
-    a layer's name after a dot, or the whole name."""
+    """The regular expression of an entry of `rank_pattern` or `alpha_pattern`. It matches the end
+    of a layer's name after a dot, or the whole name."""
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
