@@ -1,10 +1,10 @@
-"""`firstlight bench budget`: settings chosen by `train TEXTS --budget`, beside a random search.
+"""`firstlight bench budget`: settings chosen by `train TEXTS --budget` against a random search.
 
 Each run is `train_texts` in a process of its own, from the texts to the trained model, within the
-budget of wall-clock time. The first run of a case has the settings that firstlight chooses; the
-others have vocabulary, shape, sequence length, batch and rates drawn at random, the same draws for
-every text and budget. All runs of a text are evaluated on all of the same held-out text, which no
-setting changes.
+budget of wall-clock time. The first run of a text and budget has the settings that firstlight
+chooses. The others have vocabulary, shape, sequence length, batch and learning rates drawn at
+random, the same draws for every text and budget. All runs of a text are evaluated on all of its
+held-out text, which is the same for all settings.
 
 Each finished run is one line of results.jsonl. A second call in the same folder measures the
 missing runs.
@@ -38,10 +38,10 @@ from firstlight.report.records import read_json_lines
 
 RESULTS_NAME = "results.jsonl"
 
-#: Seconds after the budget at which a run that has not ended is given up.
+#: Seconds after the end of the budget at which a run that has not ended is stopped.
 _PATIENCE = 300.0
 
-#: Settings of the random search: values with equal chances, or the ends of a range of magnitudes.
+#: Settings of the random search: values of equal probability.
 _CHOICES: dict[str, Sequence[Any]] = {
     "model.vocab_size": (512, 1024, 2048, 4096, 8192),
     "model.hidden_size": (64, 128, 192, 256, 320, 384),
@@ -50,6 +50,7 @@ _CHOICES: dict[str, Sequence[Any]] = {
     "batch.global_batch_tokens": (1024, 2048, 4096, 8192, 16384),
     "schedule.decay_fraction": (0.3, 0.5, 0.65, 0.8, 1.0),
 }
+#: Further settings: lower and upper end of a log-uniform distribution.
 _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.muon_learning_rate": (0.003, 0.05),
     "optimizer.learning_rate": (0.05, 1.0),
@@ -59,16 +60,16 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def random_settings(number: int) -> dict[str, Any]:
-    """The settings of a draw, by `section.key`.
+    """The settings of a random draw, by `section.key`.
 
     Args:
-        number: number of the draw; one number always has the same settings.
+        number: number of the draw, its seed: the same number has the same settings.
     """
     draw = random.Random(number)
     found = {key: draw.choice(values) for key, values in _CHOICES.items()}
     for key, (low, high) in _RANGES.items():
         found[key] = float(f"{math.exp(draw.uniform(math.log(low), math.log(high))):.3g}")
-    # The drawn rates are those of the drawn width.
+    # The drawn learning rates apply as they are: they must not be scaled from another width.
     return found | {"optimizer.tuned_width": found["model.hidden_size"]}
 
 
@@ -88,7 +89,7 @@ class BudgetCase:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values of the recipe that are given; the others are chosen."""
+        """Values of the recipe that are given, by `section.key`; firstlight chooses the others."""
         return random_settings(self.trial) if self.trial else {}
 
     @property
@@ -98,7 +99,8 @@ class BudgetCase:
 
     @property
     def digest(self) -> str:
-        """Hash of all that decides the result but the text's content and the code."""
+        """Hash of the text's name, budget and settings; the text's content and the code are not
+        part of it."""
         content = json.dumps([self.text, self.budget, self.settings], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -111,12 +113,12 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
         on_run: function that is called with the result so far after each run.
 
     Returns:
-        "machine", "complete", "problems" by title, and "runs": the line of results.jsonl of each
-        finished run.
+        "machine", "complete", "problems" (error messages by `BudgetCase.title`), and "runs": the
+        line of results.jsonl of each finished run.
 
     Raises:
         ConfigError: an option is invalid.
-        StorageError: the disk refused.
+        StorageError: a file system error.
         CheckpointError: results.jsonl is damaged.
     """
     require_positive(trials=bench.trials)
@@ -160,14 +162,18 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
 
 
 def measure_run(case: BudgetCase, folder: Path) -> dict[str, Any]:
-    """Train one case in a process of its own: its line of results.jsonl, or {"error": ...}.
+    """Train one case in a process of its own.
 
     Args:
         case: the run.
         folder: folder of the benchmark, for temporary files.
+
+    Returns:
+        The run's line of results.jsonl, or {"error": {"type", "message"}}.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Runs look for prepared texts beside them: each has a folder of its own, and begins from none.
+    # `train_texts` reuses texts that are prepared beside the run folder. A folder of its own makes
+    # each run prepare the text within its budget.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as own:
         request = {"text": case.text, "budget": case.budget, "settings": case.settings}
         limit = parse_time(case.budget) + _PATIENCE
@@ -186,9 +192,11 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         request: "text", "budget", "settings" by key of the recipe, and "run", the run folder.
 
     Returns:
-        "bits_per_byte", "gzip" and "xz" of the held-out text, the "expected" range of bits per
-        byte, "seconds" of the whole call (evaluation of all held-out text left out), "step",
-        "tokens" and "parameters".
+        - "bits_per_byte", "gzip", "xz": bits per byte of the held-out text, by the model and by the
+          two compression programs
+        - "expected": [low, high], the range of bits per byte that was predicted
+        - "seconds": duration of `train_texts`, without the evaluation on all held-out text
+        - "step", "tokens", "parameters": optimizer steps, training tokens and model size
 
     Raises:
         FirstlightError: see `train_texts`.
@@ -222,11 +230,11 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def budget_groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The runs of each text and budget in the order of their trials, by title."""
+    """The runs by text and budget ("TEXT, BUDGET"), each group in the order of its trials."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["trial"]):
         groups.setdefault(f"{run['text']}, {run['budget']}", []).append(run)
-    # A random search alone has nothing to be compared with.
+    # Without a run of the chosen settings, there is nothing to compare a random search with.
     return {title: own for title, own in groups.items() if own[0]["trial"] == 0}
 
 
@@ -237,7 +245,7 @@ HEADER = (
 
 
 def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A row of the table: the chosen run beside the draws of the random search."""
+    """A row of the table (see HEADER): the run of the chosen settings, and the random draws."""
     chosen, draws = runs[0], sorted(run["bits_per_byte"] for run in runs[1:])
     low, high = chosen["expected"]
     bits = chosen["bits_per_byte"]
@@ -256,7 +264,7 @@ def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the bits per byte of every run: a dot for a random draw, a line for the chosen."""
+    """A PNG of every run's bits per byte: a dot for a random draw, a line for chosen settings."""
     groups = budget_groups(result["runs"])
     figure = new_figure(10, 0.8 * len(groups) + 1.5)
     axes = figure.subplots()

@@ -2,10 +2,10 @@
 
 The operands are random and made once for each number format. Each result overwrites the last one,
 so that no memory is allocated during the measurement. A product that takes less than a measurement
-is multiplied once before it and repeated in it with the same operands: what fits into the caches is
-in them. Each round measures every product once, and three times the small ones that are compared; a
-row shows the median. Compared products are measured shortly after each other, and the ratio is the
-median of such pairs' ratios, so that other work of the machine affects both.
+is repeated in it with the same operands, after one product that is not timed: operands that fit
+into the caches are in them. Each round measures every product once, but the products of `COMPARED`
+`GemmPlan.turns` times; a row shows the median. Compared products are measured shortly after each
+other, so that other work of the machine affects both, and their ratio is the median over the pairs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from firstlight.hardware.device import Hardware, find_hardware
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:
-    """The names among DTYPES that the device multiplies in hardware; fp32 always."""
+    """The names of DTYPES that the device multiplies in hardware; "fp32" is always among them."""
     names = ["fp32"]
     if hardware.device.type == "cuda":
         capability = torch.cuda.get_device_capability(hardware.device)
@@ -68,15 +68,15 @@ class GemmRun:
     """A running benchmark, whose measurements so far can be read at any time.
 
     Attributes:
-        dtypes: number formats that are measured.
+        dtypes: names of DTYPES that are measured.
         products: all products.
-        seconds: seconds of each round, by number format and product.
+        seconds: seconds of a product in each measurement, by number format and product's index.
         rounds: number of rounds that have begun.
-        loops: rates of `measure_loops`; None before, and on GPUs.
-        complete: True once all is measured.
+        loops: result of `measure_loops`; None before it is measured, and on GPUs.
+        complete: True once everything is measured.
 
     Raises:
-        ConfigError: a name is unknown, or the device does not support a measurement.
+        ConfigError: a name is unknown, or the device has no hardware for a number format.
     """
 
     def __init__(self, bench: GemmBench, plan: GemmPlan | None = None) -> None:
@@ -117,7 +117,7 @@ class GemmRun:
                 for key in costs
                 if turn == 0 or self.products[key[0]].part in COMPARED
             ]
-            # Each is multiplied once before it is measured, if it is repeated.
+            # A product that is repeated is multiplied once more, before the measurement.
             work = {key: (n + (n > 1)) * once for key, (n, once) in costs.items()}
             round_seconds = sum(work[key] for key in order)
             left = self.plan.budget_seconds - (time.perf_counter() - start)
@@ -142,9 +142,9 @@ class GemmRun:
     def _warm_up(
         self, progress: Progress
     ) -> tuple[dict[str, Operands], dict[tuple[int, str], tuple[int, float]]]:
-        """Operands by number format; by product and format, repeats and a product's seconds.
+        """Operands by number format; repeats and seconds by (product's index, format).
 
-        The formats of one product follow each other: they are compared, too.
+        The formats of one product follow each other, since they are compared, too.
         """
         device, names = self.hardware.device, self.dtypes
         flops = sum(product.flops for product in self.products)
@@ -164,8 +164,8 @@ class GemmRun:
         """The result so far.
 
         Returns:
-            "complete": whether it is all that was to be measured; "machine"; and what `summarize`
-            returns.
+            "complete" (False while measurements are missing), "machine", "model", "quick",
+            "tokens", "step_tokens", "rounds", "loops", and the values of `summarize`.
         """
         summary = summarize(self.products, self.seconds, self.shape, self.plan)
         machine = machine_facts(self.hardware)
@@ -186,7 +186,7 @@ class GemmRun:
         }
 
 
-#: Products of fewer FLOPs, whose operands lie in a cache, don't set a ceiling.
+#: Products of fewer FLOPs don't set a ceiling: their operands are read from a cache.
 _CEILING_FLOPS = 1e9
 
 #: Measured products of one number format, and the seconds of each in each round.
@@ -203,16 +203,15 @@ def summarize(
 
     Args:
         products: all products.
-        seconds: seconds of one product in each round, by number format and product.
+        seconds: seconds of a product in each measurement, by number format and product.
         shape: the model's shape.
         plan: amount of measuring.
 
     Returns:
-        "ceilings": by format the best single measurement, FLOP/s, of a large product (small ones
-        where there is no large one). "rows": each product in each format; its times, the median
-        rate, the lowest and the highest, and the share that the median is of the ceiling.
-        "step": the time of a training step's products. "padding", "tile", "wave": `compare`'s
-        ratios of sizes within a dimension.
+        - "ceilings": best single FLOP/s of a large product by format (of any, if none is large)
+        - "rows": each product in each format, its times (seconds), its median, lowest and highest
+          FLOP/s, and the median as a fraction of the ceiling
+        - "step": `step_times`; "padding", "tile", "wave": ratios of `compare` to another size
     """
     result: dict[str, Any] = {"ceilings": {}}
     result |= {name: [] for name in ("rows", "step", "padding", "tile", "wave")}
@@ -251,13 +250,13 @@ def _row(product: GemmProduct, times: Sequence[float], ceiling: float) -> dict[s
 def step_times(
     products: Sequence[GemmProduct], times: Times, tokens: int, ceiling: float
 ) -> list[dict[str, Any]]:
-    """The time that all matrix products of a training step of STEP_TOKENS take.
+    """The time of all matrix products of a training step of STEP_TOKENS.
 
-    Products were measured with `tokens` rows; the time of more is taken to grow in proportion.
+    Products were measured with `tokens` rows; their time is assumed proportional to the rows.
 
     Returns:
-        For weights stored as "conv1d" and as "linear", and for each vocabulary of the head:
-        "seconds", "flops", "share_of_ceiling". Empty as long as a product has no time.
+        For each storage of weights ("conv1d", "linear") and each vocabulary of the head: "weights",
+        "vocabulary", "seconds", "flops", "share_of_ceiling". Empty while a product has no time.
     """
     model = [one for one in products if one.part == "model"]
     if not model or any(one not in times for one in model):
@@ -288,11 +287,11 @@ def step_times(
 def compare(
     times: Times, size: Iterable[GemmProduct], base: Iterable[GemmProduct]
 ) -> dict[str, Any]:
-    """Some products against others, round by round; times of several are added up.
+    """Compare the products `size` with the products `base`; the times of each side are added up.
 
     Returns:
-        "time_ratio", the median of the rounds' ratios of time, its "lowest" and "highest";
-        "work_ratio", of FLOPs; "rate_ratio", of FLOP/s.
+        "time_ratio", the median over measurements of time(size) / time(base), with "lowest" and
+        "highest"; "work_ratio", the same of FLOPs; "rate_ratio", the same of FLOP/s.
     """
     size, base = list(size), list(base)
     ratios = [
@@ -315,7 +314,7 @@ def compare(
 
 
 def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Each aligned size against the one beside it that is not, in all products of a dimension."""
+    """Compare each aligned size with the unaligned size of its group `off`, over all products."""
     result = []
     for group, base in off.items():
         these: dict[int, list[GemmProduct]] = {}
@@ -336,7 +335,7 @@ def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]:
-    """Each product of a part against that of a size; of "wave" against one tile each SM."""
+    """Compare each product of a part with that of size `value`; None: with the first (one wave)."""
     these = [one for one in times if one.part == part]
     if value is None:
         value = these[0].value if these else None
@@ -347,7 +346,7 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of a result: rates by size, the model's products, padding, tiles, cache levels."""
+    """A PNG of a result: rates by size, the model's products, padding, tiles, caches and waves."""
     loops = result.get("loops")
     figure = upper = new_figure(14, 16 if loops else 11)
     if loops:

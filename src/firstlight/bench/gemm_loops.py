@@ -1,23 +1,26 @@
-"""The part of `firstlight bench gemm` on a CPU's caches and cores: rates of passes over growing
-arrays and of matrix products in blocks of growing size, on one thread, and the time of a growing
-number of equal products on all threads.
+"""The part of `firstlight bench gemm` that measures a CPU's caches and cores:
 
-A pass reads an array in fp32 and sums it up. An array that fits into a cache is read from it each
-time but the first, so the rate falls in steps where L1, L2 and L3 end. One call of torch makes as
-many passes as fill `_CALL_BYTES`, so that small arrays don't measure the cost of a call.
+- on one thread, the rates of passes over arrays of growing size and of matrix products in blocks of
+  growing size,
+- on all threads, the time of a growing number of equal products.
 
-The product C = A @ B of square fp32 matrices is cut in two ways, each cut a call of the library:
+A pass reads an array in fp32 and sums it up. An array that fits into a cache is read from memory
+only once, so the rate falls in steps at the sizes of L1, L2 and L3. One call of torch makes as many
+passes as read `_CALL_BYTES`, so that small arrays don't measure the cost of a call.
 
-    row blocks      C[rows] = A[rows] @ B: all of B is read once for each block of rows, and with
-                    blocks of one row nothing of it is used twice
+The product C = A @ B of square fp32 matrices is cut into blocks in two ways; each block is a call
+of the library:
+
+    row blocks      C[rows] = A[rows] @ B: all of B is read once for each block of rows; with blocks
+                    of one row, no element of B is used twice in a call
     square blocks   C[i, j] += A[i, k] @ B[k, j] in three loops: blocks are reused only while three
                     of them fit into a cache; with small blocks the cost of a call dominates
 
-The last cut of both is the whole product, in the blocks that the library itself chooses.
+The largest block of both is the whole product, in the blocks that the library itself chooses.
 
-Equal products of one thread each are dealt out to the threads. On two threads the third product
-waits until one of them is free: three take as long as four, as a GPU needs a second wave for one
-tile more than it has multiprocessors.
+For waves, each of several equal products is computed by one thread. On two threads the third
+product waits until a thread is free, so three products take as long as four. A GPU likewise needs a
+second wave for one tile more than it has multiprocessors.
 """
 
 from __future__ import annotations
@@ -35,21 +38,21 @@ from torch import Tensor
 from firstlight.bench.gemm_products import GemmPlan
 from firstlight.hardware.device import single_threaded_pool
 
-#: The kernel's description of the first core's caches (Linux).
+#: Linux's description of the first core's caches.
 CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
-#: Bytes that one call reads at least.
+#: Minimum of bytes that one call reads.
 _CALL_BYTES = 1 << 22
 
-#: Measurements of each row; a row reports their median.
+#: Number of measurements of each row, of which the row has the median.
 _REPEATS = 5
 
-#: Measurements of each number of products, which are short: a few milliseconds.
+#: Number of measurements of each number of products; more, since each takes a few milliseconds.
 _WAVE_REPEATS = 15
 
 
 def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
-    """The bytes of each cache of data, such as {"L1": 32768}; empty where the system says none."""
+    """The bytes of each data cache, such as {"L1": 32768}; empty if the system lists no cache."""
     found = {}
     for index in sorted(folder.glob("index*")):
         try:
@@ -65,22 +68,21 @@ def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
 
 
 def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
-    """A function that sums the array [numbers] up in as many passes as fill a call, and their
-    count; it returns the sum of each pass [passes]."""
+    """A function that sums up the array `data` [numbers] in several passes and returns the sum of
+    each pass [passes]; and the number of passes, which together read about `_CALL_BYTES`."""
     passes = max(1, _CALL_BYTES // data.nbytes)
     repeated, sums = data.expand(passes, -1), torch.empty(passes)
     return lambda: torch.sum(repeated, 1, out=sums), passes
 
 
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, rows: int) -> None:
-    """out = a @ b, all [edge, edge], in blocks of rows."""
+    """Write a @ b into `out`, all [edge, edge], in blocks of `rows` rows."""
     for i in range(0, len(a), rows):
         torch.mm(a[i : i + rows], b, out=out[i : i + rows])
 
 
 def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
-    """Write a @ b into `out`, block by block: fp32 matrices [edge, edge], `block` rows and columns
-    of each at a time."""
+    """Write a @ b into `out`, all [edge, edge], in blocks of `block` rows and columns."""
     out.zero_()
     for i in range(0, len(a), block):
         for j in range(0, len(a), block):
@@ -89,19 +91,26 @@ def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
                 part.addmm_(a[i : i + block, k : k + block], b[k : k + block, j : j + block])
 
 
+#: Function and smallest block of each cut; blocks grow by powers of 2. Square blocks below 32 would
+#: mostly measure the cost of calls.
 _CUTS = {"row blocks": (multiply_rows, 1), "square blocks": (multiply_squares, 32)}
 
 
 def measure_loops(plan: GemmPlan) -> dict[str, Any]:
-    """Measure passes over arrays of each size and products in blocks, on one thread.
+    """Measure passes over arrays and products in blocks on one thread, and waves on all threads.
 
     Args:
-        plan: its `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds`.
+        plan: its `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds` are read.
 
     Returns:
-        "caches": see `cache_sizes`. "passes": "bytes" and "bytes_per_second" of each array.
-        "blocks": "cut" (row blocks, square blocks), "block" (its rows), and "flops_per_second".
-        "edge". Rates are medians, with "lowest" and "highest". "waves": see `measure_waves`.
+        - "caches": see `cache_sizes`
+        - "passes": "bytes" and "bytes_per_second" of each array
+        - "blocks": "cut" ("row blocks", "square blocks"), "block" (rows of a block) and
+          "flops_per_second"
+        - "edge": rows and columns of the product that is cut into blocks
+        - "waves": see `measure_waves`
+
+        Rates are medians, with "lowest" and "highest".
     """
     edge, measure_seconds = plan.blocked_edge, plan.measure_seconds
     waves = measure_waves(edge // 2, torch.get_num_threads())
@@ -129,16 +138,16 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
 
 
 def measure_waves(edge: int, threads: int) -> dict[str, Any]:
-    """Measure the time of several products at once against that of a single one.
+    """Measure the time of several products at once relative to that of a single product.
 
     Args:
         edge: rows and columns of each product.
         threads: number of threads; each multiplies one product at a time.
 
     Returns:
-        "threads", "edge", and "rows" with "products", their number, and "time_ratio": a median of
-        ratios, each of two measurements made one after the other, with "lowest" and "highest".
-        One full wave, one product more, and so on; with one thread, each product is a wave.
+        "threads", "edge" and "rows". Each row has "products", their number, and "time_ratio" with
+        "lowest" and "highest": the median of ratios of two measurements, made one after the other.
+        The numbers of products are 1, and for one to four waves the full waves and one more.
     """
     counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
     a, b, outs = torch.rand(edge, edge), torch.rand(edge, edge), torch.empty(counts[-1], edge, edge)
@@ -150,7 +159,7 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
                 pass
             return time.perf_counter() - start
 
-        seconds(counts[-1])  # starts the threads
+        seconds(counts[-1])  # not measured: the pool starts its threads
         rows = [
             {
                 "products": count,
@@ -174,7 +183,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def _rates(call: Callable[[], object], work: int, measure_seconds: float) -> list[float]:
-    """Work a second in each of some measurements, after one call that is not counted."""
+    """Work per second in each of `_REPEATS` measurements, after one uncounted call.
+
+    Args:
+        call: function to measure.
+        work: work of one call, in bytes or FLOPs.
+        measure_seconds: minimum duration of a measurement.
+    """
     call()
     found = []
     for _ in range(_REPEATS):
@@ -191,8 +206,14 @@ def _median(name: str, rates: Sequence[float]) -> dict[str, float]:
 
 
 def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -> None:
-    """Draw `measure_loops`'s result: into the axes `passes` the rates of passes, with the ends of
-    the caches, into `blocks` those of products in blocks, into `waves` the times of several."""
+    """Draw the result of `measure_loops`.
+
+    Args:
+        loops: the result.
+        passes: matplotlib axes for the rates of passes, with the sizes of the caches.
+        blocks: axes for the rates of products in blocks.
+        waves: axes for the times of several products at once.
+    """
     rows = loops["passes"]
     _draw_medians(passes, rows, "bytes", "bytes_per_second", "C0", "passes, fp32")
     for name, size in loops["caches"].items():

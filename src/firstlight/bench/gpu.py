@@ -52,7 +52,7 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
     Raises:
         ConfigError: a name is unknown, there is no GPU, or the folder is another machine's.
         InputError: the folder's file is not one of these.
-        StorageError: the disk refused.
+        StorageError: a file system error.
     """
     if bench.minutes <= 0:
         raise ConfigError(f"--minutes {bench.minutes:g}: more than 0 are needed")
@@ -152,7 +152,7 @@ def report(folder: Path, pages: Path | None) -> list[Path]:
     Raises:
         ConfigError: there is no checkout, or the results are of a dry run and would go into it.
         InputError: the folder is missing, or its file is not one of these.
-        StorageError: the disk refused.
+        StorageError: a file system error.
     """
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: name the --out of an earlier call")
@@ -176,7 +176,7 @@ def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[P
         The files written.
 
     Raises:
-        StorageError: the disk refused.
+        StorageError: a file system error.
     """
     found = None
     if results.machine:

@@ -163,7 +163,7 @@ def prepare_corpus(name: str, folder: Path) -> LearningCorpus:
 
     Raises:
         InputError: the text is not there.
-        StorageError: the disk refused.
+        StorageError: a file system error.
     """
     file = name.removeprefix("bytes:")
     # A file's name alone would leave two files of one name in one folder.

@@ -126,7 +126,7 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
     Raises:
         ConfigError: an option is invalid.
         InputError: there is nothing to train on.
-        StorageError: the disk refused.
+        StorageError: a file system error.
     """
     deadline = time.monotonic() + QUICK_SECONDS if bench.quick else None
     plan = plan_steps(bench, "bench methods")

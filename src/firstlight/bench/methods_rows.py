@@ -1,4 +1,4 @@
-"""The rows of `firstlight bench methods`: the keys of a recipe that each sets, and its figures."""
+"""The rows of `firstlight bench methods`: keys of a recipe that each row sets, and its results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class MethodRow:
 
     Attributes:
         name: name in tables and for `--rows`.
-        changes: keys of the recipe (`section.key`) that the method sets; a rung of the ladder has
-            only its own.
+        changes: values of the recipe by key (`section.key`) that the method sets. A row of the
+            ladder has only its own, without those of the rows before it.
         needs_gpu: the reason why CPUs skip the row; "" if they don't.
         not_here: the reason why the row is skipped on any machine; "" if it isn't.
-        in_quick: False leaves the row out of `--quick`: it takes minutes to start, or is much like
-            another one.
+        in_quick: False leaves out of `--quick` a row that starts slowly or resembles another row.
         huge_pages: True lets torch take huge pages for large tensors; `firstlight train` does not.
     """
 
@@ -46,10 +45,10 @@ class MethodRow:
 
 @dataclass
 class MethodOutcome(RowOutcome):
-    """Results of one recipe, which may be in both tables.
+    """Results of one recipe, which may be a row of both tables.
 
     Attributes:
-        changes: keys (`section.key`) that differ from the plain recipe's.
+        changes: values by key (`section.key`) that differ from the plain recipe.
     """
 
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -57,19 +56,20 @@ class MethodOutcome(RowOutcome):
 
 PLAIN = MethodRow("plain")
 
-#: Key among a row's changes, no key of a recipe: the parts of the model that are written out.
+#: Key in `MethodRow.changes` that is no key of a recipe: names of `written_out.PARTS`.
 WRITTEN_OUT = "bench.written_out"
 
-#: A further such key: number of processes, which share the threads of a CPU, or have a GPU each.
+#: Likewise: number of processes, which share the threads of a CPU, or have one GPU each.
 PROCESSES = "bench.processes"
 
 
 def plain_recipe(
     model: ModelConfig, device: str, seq_len: int, micro_batch_size: int
 ) -> dict[str, Any]:
-    """The values of the recipe that every row changes: no method at all.
+    """Values of the recipe without any method, to which every row adds its changes.
 
-    Gradients are not clipped, since the optimizer inside backward can't.
+    Gradients are not clipped: an optimizer that updates inside the backward pass never has all of
+    them at once, and all rows must compute the same.
     """
     return {
         "run": {"device": device},
@@ -92,8 +92,8 @@ def plain_recipe(
 
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
-    """The same rows of a step in four micro-batches, or one by one if they can't be divided by
-    four."""
+    """Keys for a step of the same number of sequences in four micro-batches, or in micro-batches of
+    one sequence if the number is not divisible by four."""
     micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
     return {
         "batch.micro_batch_size": micro,
@@ -102,12 +102,12 @@ def accumulation(micro_batch_size: int) -> dict[str, Any]:
 
 
 def larger_batch(micro_batch_size: int) -> dict[str, Any]:
-    """Twice the plain run's rows, at once."""
+    """Keys for a step of twice the plain run's sequences, in one micro-batch."""
     return {"batch.micro_batch_size": 2 * micro_batch_size, "batch.gradient_accumulation_steps": 1}
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
-    """Half the tokens of the smallest micro-batch that the tables have."""
+    """Half the tokens of the smallest micro-batch of all rows: each then has two chunks or more."""
     smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
     return max(1, smallest * seq_len // 2)
 
@@ -166,7 +166,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
 
 def _optimizer_rows() -> list[MethodRow]:
     def other(name: str, **keys: Any) -> dict[str, Any]:
-        # Each as it comes when only its name is set.
+        # "auto" is the default, which the plain recipe replaces by "for-loop".
         chosen = {"name": name, "implementation": "auto", **keys}
         return {f"optimizer.{key}": value for key, value in chosen.items()}
 
@@ -191,7 +191,7 @@ def _optimizer_rows() -> list[MethodRow]:
 
 def _attention_rows(hardware: Hardware) -> list[MethodRow]:
     no_kernel = _IS_CPU + "CPUs have no such kernel"
-    # On GPUs these two compute in 16 bits only.
+    # On GPUs the flash and cudnn kernels support 16-bit number formats only.
     half = {"efficiency.precision": "bf16"} if hardware.device.type == "cuda" else {}
     prefix = "bf16+" if half else ""
     return [
@@ -208,13 +208,13 @@ def _attention_rows(hardware: Hardware) -> list[MethodRow]:
 def ladder_rows(
     micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True, processes: int = 1
 ) -> list[MethodRow]:
-    """The guide's rungs in its order, each added to those before it.
+    """The rows of the ladder in the guide's order, each added to those before it.
 
-    Mixed precision is bf16 where the hardware multiplies it, and fp16 on GPUs that don't. The rungs
-    of a written out mask and written out layers are for GPT-2.
+    Mixed precision is bf16 if the hardware multiplies it, fp16 on other GPUs. The rows that replace
+    a written out mask and written out layers are skipped for models other than GPT-2.
 
     Args:
-        processes: number of processes of `+ddp`; 1 skips it.
+        processes: number of processes of the row `+ddp`; 1 skips the row.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
@@ -248,7 +248,7 @@ def ladder_rows(
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """The keys of a rung and of all rungs before it, except rungs that couldn't run."""
+    """The changes of row `rung` and of all rows before it, except the rows named in `left_out`."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:
@@ -257,12 +257,12 @@ def changes_up_to(
 
 
 def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
-    """The reason why a row is not even tried on this machine; "" if it is."""
+    """The reason why a row is skipped on this machine; "" if it is measured."""
     if row.not_here:
         return row.not_here
     if row.needs_gpu and hardware.device.type != "cuda":
         return row.needs_gpu
-    # NVIDIA's GPUs have had both formats since compute capability 8.0.
+    # On NVIDIA's GPUs, bf16 and TF32 both came with compute capability 8.0.
     if row.name == "+tf32" and not hardware.bf16:
         return "needs a GPU of compute capability 8.0: this one has no TF32"
     if row.huge_pages and hardware.device.type != "cpu":
@@ -284,18 +284,21 @@ def summarize(
     """The medians of a table's rows and their ratios to its first row.
 
     Args:
-        rows: rows with their outcomes; None is nothing yet.
+        rows: rows with their outcomes; None if a row has no outcome yet.
         head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
 
     Returns:
-        For each row its "name", its "keys" of the recipe, "status" ("measured", "skipped",
-        "failed", "waiting"), the "reason" for that, and where it is measured:
-        "micro_batch_size" and "gradient_accumulation_steps" of each of its "processes";
-        "samples_per_second" of all of these, the median over all timed steps, with "_min" and
-        "_max"; "tokens_per_second"; "mfu"; "peak_bytes" of the largest process;
-        "speed_ratio" and "memory_ratio", to the first row (None without it); "ratio_to_previous",
-        the speed to the measured row before (None without the first); "final_loss", the
-        last step's; "first_step_seconds" of the first turn; "runs".
+        For each row "name", "keys" (its changes), "huge_pages", "status" ("measured", "skipped",
+        "failed", "waiting") and the "reason" for it; of a measured row also:
+
+        - "micro_batch_size", "gradient_accumulation_steps" of each process, number of "processes"
+        - "samples_per_second" (sequences) of all processes: the median over all timed steps; the
+          extremes as "samples_per_second_min" and "_max"; and "tokens_per_second"
+        - "mfu": fraction of the measured rate of matrix products
+        - "peak_bytes" of the largest process, the median over the turns
+        - "speed_ratio", "memory_ratio" to the first row, "ratio_to_previous": speed to that of the
+          measured row before; None if the first row is not measured
+        - "final_loss" (median over the turns), "first_step_seconds" of the first turn, "runs"
     """
     result = [_summary(row, outcome, head) for row, outcome in rows]
     if not result or result[0]["status"] != "measured":
@@ -326,7 +329,7 @@ def _summary(
         changes.get(key, 1) for key in ("batch.gradient_accumulation_steps", PROCESSES)
     )
     rates = [processes * micro * passes / seconds for seconds in outcome.values("step_seconds")]
-    # The machine's rate is that of one GPU, or of all threads.
+    # "matmul_flops" is the rate of one GPU, but of all threads of a CPU.
     devices = 1 if head["machine"]["device"] == "cpu" else processes
     tokens_per_second = statistics.median(rates) * head["seq_len"]
     return {
@@ -354,9 +357,9 @@ def _summary(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of `bench_methods`'s result: tokens/s and peak memory, a row of panels a table.
+    """A PNG of the result of `bench_methods`: a row of panels (tokens/s, peak memory) per table.
 
-    Rows that failed stand there without a bar; skipped ones are left out.
+    Rows that failed are listed without a bar; skipped rows are left out.
     """
     grid = [
         _panels(_TITLES[table], rows)
@@ -367,7 +370,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Speed and memory, the first row's bars in another colour."""
+    """Panels of speed and memory, with the first row's bars in another colour."""
     names = [row["name"] for row in rows]
     colors = ["tab:orange", *["tab:blue"] * (len(rows) - 1)]
     rates = [row.get("tokens_per_second", 0.0) for row in rows]

@@ -1,12 +1,16 @@
-"""Speed predicted beside speed measured, on this machine: a part of `firstlight bench planner`.
+"""Predicted and measured speed of training on this machine: a part of `firstlight bench planner`.
 
 Each configuration has a process of its own, which predicts and trains in turns, so that changes of
 the machine's speed affect both. The medians of the predictions and of the steps are compared.
 
-Three errors are given for each. One is against the steps' time on the clock, for which a person
-waits. The other is against the processor time of the thread that starts the operators: on a machine
-that other programs use too, the first says more about those than about the prediction. The third is
-that of the first prediction alone, against the clock: the error of a plan that is made once.
+Each configuration has three errors:
+
+- `error`: the median prediction against the wall-clock time of the steps.
+- `error_worked`: the median prediction against the processor time of the thread that starts the
+  operators. On a machine that other programs use too, `error` says more about those programs than
+  about the prediction.
+- `error_first`: the first prediction alone against the wall-clock time, which is the error of a
+  plan that is made once.
 """
 
 from __future__ import annotations
@@ -45,20 +49,20 @@ from firstlight.planner.speed.throughput import SpeedPrediction
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 
-#: Predictions are to be within this at the 95th percentile.
+#: Goal for the 95th percentile of the predictions' relative errors.
 GOAL = 0.15
 WARMUP_STEPS = 3
 _MODULE = "firstlight.bench.planner_speed"
 
 
 def speed_case(model: str, seq_len: int, rows: int, **changes: Any) -> PlannerCase:
-    """A configuration.
+    """A configuration of the benchmark.
 
     Args:
-        model: name of a model.
+        model: name of a model, see `find_model`.
         seq_len: tokens of a sequence.
         rows: sequences of a micro-batch.
-        changes: keys of the recipe as section__key.
+        changes: values of the recipe, with each key `section.key` written as `section__key`.
     """
     keys = {name.replace("__", "."): value for name, value in changes.items()}
     said = " ".join(f"{name.partition('.')[2]}={value}" for name, value in keys.items())
@@ -109,23 +113,24 @@ def bench_speed(
         cases: the configurations.
         on_row: called with the result so far after each configuration.
         steps: timed steps of each turn.
-        turns: turns of predicting and training.
-        seconds: duration of measuring operators before each prediction.
-        calibrate_seconds: duration of the calibration before all; 0 leaves it out.
+        turns: number of predictions of each configuration, each with its own steps.
+        seconds: time for measuring operators before the first prediction of a configuration; half
+            of it before each further prediction.
+        calibrate_seconds: time for the calibration before all configurations; 0 leaves it out.
 
     Returns:
         The result of `summarize_speed`, and "machine" and "complete".
 
     Raises:
-        InputError: there is nothing to train on.
-        StorageError: the disk refused.
+        InputError: this Python has no source of its standard library to train on.
+        StorageError: a file system error.
         TrainingError: the calibration failed.
     """
     environment, machine = training_environment(), machine_facts(find_hardware("cpu"))
     by_name = {case.name: case for case in cases}
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         tokens = Path(temporary) / "tokens.safetensors"
-        # As on a machine that has no calibration.
+        # Not the user's calibration: the benchmark starts like a machine that has none.
         calibration = str(Path(temporary) / "calibration")
         shared: dict[str, Any] = {"calibration": calibration, "threads": torch.get_num_threads()}
         if calibrate_seconds:
@@ -153,14 +158,19 @@ def bench_speed(
 
 
 def row_of(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
-    """A row of the result.
+    """A configuration's row of the result.
 
     Returns:
-        "name"; "problem" where it went wrong; else seconds of a step: "measured" (the median),
-        "worked" (of this thread, the median), "predicted" (the median) and "first" of that; "error"
-        of the prediction against "measured", "error_worked" against "worked", "error_first" of the
-        first prediction against "measured" (positive is too slow); "in_range", True if "worked" is
-        in a predicted range; and the result of the process.
+        "name" and "problem" (the error message; "" if it was measured). Without a problem also:
+
+        - "tokens_a_step": tokens of an optimizer step
+        - "measured": median wall-clock seconds of a step
+        - "worked": median processor seconds of a step, of the thread that starts the operators
+        - "predicted": median of the predicted seconds of a step; "first": the first prediction
+        - "error" = predicted / measured - 1, "error_worked" = predicted / worked - 1, "error_first"
+          = first / measured - 1: positive if the prediction is too slow
+        - "in_range": True if "worked" is in the range of at least one prediction
+        - the values that `measure` returns
     """
     if outcome.problem:
         return {"name": case.name, "problem": outcome.problem}
@@ -190,10 +200,12 @@ def summarize_speed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The errors of all rows together.
 
     Returns:
-        "rows"; "goal"; for each of "error", "error_worked" and "error_first" under "p95" the 95th
-        percentile of its size and under "median" the median; "worst", the names of the three rows
-        that are furthest off; "waited", the median share of the clock that the steps did not work;
-        "failed", how many rows have a problem.
+        - "rows": the rows of `row_of`; "goal": `GOAL`
+        - "p95", "median": percentile and median of the absolute values of each error, by its name
+          ("error", "error_worked", "error_first")
+        - "worst": the names of the three rows with the largest absolute "error"
+        - "waited": the median fraction of a step's wall-clock time in which its thread did not work
+        - "failed": number of rows with a problem
     """
     good = [row for row in rows if not row["problem"]]
     names = ("error", "error_worked", "error_first")
@@ -213,7 +225,11 @@ def summarize_speed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of the values does not exceed.
+    """The smallest value that at least the fraction `share` of the values does not exceed.
+
+    Args:
+        ordered: values in ascending order.
+        share: fraction of the values, 0 to 1: 0.95 for the 95th percentile.
 
     Raises:
         ConfigError: there are no values.
@@ -224,8 +240,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def draw_speed(result: Mapping[str, Any]) -> bytes:
-    """A PNG of `bench_speed`'s result: tokens/s predicted against measured, with the predicted
-    range, and the band of the goal."""
+    """A PNG of the result of `bench_speed`: predicted against measured tokens/s, and the band
+    within the goal."""
     rows = [row for row in result["rows"] if not row["problem"]]
     figure = new_figure(7, 6.5)
     axes: Any = figure.subplots()
@@ -252,23 +268,32 @@ def _draw_band(axes: Any, rows: Sequence[Mapping[str, Any]], goal: float) -> Non
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Predict the speed of one recipe's step and train it for some, in turns.
+    """Predict the seconds of one recipe's step and train for some steps, in turns.
 
     Args:
-        request: "recipe", "data" (of `training_once.write_tokens`), "calibration" (a folder for
-            what was measured of operators), "warmup_steps", "steps" (timed ones of each turn),
-            "turns", "threads", "seconds" of measuring operators before the first prediction (half
-            of it before the others); or, to fill the calibration, "calibrate" (seconds),
-            "calibration", "threads".
+        request: JSON object with these keys:
+
+            - "recipe": values of a recipe without open keys
+            - "data": file of `training_once.write_tokens`
+            - "calibration": folder of the operators' measured times, read and written
+            - "warmup_steps", "steps": untimed steps at the start, and timed steps of each turn
+            - "turns", "threads": number of turns, and threads of torch
+            - "seconds": time for measuring operators before the first prediction; half of it
+              before each further one
+
+            To fill the calibration instead: "calibrate" (seconds), "calibration", "threads".
 
     Returns:
-        "plan_seconds" of tracing, measuring and predicting before the first step; "predictions",
-        `SpeedPrediction.to_json` of each turn; "step_seconds" of each timed step;
-        "thread_seconds", the part of those in which the thread that starts the operators worked:
-        the rest went to other programs, or was waited for.
+        - "plan_seconds": time for tracing, measuring and predicting before the first step
+        - "predictions": `SpeedPrediction.to_json` of each turn
+        - "step_seconds": wall-clock seconds of each timed step
+        - "thread_seconds": seconds of each timed step in which the thread that starts the operators
+          worked; in the rest it waited, or other programs ran
+
+        The object is empty if the calibration was filled.
 
     Raises:
-        FirstlightError: the recipe is refused.
+        FirstlightError: the recipe is invalid.
     """
     torch.set_num_threads(request["threads"])
     if "calibrate" in request:
@@ -276,7 +301,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         return {}
     recipe = parse_resolved_recipe(request["recipe"])
     folder, seconds = Path(request["calibration"]), request["seconds"]
-    importlib.import_module("torch._dynamo")  # which torch's optimizers import at their first step
+    importlib.import_module("torch._dynamo")  # torch's optimizers import it in their first step
     start = time.perf_counter()
     counted = count_operators(recipe)
     predictions = [_predict(recipe, counted, folder, seconds)]
@@ -311,7 +336,8 @@ def _predict(
 
 
 def _steps(recipe: ResolvedRecipe, request: dict[str, Any]) -> Callable[[], tuple[float, float]]:
-    """A function that trains a step and returns its seconds, and those that this thread worked."""
+    """A function that trains one step and returns its wall-clock seconds, and the processor seconds
+    of this thread."""
     tokens = Tokens(Path(request["data"]), recipe.data.seq_len)
     torch.manual_seed(recipe.run.seed)
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)

@@ -270,7 +270,7 @@ class Results:
         """Replace the file.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: a file system error.
         """
         content = asdict(self)
         write_json(content.pop("folder") / RESULTS_NAME, {"format": _FORMAT, **content})
@@ -347,7 +347,7 @@ def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -
         The turns that were left for the next call.
 
     Raises:
-        StorageError: the disk refused.
+        StorageError: a file system error.
     """
     begun = call.clock() if call.begun is None else call.begun
     end = begun + 60 * call.minutes - _MARGIN

@@ -197,7 +197,7 @@ def bench_training(bench: TrainingBench, on_run: Keep) -> Result:
     Raises:
         ConfigError: an option is invalid.
         InputError: there is nothing to train on.
-        StorageError: the disk refused.
+        StorageError: a file system error.
     """
     plan = plan_steps(bench, "bench training")
     rows = {row.name: row for row in training_rows(bench, plan)}

@@ -2,55 +2,59 @@
 
     python -m firstlight.bench.process firstlight.bench.training_once REQUEST
 
-or in several, as ranks of a run with `distributed.engine` (`process.ask_ranks`): each trains on
-different sequences, with its share of a CPU's threads.
+The same command also runs as one of several ranks of a run with `distributed.engine`
+(`process.ask_ranks`): each rank trains on different sequences, with its share of a CPU's threads.
 
 REQUEST is a JSON object:
 
     program           "firstlight", a name of `reference_programs`, or "trainer"
-    recipe            a recipe's values, with its model, data.seq_len and device
-    resolved          true if the recipe has no open key; else it is resolved here
-    micro_batch_size  sequences of a step, which every program but firstlight computes at once
-    data              a file of `write_tokens`, or a prepared corpus
-    warmup_steps      steps that are not timed
-    steps             steps that are timed
-    phase_steps       further steps, divided into forward, backward and update; 0 unless given
-    profiled_steps    further steps after these, by class of operators; 0 unless given
+    recipe            values of a recipe, including its model, data.seq_len and device
+    resolved          true if the recipe has no open key; otherwise its keys are resolved here
+    micro_batch_size  sequences of a step, as one batch; firstlight reads the recipe instead
+    data              a file of `write_tokens`, or the folder of a prepared corpus
+    warmup_steps      number of steps that are not timed
+    steps             number of steps that are timed
+    phase_steps       number of further steps, timed by forward, backward and update; default 0
+    profiled_steps    number of steps after these, timed by class of operators; default 0
     threads           threads of torch
-    compile           false compiles no other program than firstlight, for dry runs
-    written_out       parts of firstlight's model that are written out: see `written_out`
+    compile           false, for dry runs, does not compile programs other than firstlight
+    written_out       names of `written_out.PARTS` that replace parts of firstlight's model
 
 What is measured, in this order:
 
-1. Everything that the program needs is imported, torch's compiler and 8-bit libraries too, and open
-   keys are decided; then the resident memory of the process is noted, and its peak set back to it.
+1. All libraries that the program needs are imported, torch's compiler and 8-bit libraries too, and
+   the recipe's open keys are resolved. Then the resident memory of the process is noted, and the
+   peak that the kernel counts is reset.
 2. Model, optimizer and loss function are made, as `firstlight train` makes them.
-3. `first_step_seconds`: the first step, with compilation. It and the other warm-up steps are the
-   only ones that allocate and compile.
-4. `step_seconds`: of each timed step, from its batches in memory to the updated parameters;
+3. `first_step_seconds`: the first step, with compilation. Only the warm-up steps, of which it is
+   the first, allocate and compile.
+4. `step_seconds` of each timed step, from its batches in host memory to the updated parameters;
    for the Trainer from its `on_step_begin` to its `on_step_end`. `step_cpu_seconds` is the
-   processor's time in it, of all threads: it suffers less from other work on the machine, but
-   counts threads that wait by spinning.
-5. `phases` and `operators` of the further steps, see `step_parts`; memory and losses are without
-   them.
+   processor time of all threads in the step: other work on the machine affects it less, but it
+   includes threads that wait by spinning.
+5. `phases` and `operators`: the breakdown of the further steps, see `step_parts`. Memory and losses
+   do not include these steps.
 
-Step s trains on the sequences from s x sequences a step on, so that programs and recipes with as
-many of them see the same tokens. `losses` are those before each update, of all steps. The learning
-rate rises over the first four steps and then stays.
+Step s trains on the sequences from s * n on, where n is the number of sequences of a step, so that
+programs and recipes with the same n see the same tokens. `losses` are those of all warm-up and
+timed steps, each before the step's update. The learning rate rises linearly over the first four
+steps and is constant after them.
 
-`total_peak_bytes` is on a CPU the peak of the process's resident memory and `peak_bytes` what of
-that is above the level of step 1; on a GPU both are the peak of what was allocated. With several
-processes they are those of the largest process, and losses are over the sequences of all processes.
+On a CPU, `total_peak_bytes` is the peak of the process's resident memory, and `peak_bytes` is how
+far it exceeds the level of step 1. On a GPU, both are the peak of torch's allocator. With several
+processes, both are those of the largest process, and losses are over the sequences of all of them.
 
-The one line on stdout is a JSON object of these, and with firstlight `chosen`, the keys of the
-recipe that were left to it; or {"error": {"type", "message"}} where firstlight refuses.
+The process prints one line on stdout: a JSON object with these values and, for firstlight,
+`chosen`: the values of the recipe's keys that can be left open. An error is printed as
+{"error": {"type", "message"}} instead.
 
 The data are the source of Python's standard library: it is on every machine, it is real text, and
-it is the same for every row of a table. `bench gpu` and `bench learning` train on shards that a
-tokenizer of their own was trained for (`library_corpus`). The others take `write_tokens`, which
-needs no tokenizer: a word, a run of blanks or a sign is a token; its id is its CRC-32 modulo the
-vocabulary, so that ids of the whole vocabulary occur, as often as words do, whatever its size. A
-document is what lies between two lines that begin a function, method or class.
+it is the same for every row of a table. `bench gpu` and `bench learning` train on token shards,
+with a tokenizer that was trained on the text (`library_corpus`). The others take `write_tokens`,
+which needs no tokenizer: each word, run of white space or punctuation mark is a token, whose id is
+its CRC-32 modulo one less than the vocabulary size. So ids of the whole vocabulary occur, with the
+frequencies of words, whatever its size. A new document begins at each line that begins a function,
+method or class.
 """
 
 from __future__ import annotations
@@ -98,18 +102,18 @@ from firstlight.training.processes import run_processes
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Steps over which the learning rate rises.
+#: Number of steps over which the learning rate rises linearly.
 _RISE_STEPS = 4
 
-#: Open keys are decided as for a run of this length.
+#: Tokens of an epoch for which open keys are resolved.
 EPOCH_TOKENS = 10**9
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train as the module's head says, and return the measurements.
+    """Train and measure; the module's docstring describes the request and the result.
 
     Raises:
-        FirstlightError: the recipe is refused, or the loss stopped being a number.
+        FirstlightError: the recipe is invalid, or the loss became NaN or infinite.
     """
     parse = parse_resolved_recipe if request.get("resolved") else parse_recipe
     recipe: Recipe = parse(request["recipe"])
@@ -162,11 +166,12 @@ def _measured(
 
 
 def _import_libraries(program: str, recipe: Recipe) -> None:
-    """Import what comes late otherwise, so that it doesn't count as the program's memory.
+    """Import libraries that would be imported during the run, so that the memory which they take
+    is not counted as the program's.
 
-    A missing library is refused later, by the code that needs it.
+    A missing library is ignored here: the code that needs it raises a better error.
     """
-    names = ["torch._dynamo"]  # which torch's optimizers import at their first step
+    names = ["torch._dynamo"]  # torch's optimizers import it in their first step
     if program != "firstlight" or recipe.efficiency.compile:
         names.append("torch._inductor.compile_fx")
     if program == "trainer":
@@ -203,7 +208,7 @@ def _firstlight(
     clock: StepClock,
     written_out: Collection[str],
 ) -> tuple[list[float], dict[str, Any]]:
-    """The losses, and the values of the keys that a recipe may leave open."""
+    """Train with firstlight: the loss of each step, and the values of keys that can be open."""
     torch.manual_seed(decided.run.seed)
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(decided.run.seed), decided.init)
@@ -217,7 +222,8 @@ def _firstlight(
     for step in range(steps):
         first = (step * engine.world.size + engine.rank) * micro * count
         batches = [tokens.batch(first + micro * i, micro, masked) for i in range(count)]
-        if pins:  # as the loader's threads do while a step computes
+        # Outside the timed part: the loader's threads pin batches while a step computes.
+        if pins:
             batches = [batch.pin_memory() for batch in batches]
         barrier()
         clock.start()
@@ -263,16 +269,17 @@ _DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
 
 
 def write_tokens(path: Path, count: int, vocab_size: int) -> None:
-    """Write `count` tokens of the standard library, starting it again if it is shorter.
+    """Write `count` tokens of the standard library's source, repeated if it has fewer.
 
     Args:
-        path: safetensors file to write: "tokens" [count], and "starts" of the documents.
+        path: safetensors file to write: "tokens" int64 [count] and "starts" int64 [documents], the
+            position of each document's first token.
         count: number of tokens.
         vocab_size: size of the vocabulary, whose last id ends every document.
 
     Raises:
-        InputError: the library's source is not there.
-        StorageError: the disk refused.
+        InputError: this Python has no source of its standard library.
+        StorageError: a file system error.
     """
     tokens: list[int] = []
     starts: list[int] = []
@@ -306,20 +313,21 @@ def _documents() -> Iterator[str]:
 
 
 def library_corpus(folder: Path, vocab_size: int, source: str | Path = "stdlib") -> Path:
-    """Train a tokenizer on the standard library's source, or on another text, and prepare it as
-    token shards, unless they are there: ten seconds for 50,257 tokens.
+    """Train a tokenizer on a text, and prepare the text as token shards, unless corpus/ exists.
+
+    With the standard library and a vocabulary of 50,257 tokens, this takes about ten seconds.
 
     Args:
         folder: parent of tokenizer/ and corpus/.
         vocab_size: vocabulary size of the tokenizer.
-        source: text, as `prepare` takes it.
+        source: text, as `prepare` takes it; "stdlib" is the source of Python's standard library.
 
     Returns:
-        The prepared corpus, with its splits "train" and "val".
+        Folder of the prepared corpus, with its splits "train" and "val".
 
     Raises:
-        InputError: the text is not there.
-        StorageError: the disk refused.
+        InputError: the text does not exist.
+        StorageError: a file system error.
     """
     corpus = folder / "corpus"
     if not corpus.exists():
@@ -332,26 +340,33 @@ def library_corpus(folder: Path, vocab_size: int, source: str | Path = "stdlib")
 
 
 class ShardRows:
-    """The rows of a prepared corpus in their order, from its first again behind the last."""
+    """The rows of a prepared corpus's split "train" in order; after the last, the first follows."""
 
     def __init__(self, folder: Path, seq_len: int) -> None:
         self.dataset, self.seq_len = TokenDataset(folder, "train"), seq_len
-        # A last row that is short is left out.
+        # The last row, if it is short, is left out: all batches have the same shape.
         self.count = max(1, (self.dataset.num_tokens - 1) // seq_len)
 
     def batch(self, first: int, rows: int, documents: bool) -> Batch:
-        """Rows `first` to `first + rows` as one batch; see `Tokens.batch`."""
+        """`rows` rows from row `first` on as one batch; see `Tokens.batch`."""
         numbers = [row % self.count for row in range(first, first + rows)]
         return rows_to_batch(self.dataset, numbers, self.seq_len, 0, document_masking=documents)
 
 
 def open_rows(path: Path, seq_len: int) -> Tokens | ShardRows:
-    """The rows of a prepared corpus, or of a file of `write_tokens`."""
+    """The rows of a prepared corpus if `path` is a folder, otherwise those of a file that
+    `write_tokens` wrote."""
     return ShardRows(path, seq_len) if path.is_dir() else Tokens(path, seq_len)
 
 
 class Tokens:
-    """The rows of a file that `write_tokens` wrote."""
+    """The rows of a file that `write_tokens` wrote.
+
+    Attributes:
+        tokens: int64 [tokens].
+        starts: position of each document's first token, int64 [documents].
+        seq_len: input tokens of a row.
+    """
 
     def __init__(self, path: Path, seq_len: int) -> None:
         arrays = safetensors.numpy.load_file(path)
@@ -360,11 +375,15 @@ class Tokens:
         self.seq_len = seq_len
 
     def batch(self, first: int, rows: int, documents: bool) -> Batch:
-        """Rows `first` to `first + rows` as one batch.
+        """`rows` rows from row `first` on as one batch.
 
         Args:
-            documents: number the documents of each row, for masking. A document's end is, as an
-                input, the begin of the next, so that no label is left out.
+            documents: True adds the document numbers, for masking. The token that ends a document
+                is, as an input, the first of the next one, so that no label is masked.
+
+        Returns:
+            `input_ids` and `labels` int64 [rows, seq_len]; `document_ids` int32 [rows, seq_len] or
+            None.
         """
         spans = [row_span(row, self.seq_len) for row in range(first, first + rows)]
         rows_BS = np.stack([self.tokens[span] for span in spans])

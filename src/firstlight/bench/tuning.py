@@ -122,7 +122,7 @@ def tune(
             the recipe has no held-out text, or the budget is too short.
         CheckpointError: another process works in the folder, or its files are damaged.
         TrainingError, DataError, ModelError: the recipe as it is does not train.
-        StorageError: the disk refused.
+        StorageError: a file system error.
     """
     require_optuna()
     begun = time.monotonic()
