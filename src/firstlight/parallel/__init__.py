@@ -1,10 +1,10 @@
-"""Several processes as one run.
+"""Runs with several processes.
 
-`elastic` starts the processes. `world` reads rank and size from the launcher's variables;
-`rendezvous` connects the processes and compares their recipes; `heartbeat` notices a process that
-failed or stopped; `group` joins these into torch's process group, and has the exchanges between the
-processes, which do nothing in a world of one. `engine` and the modules of the other engines share a
-model between the processes; `selection` selects the engine of a run.
+`elastic` starts the processes. `world` reads rank and world size from the launcher's environment
+variables; `rendezvous` connects the processes and compares their recipes; `heartbeat` notices a
+process that failed or stopped. `group` uses these modules to open torch's process group, and has
+the collective operations, which do nothing in a world of one process. `engine` and the modules of
+the other engines distribute a model over the processes; `selection` selects the engine of a run.
 """
 
 from firstlight.parallel.group import (

@@ -1,4 +1,4 @@
-"""DeepSpeed as an engine of a run, and the optimizer around DeepSpeed's."""
+"""The engine that runs DeepSpeed, and an `Optimizer` that wraps DeepSpeed's optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 class DeepSpeedEngine(Engine):
-    """DeepSpeed's ZeRO between the processes, of one process too."""
+    """Shards the model by DeepSpeed's ZeRO; also for a run with one process, which can offload."""
 
     name = "deepspeed"
     shards_state = True
@@ -35,10 +35,11 @@ class DeepSpeedEngine(Engine):
     def session(self) -> Iterator[None]:
         """See `Engine.session`.
 
-        Inside, LOCAL_RANK is the index of this process's device, which DeepSpeed reads from there.
-        Only torchrun's kind of launcher sets LOCAL_RANK; and where a launcher shows each process
-        one GPU alone, its local rank is not that GPU's index. DeepSpeed refuses a LOCAL_RANK that
-        differs from Open MPI's variable, so that one is set, too.
+        Inside the context, the environment variable LOCAL_RANK is the index of this process'
+        device, because DeepSpeed reads the index from there. Only torchrun and similar launchers
+        set LOCAL_RANK; and if a launcher makes only one GPU visible to each process, the local rank
+        is not the index of that GPU. DeepSpeed refuses a LOCAL_RANK that differs from Open MPI's
+        variable, so Open MPI's variable is set, too.
         """
         world, device = self.world, self.device
         index = (device.index or 0) if device.type == "cuda" else world.local_rank
@@ -47,7 +48,7 @@ class DeepSpeedEngine(Engine):
             names.append(_OPEN_MPI_LOCAL_RANK)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(names, str(index)))
-        # Stage 3 puts a function of its own in place of this one, which other models can't use.
+        # Stage 3 replaces torch's function by its own, which models without DeepSpeed can't use.
         linear = torch.nn.functional.linear
         try:
             with group_of_one(device) if world.size == 1 else contextlib.nullcontext():
@@ -63,7 +64,8 @@ class DeepSpeedEngine(Engine):
     def set_up(
         self, model: Model, config: OptimizerConfig, precision: str, **_: Any
     ) -> tuple[Optimizer, Callable[..., Tensor]]:
-        """See `Engine.set_up`; DeepSpeed needs the optimizer to share the model."""
+        """See `Engine.set_up`. DeepSpeed wraps model and optimizer together, so this engine does
+        not use `share`."""
         optimizer = ZeroOptimizer(
             model,
             config,
@@ -95,17 +97,17 @@ class DeepSpeedEngine(Engine):
 
 
 class ZeroOptimizer(Optimizer):
-    """An `Optimizer` around DeepSpeed's, which holds parameters and state.
+    """An `Optimizer` that wraps DeepSpeed's optimizer, which holds fp32 parameters and state.
 
     Args:
         model: see `ZeroModel`.
-        config: the recipe's `optimizer` section, with an elementwise optimizer of torch's.
+        config: the recipe's `optimizer` section, with an elementwise optimizer of torch.
         sharing: the recipe's `distributed` section.
         device: this process' device.
         precision, local_rank: see `ZeroModel`.
 
     Attributes:
-        zero: the shared model.
+        zero: the model and DeepSpeed's engine around it.
 
     Raises:
         MissingDependencyError, ConfigError: see `ZeroModel`.
@@ -138,18 +140,19 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def _inner(self) -> Any:
-        """DeepSpeed's optimizer, around torch's."""
+        """DeepSpeed's optimizer, which wraps torch's optimizer."""
         return self.zero.engine.optimizer
 
     # One step
 
     def accumulate(self) -> None:
-        """Nothing: gradients add up by themselves."""
+        """Do nothing: DeepSpeed adds up the gradients of micro-batches itself."""
 
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """The gradients' L2 norm [], divided by `grad_scale`; `step` divides and scales them."""
+        """The gradients' L2 norm divided by `grad_scale`, a scalar [] in fp32; infinity if a
+        gradient is not finite. `step` divides and clips the gradients."""
         self._grad_scale = grad_scale
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -164,17 +167,20 @@ class ZeroOptimizer(Optimizer):
         return torch.where(norm < 0, torch.inf, norm) / grad_scale
 
     def step(self) -> None:
-        """Update the parameters from their gradients, scaled down to `max_grad_norm`."""
-        # The backward pass had a scaled loss already, and DeepSpeed none to scale it by.
+        """Divide the gradients by the `grad_scale` of `clip_gradients`, clip them to
+        `max_grad_norm`, and update the parameters."""
+        # The loss was scaled before the backward pass without DeepSpeed's knowledge: with this
+        # value DeepSpeed divides the gradients by the scale in its update.
         self._inner.loss_scale = self._grad_scale
         self.zero.engine.step()
         self._inner.loss_scale = 1.0
         self._has_state = True
 
     def zero_grad(self) -> None:
-        """Drop the gradients, by the same steps as DeepSpeed after an overflow."""
+        """Drop the gradients, by the same steps as DeepSpeed after an fp16 overflow."""
         inner = self._inner
-        # zero_grad alone leaves ZeRO's own copies of the gradients in buffers and dictionaries.
+        # DeepSpeed's zero_grad leaves ZeRO's own copies of the gradients in buffers and
+        # dictionaries, which the lines below it drop.
         inner.zero_grad(set_to_none=True)
         is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
         if is_offloaded:
@@ -184,7 +190,7 @@ class ZeroOptimizer(Optimizer):
             if not is_offloaded:
                 inner.averaged_gradients = {}
             return
-        # DeepSpeed counts it up to 0 in a step's first pass.
+        # DeepSpeed increments it before each backward pass: the first pass of a step is number 0.
         inner.micro_step_id = -1
         if is_offloaded:
             inner._offload_accumulated_param_ids = set()
@@ -196,8 +202,8 @@ class ZeroOptimizer(Optimizer):
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model's parameters are whole, for reading; and with `changed`, for
-        writing."""
+        """A context in which the model's parameters are whole for reading, and with `changed` also
+        for writing; see `ZeroModel.whole_parameters`."""
         return self.zero.whole_parameters(changed=changed)
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
@@ -223,7 +229,8 @@ class ZeroOptimizer(Optimizer):
         return found
 
     def state_shards(self) -> dict[str, Tensor]:
-        """Nothing: DeepSpeed keeps the state of many parameters in one tensor, without names."""
+        """An empty dict: DeepSpeed keeps the state of many parameters in one flat tensor, without
+        their names."""
         return {}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -238,8 +245,8 @@ class ZeroOptimizer(Optimizer):
         self._has_state = True
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """See `Optimizer.fill_state`; the written tensors are whole, on the CPU of every
-        process."""
+        """See `Optimizer.fill_state`. `fill` gets whole tensors on the CPU, on every process; all
+        processes have to call it."""
         tensors = {
             f"{name}.{key}": torch.zeros(shape, dtype=dtype)
             for name, layout in self._expected.items()
@@ -249,24 +256,26 @@ class ZeroOptimizer(Optimizer):
         self.load_state_tensors(tensors)
 
     def _layouts(self) -> dict[str, Layout]:
-        # Sharded parameters have lost their shapes.
+        # Parameters sharded by stage 3 have shape [0]: the layouts are those from before.
         return self._expected or super()._layouts()
 
     def _steps(self) -> Tensor:
-        """The counter of steps, which is the same for all parameters."""
+        """The step counter of torch's optimizer, which is the same for all parameters."""
         states = self._torch.state.values()
         steps: Tensor = next(state["step"] for state in states if "step" in state)
         return steps
 
     def _flat(self) -> list[Tensor]:
-        """The tensors that torch's optimizer updates: each has many parameters' shards in a row."""
+        """The 1-D tensors that torch's optimizer updates: each holds the shards of many parameters,
+        one after the other."""
         inner = self._inner
         if self.zero.stage == 3:
             return list(inner.fp32_partitioned_groups_flat)
         return list(inner.single_partition_of_fp32_groups)
 
     def _make_state(self, steps: Tensor | None) -> None:
-        """Make the state as after `steps` steps, with zeros for moments."""
+        """Create the optimizer state of `steps` completed steps (a scalar tensor), with moments of
+        zero."""
         keys = {key for layout in self._expected.values() for key in layout}
         for number, flat in enumerate(self._flat()):
             with self._at_hand(number):
@@ -279,15 +288,16 @@ class ZeroOptimizer(Optimizer):
         self._link_state()
 
     def _link_state(self) -> None:
-        """Link parameters to their state again: stages 1 and 2 link too early, when only the first
-        group of parameters has been updated."""
+        """Link parameters to their state again, in stages 1 and 2: DeepSpeed links them when only
+        the first group of parameters has been updated, and the others have no state yet."""
         if self.zero.stage < 3:
             self._inner._hp_optimizer_states_linked = False
             self._inner._lazy_init_hp_params_optimizer_state()
 
     @contextlib.contextmanager
     def _at_hand(self, number: int) -> Iterator[None]:
-        """Inside, a group's tensors that are in files are in memory."""
+        """A context that loads a group's state from its files (offload nvme) into memory, and
+        writes it back at the end."""
         inner = self._inner
         in_files = self.zero.stage == 3 and inner._swappable_optimizer_subgroup(number)
         if in_files:
@@ -297,6 +307,7 @@ class ZeroOptimizer(Optimizer):
             inner._optimizer_states_and_gradient_swap_out(number)
 
     def _set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Set a parameter's state from a whole tensor, the same on all processes."""
         if self.zero.stage == 3:
             set_shard(parameter, value, key)
         else:

@@ -1,4 +1,5 @@
-"""A person's own DeepSpeed configuration file: keys of a recipe, and keys for DeepSpeed itself."""
+"""Reads an existing DeepSpeed configuration file given by the user: some of its keys become keys of
+the recipe, others are handed on to DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
 from firstlight.optim.registry import OPTIMIZERS, elementwise_optimizers
 
-#: Keys that are one key of a recipe.
+#: Keys of the file that correspond to one key of a recipe.
 _SAME = {
     "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
     "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
@@ -26,10 +27,10 @@ _SAME = {
     "optimizer.params.momentum": "optimizer.sgd_momentum",
 }
 
-#: DeepSpeed's `optimizer.type`, in small letters -> the recipe's `optimizer.name`.
+#: DeepSpeed's `optimizer.type` in lower case -> the recipe's `optimizer.name`.
 _OPTIMIZERS = {"adam": "adamw"} | {name: name for name, o in OPTIMIZERS.items() if o.elementwise}
 
-#: Keys that say how DeepSpeed does its part: handed on to it as they are.
+#: Keys without a counterpart in a recipe that are handed on to DeepSpeed unchanged.
 _HANDED_ON = (
     "communication_data_type",
     "zero_optimization.allgather_bucket_size",
@@ -52,8 +53,8 @@ _HANDED_ON = (
     "zero_optimization.offload_param.pin_memory",
 )
 
-#: Keys of most such files that change nothing here: the loop, its messages and its checkpoints
-#: are firstlight's, which takes optimizers of torch and keeps parameters in fp32.
+#: Keys that many files have and that are ignored: firstlight has its own training loop, messages
+#: and checkpoints, always uses torch's optimizers, and keeps parameters in fp32.
 _WITHOUT_EFFECT = (
     "steps_per_print",
     "wall_clock_breakdown",
@@ -65,20 +66,20 @@ _WITHOUT_EFFECT = (
     "optimizer.params.torch_adam",
 )
 
-#: Loss scaling is firstlight's own: from 2^16, halved at an overflow, doubled after 2,000 steps.
+#: Accepted keys of the section fp16. Apart from `enabled` they have no effect, because firstlight
+#: scales the loss itself: from 2^16, halved at an overflow, doubled after 2,000 steps.
 _FP16 = {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window"}
 _FP16 |= {"hysteresis", "min_loss_scale", "consecutive_hysteresis"}
 
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """A DeepSpeed configuration file, read.
+    """The contents of a DeepSpeed configuration file.
 
     Attributes:
-        recipe: values by recipe key ("optimizer.learning_rate"), each with the file's own name of
-            it.
-        handed_on: nested values that `deepspeed.initialize` gets beside the engine's own.
-        train_batch_size: rows a step, over all processes; None where the file leaves it open.
+        recipe: recipe key ("optimizer.learning_rate") -> the key's name in the file and its value.
+        handed_on: nested settings for `deepspeed.initialize`, in addition to the engine's own.
+        train_batch_size: sequences of a step, over all processes; None if the file leaves it open.
     """
 
     recipe: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -87,10 +88,11 @@ class DeepSpeedFile:
 
 
 def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
-    """Read a DeepSpeed configuration file. Values "auto" are left open.
+    """Read a DeepSpeed configuration file. Keys with the value "auto" or null are left open.
 
     Raises:
-        ConfigError: the file can't be read, or has unsupported keys (named).
+        ConfigError: the file can't be read or is no JSON object, or a key or value is not
+            supported (the message names it).
     """
     try:
         values = read_json(Path(path).expanduser())
@@ -107,7 +109,7 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by dotted name, without those that are left open."""
+    """The values of nested sections with dotted names, without the keys that are left open."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -160,7 +162,7 @@ def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
         yield "efficiency.precision", (f"{name}.enabled", name)
 
 
-#: Sections of a precision, which have the name of the recipe's.
+#: Sections for a precision; their names are also values of the recipe's `efficiency.precision`.
 _NARROW = ("fp16", "bf16")
 
 
@@ -179,8 +181,11 @@ def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
 
 
 def _require_zero(leaves: dict[str, Any]) -> None:
-    """Refuse what ZeRO doesn't do here. A recipe has no key for offloaded parameters: this follows
-    from the stage, and from the place of offloaded optimizer state."""
+    """Refuse combinations of `zero_optimization` keys that the engine does not support.
+
+    A recipe has no key for offloaded parameters: parameters are offloaded exactly if the stage is 3
+    and optimizer state is offloaded. The file's `offload_param` keys must agree with that.
+    """
     name = "zero_optimization.offload_param.device"
     parameters = leaves.pop(name, "none")
     optimizer = leaves.get("zero_optimization.offload_optimizer.device", "none")
@@ -212,7 +217,8 @@ _INSTEAD: dict[str, str] = {
 
 
 def _advice(name: str) -> str:
-    """The advice about a key that can't be followed."""
+    """The error message about an unsupported key: the recipe's key to set instead, or a similar
+    supported key."""
     section = name.split(".")[0]
     known = [*_SAME, *_HANDED_ON, *_WITHOUT_EFFECT, "train_batch_size", "optimizer.type"]
     instead = _INSTEAD.get(section)

@@ -1,9 +1,10 @@
-"""DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021) around a plain model: optimizer state (stage 1),
-gradients too (2), parameters too (3) are sharded, one shard for each process, and may be in the
-CPU's memory or in files.
+"""DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021) around a plain model.
 
-The loop, the loss, the schedule and the content of checkpoints are firstlight's; DeepSpeed
-accumulates gradients, clips and updates.
+Stage 1 shards optimizer state over the processes, stage 2 also gradients, stage 3 also parameters.
+Optimizer state, and with stage 3 parameters, can be offloaded to the CPU's memory or to files.
+
+The training loop, the loss, the schedule and the content of checkpoints are firstlight's; DeepSpeed
+accumulates and clips gradients and updates parameters.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.group import barrier, broadcast_object, is_exchange_error
 
-#: Numbers in a buffer that is sent, as DeepSpeed's own default.
+#: Elements of a communication bucket: DeepSpeed's default `reduce_bucket_size`.
 _BUCKET = 500_000_000
 
-#: Precisions with fp32 parameters and 16-bit products.
+#: Precisions with fp32 parameters and 16-bit matrix products (autocast).
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """The library, for this kind of device, and silent: it writes to stdout.
+    """Import DeepSpeed for this kind of device, without its messages, which it writes to stdout.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
         ConfigError: DeepSpeed was imported for another kind of device.
     """
     if device.type == "cpu":
-        # DeepSpeed takes any GPU that it sees, and looks once.
+        # DeepSpeed would select a GPU if the machine has one, and selects only once in a process.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with _quiet():
@@ -64,36 +65,37 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             "a process of its own for each kind of device, without that variable"
         )
     deepspeed.utils.logger.setLevel("WARNING")
-    # Newer versions of torch have other names for these functions, which DeepSpeed doesn't know.
+    # Newer versions of torch renamed these functions, and DeepSpeed still uses the old names.
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
-    # On a CPU, DeepSpeed would compile an extension for a minute, for sums over processes that gloo
-    # computes too.
+    # On a CPU, DeepSpeed would compile an extension for shared-memory all-reduces, which takes a
+    # minute; gloo's all-reduce gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, stdout is stderr, and warnings about the library's own code are hidden."""
+    """A context in which stdout goes to stderr, and warnings about DeepSpeed's code are hidden."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class ZeroModel:
-    """A model that the processes of a run share by DeepSpeed.
+    """A model distributed over the processes of a run by DeepSpeed.
 
     Args:
-        model: the model on this process' device, the same on all; its parameters are fp32. It is
-            changed in place; its outputs stay the same, if all processes call it together.
-        optimizer: an elementwise optimizer of torch's for all of the model's parameters.
+        model: the model on this process' device, with fp32 parameters that are equal on all
+            processes. It is changed in place. Its outputs stay the same, but from then on all
+            processes have to call it together.
+        optimizer: an elementwise optimizer of torch for all of the model's parameters.
         config: the recipe's `distributed` section.
         device: this process' device.
-        precision: the recipe's; with "bf16" and "fp16", products are in it, and gradients and
-            parameters are sent in fp32.
-        max_grad_norm: the norm to which larger gradients are scaled down; 0 leaves them.
+        precision: the recipe's `efficiency.precision`. With "bf16" and "fp16", matrix products have
+            this dtype; gradients and parameters are exchanged in fp32.
+        max_grad_norm: L2 norm to which larger gradients are scaled down; 0 switches clipping off.
         local_rank: this process' number on its machine.
 
     Attributes:
@@ -102,7 +104,8 @@ class ZeroModel:
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
-        ConfigError: DeepSpeed can't share this model here.
+        ConfigError: DeepSpeed can't be set up with this config, device or DeepSpeed file, or
+            `distributed.nvme_path` can't be used.
     """
 
     def __init__(
@@ -128,14 +131,15 @@ class ZeroModel:
         largest = max(p.numel() for p in model.parameters())
         total = sum(p.numel() for p in model.parameters())
         settings: dict[str, Any] = {
-            # The loop counts sequences and passes; with more than one pass here, DeepSpeed adds up
-            # gradients until `set_last`.
+            # The training loop counts sequences and micro-batches itself. Any number of
+            # accumulation steps above 1 makes DeepSpeed add up gradients until `set_last`.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": max_grad_norm,
             "steps_per_print": None,
             "zero_allow_untested_optimizer": True,
-            # torch's optimizer updates on the CPU as well.
+            # torch's optimizer updates offloaded parameters on the CPU: DeepSpeed's CPU optimizer,
+            # which has to be compiled, is not needed.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": self.stage,
@@ -152,26 +156,29 @@ class ZeroModel:
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """The model's forward pass; shapes as in `LanguageModel.forward`."""
-        # DeepSpeed switches autocast off: see `_cast_inside`.
+        # Autocast is inside the model (`_cast_inside`), because DeepSpeed switches it off outside.
         with torch.autocast(self.device.type, enabled=False):
             output: Tensor = self.engine(*inputs)
         return output
 
     def set_last(self, last: bool) -> None:
-        """Say whether the forward and backward pass that come are a step's last."""
+        """Tell DeepSpeed whether the next forward and backward pass are the last of a step."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass. Gradients become those of the mean of all processes' losses."""
+        """Run the backward pass from this process' loss, a scalar []. The gradients are averaged
+        over the processes."""
         self.engine.backward(loss, scale_wrt_gas=False)
 
     @contextlib.contextmanager
     def whole_parameters(self, *, changed: bool = False) -> Iterator[None]:
-        """Inside, sharded parameters are whole, on the CPU of every process, for reading and for
-        writing, not for computing. All processes have to call it.
+        """A context in which parameters sharded by stage 3 are replaced by whole parameters on the
+        CPU of every process, to be read or written, not to compute with. Parameters of stages 1 and
+        2 are whole anyway. All processes have to call it.
 
         Args:
-            changed: True puts back values written inside, which are the same on all.
+            changed: True copies values written inside back to the sharded parameters; they must be
+                the same on all processes.
         """
         places = self._places() if self.stage == 3 else []
         wholes: dict[int, nn.Parameter] = {}
@@ -218,7 +225,8 @@ def _initialized(
     """DeepSpeed's engine around a model.
 
     Raises:
-        ConfigError: DeepSpeed refuses something, in its own words.
+        ConfigError: DeepSpeed raised an error, whose text is in the message. Out-of-memory errors
+            and errors of exchanges between processes are raised unchanged.
     """
     try:
         with _quiet():
@@ -237,7 +245,8 @@ def _initialized(
 
 
 def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Put nested values into nested settings; sections that the settings lack are left out."""
+    """Merge nested values into nested settings; values of sections that the settings lack are
+    dropped."""
     for key, value in changes.items():
         if isinstance(value, Mapping):
             _update(settings.get(key, {}), value)
@@ -246,17 +255,18 @@ def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def set_shard(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-    """Set this process' shard of a parameter's fp32 copy or state under ZeRO-3 from a full tensor.
+    """Set this process' shard of a parameter's fp32 copy or optimizer state from a full tensor, in
+    ZeRO stage 3.
 
     Args:
         parameter: the sharded parameter.
-        value: the full tensor, the same on all processes.
-        key: name in the optimizer's state; None is the parameter's fp32 copy.
+        value: the full tensor, with the parameter's unsharded shape; the same on all processes.
+        key: name in the optimizer's state ("exp_avg"); None sets the parameter's fp32 copy.
     """
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
     held: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-    # The last shards are padded to the size of the others.
+    # All shards have the same size: the last ones are padded with zeros.
     count = held.numel()
     start = torch.distributed.get_rank() * count
     own = value.reshape(-1)[start : start + count].float()
@@ -277,7 +287,8 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """Have DeepSpeed find the process group again, if that of an earlier run is closed."""
+    """Make DeepSpeed look up torch's process group again, if the group of an earlier run in this
+    process is closed."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -292,7 +303,8 @@ def _forget_closed_group() -> None:
 
 
 def _cast_inside(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """Put autocast inside the model's forward pass: DeepSpeed switches it off around the model."""
+    """Wrap the model's forward function in autocast: DeepSpeed switches off autocast that is
+    around its engine."""
     plain: Callable[..., Tensor] = model.forward
 
     @functools.wraps(plain)
@@ -323,14 +335,14 @@ def _offloading(
 
 
 def require_asynchronous_io(local_rank: int) -> None:
-    """Compile DeepSpeed's library for offloading into files, if that is not done yet: this takes
-    minutes, once on each machine. All processes have to call it.
+    """Compile DeepSpeed's library for offloading into files, unless an earlier run has compiled it:
+    this takes minutes, once on each machine. All processes have to call it.
 
     Args:
         local_rank: this process' number on its machine.
 
     Raises:
-        ConfigError: the library can't be compiled.
+        ConfigError: libaio or a C++ compiler is missing, or the library can't be compiled.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -345,7 +357,7 @@ def require_asynchronous_io(local_rank: int) -> None:
     if local_rank == 0:
         _tell_of_lock(builder.name)
         _load(builder)
-    # A process that compiled at the same time would find half of a library.
+    # The others wait: a process that loads the library during the build would find half of it.
     barrier()
     _load(builder)
 
@@ -362,7 +374,8 @@ def _load(builder: Any) -> None:
 
 
 def _tell_of_lock(name: str) -> None:
-    """Tell of a lock file of a killed build, for which torch would wait silently."""
+    """Print a message if there is a lock file, which a killed build leaves behind: torch would wait
+    for its end silently and forever."""
     from torch.utils.cpp_extension import _get_build_directory
 
     lock = Path(_get_build_directory(name, verbose=False)) / "lock"
@@ -374,7 +387,8 @@ def _tell_of_lock(name: str) -> None:
 
 
 def _new_swap_folder(config: DistributedConfig) -> Path:
-    """A folder for this run's files, in which each process makes its own."""
+    """Make a folder for this run's offloaded tensors, of the same name on all machines; each
+    process makes its own files in it."""
     assert config.nvme_path is not None
     token = broadcast_object(secrets.token_hex(4))
     folder = Path(config.nvme_path).expanduser() / f"firstlight-swap-{token}"

@@ -1,10 +1,12 @@
 """Starts the processes of a run by torch elastic, and starts them again when one fails.
 
-torch's agent gives ranks over several machines, restarts, and a store that outlives them.
-Differences from torch's agent: a rank that fails is announced to the others at once, which end by
-themselves and say why, instead of being interrupted. A run that was stopped and saved is not a
-failure and is not started again. A killed launcher leaves no process behind. The terminal shows
-rank 0's messages, and those of another rank if it failed.
+torch's agent assigns ranks over several machines, restarts failed ranks, and hosts a key-value
+store that outlives a restart. Differences from torch's agent:
+
+- The failure of a rank is announced to the other ranks at once, which then end by themselves.
+- A run that was stopped by a signal and saved is not a failure and is not started again.
+- The ranks end when the launcher is killed.
+- The terminal shows rank 0's messages, and those of another rank only if it failed.
 """
 
 from __future__ import annotations
@@ -46,19 +48,19 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.parallel import rank_start
 from firstlight.parallel.rendezvous import ROUND, RankError, announce
 
-#: Variable, set in ranks only: the folder for the exit code that a rank would have had.
+#: Environment variable of ranks: the folder in which `exit_code_of_rank` writes the exit code.
 FOLDER = "FIRSTLIGHT_LAUNCH_FOLDER"
 
-#: Seconds for the other ranks to end by themselves once one has failed.
+#: Seconds in which the other ranks have to end by themselves once one rank has failed.
 _GRACE_SECONDS = 8.0
 
-#: Seconds for the ranks of other machines to read the failure.
+#: Seconds in which the ranks of other machines can still read the failure from the store.
 _LINGER_SECONDS = 4.0
 
-#: Seconds for ranks that were asked to stop, to save. A second signal ends them sooner.
+#: Seconds in which ranks that got a signal have to save and end. A second signal ends them sooner.
 _SAVING_SECONDS = 3600
 
-#: Seconds for the rendezvous of the machines.
+#: Seconds in which all machines have to connect to the rendezvous.
 _RENDEZVOUS_SECONDS = 900
 
 #: Exit codes of failures that a restart would repeat: an invalid recipe or option, and a run that
@@ -68,7 +70,7 @@ _FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
 #: Signals passed on to the ranks, unless they are ignored (nohup).
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
-#: Shown lines of a failed rank's output.
+#: Number of lines of a failed rank's output that are shown: the last ones.
 _MAX_LINES = 60
 
 _ERROR_START = "firstlight: error: "
@@ -83,7 +85,7 @@ class Launch:
         nnodes: number of machines.
         node_rank: this machine's number; machine 0 hosts the rendezvous.
         endpoint: HOST or HOST:PORT of machine 0; "" with one machine.
-        max_restarts: number of times that all ranks are started again after a failure.
+        max_restarts: number of times that all ranks may be started again after a failure.
 
     Raises:
         ConfigError: a number is out of range.
@@ -116,24 +118,28 @@ class Launch:
 
 
 def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = ()) -> int:
-    """Run a command once a rank, and wait for all.
+    """Run a command as each rank of this machine, and wait until all have ended.
 
     Args:
         command: the program's full path and its arguments.
         options: numbers of processes and machines.
-        on_restart: further arguments of all starts but the first.
+        on_restart: additional arguments of all starts but the first (`--resume`).
 
     Returns:
-        0; the argument of `exit_code_of_rank`; or, if rank 0 has printed its error, 1 (2 for an
-        invalid recipe or option, 76 for a run that diverged); after a signal 128 + its number,
-        unless all ranks ended in order.
+        The exit code for the launcher:
+
+        - 0 if all ranks ended without an error, or the largest code that `exit_code_of_rank` got;
+        - if rank 0 failed and has printed its error: 2 for an invalid recipe or option, 76 for a
+          run that diverged, else 1;
+        - 128 plus the number of the signal that stopped the launcher, unless all ranks ended with
+          exit code 0.
 
     Raises:
-        RankError: a rank failed, or the machines did not find each other.
+        RankError: another rank than 0 failed, a rank was killed, or the machines did not connect.
     """
-    # Ranks that each start a thread a core would wait for each other's.
+    # By default each rank would start as many threads as there are cores, and slow the others down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // options.nproc)))
-    # A rank that crashes inside of a library says where.
+    # A rank that crashes inside a library's native code prints its Python traceback.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
@@ -144,7 +150,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         try:
             result = agent.run()
         except SignalException as caught:
-            # The rendezvous stays open: another machine may take this one's place.
+            # The rendezvous is not closed: another machine may take the place of this one.
             return agent.code_after_signal(caught.sigval)
         except RendezvousError as error:
             if agent.has_failed_ranks():
@@ -155,17 +161,17 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             ) from error
         if result.is_failed() and options.nnodes > 1:
-            # The store that the ranks of other machines read may be in this process.
+            # This process may host the store from which ranks of other machines read the failure.
             time.sleep(_LINGER_SECONDS)
         agent.close()
         return agent.code_after_failure() if result.is_failed() else agent.noted_code()
 
 
 def exit_code_of_rank(code: int) -> int:
-    """The exit code with which a rank makes its launcher end with `code`.
+    """The exit code for this process, so that its launcher ends with exit code `code`.
 
-    torch's agent takes every code but 0 for a failure, after which it ends the other ranks and
-    starts all again. Outside of `launch`, it is `code` itself.
+    torch's agent takes every code but 0 for a failure, and would start all ranks again. So a rank
+    of `launch` writes `code` to a file and gets 0; a process without `launch` gets `code` itself.
     """
     folder = os.environ.get(FOLDER)
     if folder is None:
@@ -176,7 +182,8 @@ def exit_code_of_rank(code: int) -> int:
 
 @dataclass(frozen=True)
 class _Ended:
-    """A rank that ended with another exit code than 0, which is negative for a signal."""
+    """A rank that ended with an exit `code` other than 0: minus a signal's number if that killed
+    it. `said` is its output, "" for rank 0, which writes to the terminal."""
 
     rank: int
     pid: int
@@ -191,7 +198,7 @@ class _Ended:
             return lines[-1].removeprefix(_ERROR_START)
         if "Traceback (most recent call last):" in self.said:
             last = self.said.rstrip().splitlines()[-1]
-            # torch's own mark.
+            # torch puts this mark before the lines of a traceback.
             return last.removeprefix(f"[rank{self.rank}]: ")
         if self.code < 0:
             name = signal.Signals(-self.code).name
@@ -201,7 +208,7 @@ class _Ended:
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, changed as the module says."""
+    """torch's agent with the differences that this module's docstring lists."""
 
     def __init__(
         self, command: Sequence[str], options: Launch, on_restart: list[str], folder: Path
@@ -229,7 +236,8 @@ class _Agent(LocalElasticAgent):
         self._rdzv_handler.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # The first machine sets it, since each counts its own starts.
+        # The first machine decides the number of the start for all machines: each agent counts only
+        # its own starts, which differ after one machine was replaced.
         key = "firstlight/start"
         group = cast(Any, worker_group)  # torch types what is not known yet as None
         if group.group_rank == 0:
@@ -247,11 +255,13 @@ class _Agent(LocalElasticAgent):
         return cast(dict[int, Any], super()._start_workers(worker_group))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        # Before a restart, in torch's 30 seconds: ranks that wait for a lost machine can't save.
+        # Before a restart torch's limit of 30 s is enough: ranks that wait for a lost machine can't
+        # save. So this skips `_shutdown` below, which waits longer.
         super()._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        # torch 2.11 lacks `shutdown_timeout`: ranks end here, and torch's call finds none running.
+        # torch 2.11 has no option for the limit: the ranks are ended here with a longer one, and
+        # torch's own call then finds none running.
         if self._pcontext is not None:
             self._pcontext.close(death_sig, _SAVING_SECONDS)
         super()._shutdown(death_sig)
@@ -264,7 +274,8 @@ class _Agent(LocalElasticAgent):
             first = self._failed[0]
             announce(host, port, os.environ[ROUND], f"{_name(first)} failed: {first.error}")
         if self._failed and running:
-            # torch's agent would end them here, before they can report the failure.
+            # Reporting HEALTHY delays torch's agent, which would otherwise end the running ranks
+            # before they can report the failure.
             if time.monotonic() - self._failed_at > _GRACE_SECONDS:
                 self._killed = True
                 for process in running:
@@ -273,7 +284,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.FAILED:
-            # A restart would end in the same error.
+            # A restart would fail with the same error.
             if self._failed and self._failed[0].code in _FINAL_EXIT_CODES:
                 self._remaining_restarts = 0
             if self._remaining_restarts > 0:
@@ -281,8 +292,8 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _look_at_ranks(self, worker_group: WorkerGroup) -> list[subprocess.Popen[bytes]]:
-        """Note the ranks that have failed, in the order in which they did; return the processes
-        that run."""
+        """Record the ranks that have failed, in the order of their failures; return the processes
+        that are still running."""
         running = []
         known = {ended.rank for ended in self._failed}
         for worker, process in zip(worker_group.workers, self._processes(), strict=True):
@@ -298,7 +309,7 @@ class _Agent(LocalElasticAgent):
         return running
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
-        """The processes of this machine, in the order of local ranks."""
+        """The rank processes of this machine, in the order of local ranks."""
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
         return [handlers[local_rank].proc for local_rank in sorted(handlers)]
 
@@ -310,16 +321,18 @@ class _Agent(LocalElasticAgent):
         say(f"starting all ranks again ({number} of {max_restarts})")
 
     def _rank_0_has_said(self) -> bool:
-        """True if rank 0, which writes to this terminal, ended with its own error."""
+        """True if rank 0, which writes to this terminal, ended with an error that it printed, and
+        was not killed by a signal."""
         return any(ended.rank == 0 and ended.code > 0 for ended in self._failed)
 
     def code_after_failure(self) -> int:
-        """See `launch`. The output of another rank than 0 is shown if it has a traceback."""
+        """The exit code after a failure, or a `RankError` unless rank 0 has printed its error; see
+        `launch`. Prints the output of a failed rank other than 0 if it has a traceback."""
         first = self._failed[0]
         lines = first.said.rstrip().splitlines()
         if "Traceback (most recent call last):" in first.said:
             for line in lines[-_MAX_LINES:]:
-                # torch's own mark, which it puts before a traceback itself.
+                # torch puts this mark before the lines of a traceback itself.
                 say(line if line.startswith("[rank") else f"[rank{first.rank}]: {line}")
         if not self._rank_0_has_said():
             if first.error.startswith("rank "):  # of another machine
@@ -328,23 +341,24 @@ class _Agent(LocalElasticAgent):
         return first.code if first.code in _FINAL_EXIT_CODES else 1
 
     def code_after_signal(self, number: signal.Signals) -> int:
-        """See `launch`."""
+        """The exit code after a signal to the launcher; see `launch`."""
         codes = {process.poll() for process in self._processes()}
         return self.noted_code() if codes == {0} else 128 + number
 
     def has_failed_ranks(self) -> bool:
-        """True if ranks of this machine have failed, up to now."""
+        """True if ranks of this machine have failed until now."""
         if self._pcontext is not None:
             self._look_at_ranks(self._worker_group)
         return bool(self._failed)
 
     def noted_code(self) -> int:
-        """The largest that `exit_code_of_rank` was given, or 0."""
+        """The largest exit code that a rank has passed to `exit_code_of_rank`; 0 without any."""
         return max((int(_read(path)) for path in self._folder.glob("exit-*")), default=0)
 
 
 def _rendezvous(options: Launch) -> RendezvousParameters:
-    """The rendezvous of the machines. With one machine, a free port; no name is resolved."""
+    """The parameters of torch's rendezvous of the machines. With one machine it uses a free port of
+    localhost, so that no host name has to be resolved."""
     alone = options.nnodes == 1
     return RendezvousParameters(
         backend="c10d",
@@ -354,7 +368,7 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
         max_nodes=options.nnodes,
         local_addr="localhost" if alone else None,
         timeout=_RENDEZVOUS_SECONDS,
-        # Else torch guesses it from host names, which differ in containers.
+        # Without it torch decides by host names, which containers may not resolve to themselves.
         is_host=alone or options.node_rank == 0,
     )
 
@@ -369,7 +383,7 @@ def _read(path: Path) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No logging inside: torch elastic logs each failure as a page of tables."""
+    """A context without logging: torch elastic logs each failure as a page of tables."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

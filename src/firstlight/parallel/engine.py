@@ -1,5 +1,8 @@
-"""Engines, which share a run's model among its processes: their interface, and the engines in which
-each process holds the whole model. An engine is applied to a plain model."""
+"""The interface of engines, and the engines in which each process holds the whole model.
+
+An engine distributes one plain model over the processes of a run: it wraps or shards the model,
+combines gradients, and gathers weights and optimizer state for checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -21,59 +24,64 @@ from firstlight.parallel.group import all_reduce_sum
 from firstlight.parallel.world import World
 from firstlight.section import Section
 
-#: Names of a model's tensors in a checkpoint's file, and views of them.
+#: A function from a model to the tensors that a checkpoint's weight file gets: views of parameters
+#: and buffers, by their names in that file.
 TensorsOf = Callable[[Model], Mapping[str, Tensor]]
 
 
 class DistributedConfig(Section):
-    """The `distributed` section. The results of a run do not depend on the engine; a checkpoint can
-    be resumed with any other.
+    """The `distributed` section. The results of a run do not depend on the engine; a checkpoint
+    written under one engine can be resumed under any other.
     """
 
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
     """"auto" is "none" for one process and "ddp" for several. "ddp" gives each process the whole
-    model, and gradients are added up; "fsdp" (FSDP2) shards parameters, gradients and optimizer
-    state over the processes, and gathers each layer while it is computed; "deepspeed" is
-    ZeRO, of one process too."""
+    model and adds up gradients; "fsdp" (FSDP2) shards parameters, gradients and optimizer state
+    over the processes, and gathers each layer while it is computed; "deepspeed" is DeepSpeed's
+    ZeRO, also with one process."""
     shard: int | None = Field(None, gt=1)
-    """fsdp's number of processes that share one copy of the model; null is all. With fewer
-    (hybrid sharding, best the processes of one machine), each group has a copy, and layers are
-    gathered within a group only."""
+    """number of processes over which fsdp shards one copy of the model; null is all processes. With
+    fewer (hybrid sharding, best the processes of one machine), each group of this many processes
+    has a copy, and layers are gathered within a group only."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """place of sharded tensors: "cpu" is memory of the CPU, where fsdp keeps and updates its shards
-    and deepspeed its optimizer state, and at stage 3 the parameters; "nvme" keeps optimizer state
-    in files."""
+    """place of sharded tensors. "cpu" is the CPU's memory: fsdp keeps and updates its shards there,
+    deepspeed its optimizer state, and at stage 3 also the parameters. "nvme" (deepspeed) keeps
+    optimizer state in files."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """deepspeed's sharded tensors: 1 optimizer state, 2 (null) gradients too, 3 parameters too."""
+    """tensors that deepspeed shards: 1 optimizer state, 2 also gradients, 3 also parameters; null
+    is 2."""
     nvme_path: str | None = None
     """folder on a fast disk of each machine, for offload nvme."""
     deepspeed_config: str | None = None
-    """an existing DeepSpeed configuration file (JSON), which makes "auto" the engine deepspeed. Its
-    values fill the recipe's open keys; the two must not contradict each other."""
+    """path of an existing DeepSpeed configuration file (JSON); with it, "auto" is the engine
+    deepspeed. Values of the file fill the recipe's open keys; recipe and file must not contradict
+    each other."""
     reshard_after_forward: bool = True
     """fsdp frees a gathered layer after its forward pass and gathers it again for the backward
-    pass; false gathers once, and keeps all layers in memory until then."""
+    pass; false gathers each layer once, and keeps it in memory until its backward pass."""
     tensor_parallel: int = Field(1, ge=1)
-    """the number of neighbouring processes, best on one machine, that compute each layer of
-    the same sequences together, each with its heads and its part of the MLP: for a Llama whose
-    layers are too large for one GPU. With more processes than that, "auto" is "fsdp" between the
-    groups."""
+    """number of neighbouring processes, best on one machine, that compute each layer of the same
+    sequences together, each with its attention heads and its part of the MLP: for a Llama whose
+    layers are too large for one GPU. If the run has more processes than that, "auto" is "fsdp"
+    between the groups."""
     pipeline: int = Field(1, ge=1)
-    """the number of stages, each a process with consecutive layers of a Llama; the micro-batches of
-    a step pass through all: for models that are too large for one machine. Best with several times
-    as many micro-batches a step (batch.gradient_accumulation_steps)."""
+    """number of pipeline stages, each a process with consecutive layers of a Llama; the
+    micro-batches of a step pass through all stages: for models that are too large for one machine.
+    A step should have several times as many micro-batches (batch.gradient_accumulation_steps) as
+    stages."""
     timeout_seconds: float = Field(600, gt=0)
-    """seconds without an answer after which a process counts as gone and the run ends. Must be more
-    than the longest save takes, for which the others wait."""
+    """seconds without an answer from a process after which the run ends with an error. Must be more
+    than the longest save takes, because the other processes wait for it."""
 
 
 class StateTensors(NamedTuple):
-    """Weights and optimizer state of a run, as an engine hands them to a checkpoint.
+    """Weights and optimizer state that an engine hands to a checkpoint.
 
     Attributes:
-        weights: tensors by name.
+        weights: weights by name.
         moments: optimizer state by name.
-        is_copy: True if the next step changes none of the tensors.
+        is_copy: True if the tensors share no memory with the run, so that the next step changes
+            none of them.
     """
 
     weights: Mapping[str, Tensor]
@@ -82,10 +90,11 @@ class StateTensors(NamedTuple):
 
 
 class Engine:
-    """The processes of a run around one model; this class is the engine of one process.
+    """Distributes one model over the processes of a run. This base class is the engine of a run
+    with one process; the other engines override the methods in which they differ.
 
-    A step's gradient is the sum over the processes: each divides its loss by the valid tokens of
-    all of them. Other engines override the methods in which they differ.
+    A step's gradient is the sum of the processes' gradients, because each process divides its loss
+    by the number of valid tokens of all processes.
 
     Args:
         config: the recipe's `distributed` section.
@@ -95,19 +104,22 @@ class Engine:
     Attributes:
         name: "none", "ddp", "fsdp" or "deepspeed": the engine between processes that compute
             different sequences.
-        keeps_shards: True if `share` leaves each process a shard of every weight.
-        shards_state: True if each process keeps a shard of the optimizer's state.
-        keeps_buckets: True if all gradients stay in buckets between steps.
-        updates_itself: True if a library's engine runs the backward pass and the update, in place
-            of `Optimizer`.
+        keeps_shards: True if `share` shards the weights over the processes.
+        shards_state: True if each process keeps only a shard of the optimizer's state.
+        keeps_buckets: True if the gradients' memory stays allocated between steps, because they
+            are views into DDP's communication buckets.
+        updates_itself: True if an external library (DeepSpeed) runs the backward pass and the
+            update instead of `Optimizer`.
+        averages_gradients: True if the library averages the processes' gradients instead of
+            summing them.
         can_repeat_step: True if a step that ran out of memory can be repeated with smaller
-            micro-batches; not where other processes wait for this one's gradients.
-        rank, size: this process' part of each global batch, and the number of parts. With
+            micro-batches; False if other processes wait for this one's gradients.
+        rank, size: number of this process' part of each global batch, and the number of parts. With
             `distributed.tensor_parallel` or `pipeline`, neighbouring processes compute one part
             together.
-        group_rank: this process' number among those that compute a part together.
-        loss_factor: the factor of a loss before its backward pass; DDP and DeepSpeed take the mean
-            of the processes' gradients, where the step needs their sum.
+        group_rank: this process' number among the processes that compute one part together.
+        loss_factor: factor of a loss before its backward pass: `size` if the library averages
+            gradients, so that the average becomes the sum that the step needs; else 1.
     """
 
     name = "none"
@@ -131,12 +143,12 @@ class Engine:
 
     @property
     def can_repeat_step(self) -> bool:
-        """See the class."""
+        """See the attributes of `Engine`."""
         return self.world.size == 1
 
     def session(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a run; at its end the engine's changes of process-wide settings are
-        undone."""
+        """The context of a whole run; its exit undoes the engine's changes of process-wide settings
+        (environment variables, process group)."""
         return contextlib.nullcontext()
 
     # The model
@@ -149,14 +161,16 @@ class Engine:
         generator: torch.Generator | None = None,
         init: InitConfig | None = None,
     ) -> Model:
-        """This process' part of a model, on the CPU.
+        """This process' part of a new model, on the CPU; the whole model except in a pipeline.
 
         Args:
-            generator: the source of the initial values; None leaves values out.
+            config: the architecture.
+            vocab_multiple: the vocabulary is padded to a multiple of this number.
+            generator: source of the random initial values; None leaves them uninitialized.
             init: see `LanguageModel.init_weights`.
 
         Raises:
-            ConfigError: the model can't be split into as many stages.
+            ConfigError: the model can't be split into `distributed.pipeline` stages.
         """
         model = empty_model(config, vocab_multiple)
         if generator is not None:
@@ -164,14 +178,17 @@ class Engine:
         return model
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
-        """Let the processes share a model, in place; return the function of its forward pass.
+        """Distribute a model over the processes, in place; return its distributed forward function.
 
         Args:
-            model: the model, equal on all processes, with activation checkpointing and similar
-                methods applied. On this process' device; one that will be sharded may be on the
-                CPU, whence its layers go to the device one after the other.
-            precision: the recipe's; with "bf16", fsdp sends parameters in bf16, and adds
-                gradients up in fp32.
+            model: the model, with equal weights on all processes, and with activation checkpointing
+                and similar methods applied. It is on this process' device; if `keeps_shards`, it
+                may be on the CPU, from where its layers go to the device one after the other.
+            precision: the recipe's `efficiency.precision`; with "bf16", fsdp gathers parameters in
+                bf16, and adds up gradients in fp32.
+
+        Returns:
+            A function with the arguments and the result of `LanguageModel.forward`.
         """
         return model
 
@@ -184,58 +201,83 @@ class Engine:
         in_backward: bool,
         initial: Mapping[str, Tensor],
     ) -> tuple[Optimizer, Callable[..., Tensor]]:
-        """`share` a model; return its optimizer, and the function of its forward pass.
+        """Distribute a model by `share` and make its optimizer.
 
         Args:
+            model, precision: see `share`.
+            config: the recipe's `optimizer` section.
             in_backward: see `Optimizer`.
-            initial: fp32 values by parameter name, of parameters that have lost them.
+            initial: fp32 master weights of 16-bit parameters, by parameter name; empty if the
+                parameters are fp32.
+
+        Returns:
+            The optimizer, and the forward function that `share` returns.
         """
         forward = self.share(model, precision)
         return Optimizer(model, config, in_backward=in_backward, initial=initial), forward
 
     def absent_parameters(self, model: Model) -> set[str]:
-        """The names of the whole model's parameters that only other stages have."""
+        """The names of the whole model's parameters that this process lacks, because they belong
+        to other pipeline stages."""
         return set()
 
     def reshard(self) -> None:
-        """Have each process hold its shard only, also after a forward pass without a backward
-        pass, which leaves parameters outside of the layers whole."""
+        """Free gathered parameters, so that each process holds only its shards.
+
+        A forward pass without a backward pass (an evaluation) leaves the parameters outside of the
+        layers gathered.
+        """
 
     # A step
 
     def run_schedule(
         self, loss_sum: Callable[..., Tensor], batches: Sequence[Any], divisor: float
     ) -> Tensor | None:
-        """All forward and backward passes of a step, where the engine orders them itself.
+        """Run all forward and backward passes of a step, if the engine has a schedule of its own
+        (a pipeline).
 
         Args:
-            loss_sum: this process' loss function.
+            loss_sum: this process' loss function: from `input_ids`, `labels` and `document_ids`,
+                each [batch, seq_len], to the summed loss, a scalar [].
             batches: the step's micro-batches.
-            divisor: each loss is divided by it before its backward pass.
+            divisor: number by which each loss is divided before its backward pass.
 
         Returns:
-            The summed loss [], fp64; None if the step runs one micro-batch after the other.
+            The summed loss over all micro-batches, before the division: a scalar [], fp64. None if
+            the engine has no schedule, and the caller has to run the micro-batches one by one.
         """
         return None
 
     def backward_pass(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """The context of a micro-batch's forward and backward pass; gradients are sent in the
-        step's last only."""
+        """The context of a micro-batch's forward and backward pass.
+
+        Args:
+            last: True for the last micro-batch of a step. Processes exchange gradients in this one
+                only; earlier micro-batches add up their gradients locally.
+        """
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass from a micro-batch's loss, a scalar []."""
+        """Run the backward pass from a micro-batch's loss, a scalar []."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def joined_norm(self, norm: Tensor) -> Tensor:
-        """The L2 norm [] of all parameters' gradients, from that of this process' parameters."""
+        """The L2 norm of the whole model's gradients.
+
+        Args:
+            norm: the L2 norm of the gradients of this process' parameters, a scalar [].
+
+        Returns:
+            A scalar [], with the dtype and device of `norm`; the same on all processes.
+        """
         return norm
 
     def sum(self, value: float) -> float:
-        """A number added up over the parts of a global batch, in fp64; all get the same."""
+        """The sum of a number over the parts of a global batch, added up in fp64. All processes
+        have to call it, and get the same sum."""
         if self.world.size == 1:
             return value
-        # Processes that compute one part together have the same number.
+        # Processes that compute one part together have the same number: only one adds it.
         own = value if self.group_rank == 0 else 0.0
         return float(all_reduce_sum(torch.tensor(own, dtype=torch.float64)))
 
@@ -244,23 +286,26 @@ class Engine:
     def state_tensors(
         self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
     ) -> StateTensors:
-        """Whole weights and moments in the main process. All processes have to call it.
+        """The whole weights and optimizer state, in the main process; other processes get empty
+        mappings. All processes have to call it.
 
-        They stay on their device: a saver copies them from a GPU into page-locked memory, all at
-        once.
+        With this base class and DDP, the tensors stay on their device: the saver copies all of
+        them from a GPU into page-locked memory at once. Other engines return tensors on the CPU.
 
         Args:
-            tensors_of: the weights to save, of a model whose parameters are whole.
+            model: the distributed model.
+            optimizer: its optimizer.
+            tensors_of: see `TensorsOf`; it is called while the parameters are whole.
         """
-        # Every process has the whole state: nothing is gathered.
+        # Every process has the whole state: nothing has to be gathered.
         if not self.is_main:
             return StateTensors({}, {})
         with optimizer.master_weights():
             return StateTensors(tensors_of(model), optimizer.state_shards())
 
     def own_tensors(self, model: Model, optimizer: Optimizer) -> StateTensors:
-        """This process' weights and moments as they lie: its shards, and in the main process also
-        tensors that are not sharded."""
+        """This process' weights and optimizer state, without gathering or copying: its shards
+        (DTensors), and in the main process also the tensors that are not sharded."""
         weights = {name: p.detach() for name, p in model.named_parameters()}
         weights, moments = (
             {n: t for n, t in tensors.items() if self.is_main or is_sharded(t)}
@@ -275,7 +320,8 @@ def one_process(device: torch.device = torch.device("cpu")) -> Engine:  # noqa: 
 
 
 class DDPEngine(Engine):
-    """torch's DistributedDataParallel: each process has the whole model, gradients are added up."""
+    """torch's DistributedDataParallel: each process has the whole model, and the processes average
+    their gradients."""
 
     name = "ddp"
     keeps_buckets = True
@@ -284,9 +330,10 @@ class DDPEngine(Engine):
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """See `Engine.share`."""
-        # A model is in the same state on all, and has no buffers that change.
+        # Buffers are equal on all processes and never change, so DDP need not broadcast them.
         with warnings.catch_warnings():
-            # Newer versions of torch have another name for it, which older ones don't know.
+            # Newer versions of torch renamed an argument and warn about the old name, which older
+            # versions need.
             warnings.simplefilter("ignore", FutureWarning)
             self._ddp = DistributedDataParallel(
                 model, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -309,6 +356,6 @@ class DDPEngine(Engine):
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous, without gradients, in their shapes; those that are so
-    already are not copied."""
+    """The tensors, detached, contiguous and on the CPU, with shapes and dtypes unchanged. A tensor
+    that is contiguous and on the CPU already is not copied."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,8 +1,8 @@
-"""The process group of a run: opened after a rendezvous, kept alive by heartbeats, and closed; and
-the exchanges between its processes.
+"""The process group of a run, and the exchanges between its processes (collective operations).
 
-In a world of one, each exchange returns its argument. All ranks have to call each, in the same
-order. Objects are sent as JSON, not as pickles, which could run code.
+`process_group` opens torch's group after a rendezvous, watches the ranks by heartbeats, and closes
+the group. All ranks have to call each exchange, in the same order. In a world of one process, an
+exchange returns its argument. Objects are sent as JSON, not as pickles, which could run code.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from firstlight.parallel.rendezvous import (
 )
 from firstlight.parallel.world import World
 
-#: Limit of a collective operation: torch's own.
+#: Default limit of the rendezvous and of a collective operation: torch's own for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-#: Words in the errors of an exchange between ranks; gloo's errors are plain RuntimeErrors.
+#: Words by which an error of an exchange is recognised: gloo's errors are plain RuntimeErrors.
 _EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
 
-#: Seconds to close a group in which something is broken.
+#: Seconds to wait for the closing of a group after a failure.
 _CLOSE_SECONDS = 1.5
 
 
@@ -50,7 +50,8 @@ def own_device(world: World, device: str) -> torch.device:
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: the device is not there; or one GPU by number for several processes.
+        ConfigError: the device is not present, or `device` is one GPU by number ("cuda:0") in a
+            world of several processes.
     """
     if device != "cuda":
         if device.startswith("cuda:") and world.size > 1:
@@ -62,8 +63,8 @@ def own_device(world: World, device: str) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigError("device 'cuda' is not present on this machine: set cpu")
-    # With one visible, the launcher has given each process its own (or all the same one, which
-    # the rendezvous finds out).
+    # With one visible GPU, the launcher has given each process its own. If all have the same one,
+    # the rendezvous refuses the run (`rendezvous.compare`).
     index = 0 if count == 1 else world.local_rank
     if index >= count:
         raise ConfigError(
@@ -81,23 +82,25 @@ def process_group(
     *,
     fingerprint: str = "",
 ) -> Iterator[None]:
-    """torch.distributed's default group inside the block; nothing in a world of one.
+    """A context in which torch.distributed's default group is open; does nothing in a world of one.
 
-    All ranks have to enter and to leave. While they are inside, a failure of one rank ends the
-    block on all, with an error that names the rank (see heartbeat.py). Where the main thread can't
-    be reached, in the middle of an exchange, the process says so on stderr and ends with exit code
-    1.
+    All ranks have to enter and to leave it. A failure of one rank inside ends the block on all
+    ranks, with an error that names the failed rank (see heartbeat.py). If the main thread waits in
+    an exchange, where no exception reaches it, the process writes the failure to stderr and ends
+    with exit code 1.
 
     Args:
         world: this process among the others.
-        device: the device of its tensors: exchanges go by gloo for the CPU, and NCCL for GPUs.
-        timeout_seconds: limit of the rendezvous, of an exchange between ranks, and of the silence
-            of a rank.
+        device: the device of its tensors. Tensors on the CPU are exchanged by gloo, tensors on GPUs
+            by NCCL.
+        timeout_seconds: limit of the rendezvous, of an exchange between ranks, and of the time
+            without a heartbeat of a rank.
         fingerprint: a hash of the recipe; has to be the same on all ranks.
 
     Raises:
-        ConfigError: the ranks are of different worlds, or are about to do different things.
-        RankError: a rank did not connect, failed, or is gone.
+        ConfigError: the timeout is not positive, or the ranks have different world sizes or
+            recipes, or share a GPU.
+        RankError: a rank did not connect, failed, or has stopped answering.
     """
     if world.size == 1:
         yield
@@ -121,7 +124,7 @@ def process_group(
         heartbeat.leave()
     except BaseException:
         heartbeat.let_go()
-        # A rank that waits for this one in an exchange gets its error at once.
+        # Closing first: a rank that waits for this one in an exchange gets its error at once.
         _close_group(broken=True)
         heartbeat.linger()
         heartbeat.stop()
@@ -132,7 +135,8 @@ def process_group(
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
-    """torch's default group of this process alone, for libraries that need one."""
+    """A context in which torch's default group has this process alone, for libraries that need a
+    group (DeepSpeed)."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
@@ -162,7 +166,7 @@ def _join(
 
 
 def _again(store: PrefixStore) -> Store:
-    """Another connection to the store: a call on the first one may be waiting."""
+    """Another connection to the store: calls on one connection wait for each other."""
     return store.clone()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -178,8 +182,8 @@ def _open_group(world: World, device: torch.device, store: Store, timeout_second
 
 
 def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat) -> str | None:
-    """The failure of another rank that ended the block; None if this rank failed, which the
-    others are told."""
+    """The message about another rank's failure, if that caused `error`. None if this rank itself
+    failed; the other ranks are then told."""
     broken = is_exchange_error(error)
     if broken:
         failure = heartbeat.blame()
@@ -188,7 +192,7 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
             heartbeat.report(failure)
             failure = f"{own.name}: {failure}"
     elif isinstance(error, Exception) and not isinstance(error, FirstlightError):
-        # An error after another rank's end is most likely a consequence of that.
+        # An unexpected error after another rank's failure is most likely a consequence of that.
         failure = heartbeat.failure
     else:
         failure = None
@@ -198,7 +202,7 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
 
 
 def is_exchange_error(error: BaseException | None) -> bool:
-    """True if an error, or a cause of it, is an error of an exchange between ranks."""
+    """True if an error, or one in its chain of causes, is an error of an exchange between ranks."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -224,7 +228,7 @@ def _close_group(*, broken: bool) -> None:
     if not broken:
         dist.destroy_process_group()
         return
-    # torch may wait for a missing rank.
+    # In a thread, because torch may wait for a missing rank without an end.
     thread = threading.Thread(target=_destroy, daemon=True)
     thread.start()
     thread.join(_CLOSE_SECONDS)
@@ -243,10 +247,10 @@ def _is_alone() -> bool:
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Add a tensor up over all ranks, in place, and return it.
+    """Sum a tensor elementwise over all ranks, in place, and return it.
 
     Args:
-        tensor: a tensor with the same shape, dtype and kind of device on all ranks.
+        tensor: a tensor of any shape; shape, dtype and device type are the same on all ranks.
     """
     if not _is_alone():
         dist.all_reduce(tensor)
@@ -254,7 +258,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def agree(flag: bool) -> bool:
-    """True if the flag is set on any rank; the same answer on all."""
+    """True on all ranks if `flag` is True on any rank."""
     if _is_alone():
         return flag
     flags = torch.tensor([int(flag)], dtype=torch.uint8)
@@ -264,15 +268,15 @@ def agree(flag: bool) -> bool:
 
 def barrier() -> None:
     """Return when all ranks have called it."""
-    # On the CPU, also where tensors are on GPUs: no rank waits for its kernels.
+    # On the CPU by gloo, also if the model is on GPUs: no rank has to wait for its kernels.
     agree(False)
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on all ranks.
+    """Rank 0's value, returned on all ranks.
 
     Args:
-        value: a JSON value; tuples become lists. The values of other ranks are ignored.
+        value: a JSON value; tuples become lists. Values of other ranks than 0 are ignored.
     """
     if _is_alone():
         return value
@@ -286,7 +290,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks, on all ranks.
+    """The values of all ranks, in the order of ranks, returned on all ranks.
 
     Args:
         value: a JSON value; tuples become lists.
@@ -294,7 +298,7 @@ def gather_objects(value: Any) -> list[Any]:
     if _is_alone():
         return [value]
     data = _encoded(value)
-    # all_gather needs one size on all ranks: lengths are exchanged first, and rows padded.
+    # all_gather needs tensors of one size: lengths are exchanged first, and the data is padded.
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([data.numel()]))
     largest = max(int(count.item()) for count in counts)
@@ -314,17 +318,17 @@ def _decoded(data: Tensor) -> Any:
 
 
 def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks in rank 0; in others their own.
+    """The tensors of all ranks by name, on rank 0; other ranks get only their own tensors.
 
     Args:
-        tensors: tensors on the CPU by name; each name is on one rank only.
+        tensors: tensors on the CPU by name; each name exists on one rank only.
     """
     own = [
         (name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
     ]
     described = gather_objects(own)
     found = dict(tensors)
-    # Sends and receives pair up by their order, which the descriptions have told.
+    # Sends and receives are matched by their order, which is that of the exchanged descriptions.
     if dist.get_rank() != 0:
         for tensor in tensors.values():
             dist.send(tensor.contiguous(), 0)

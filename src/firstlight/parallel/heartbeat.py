@@ -1,13 +1,15 @@
-"""The heartbeat of a rank: it notices a rank that is gone, and ends this process if it must.
+"""The heartbeat of a rank: it notices ranks that have stopped answering, and if necessary ends this
+process.
 
 A process that is killed, stopped or stuck leaves the others in the middle of an exchange, which
-ends after the timeout, or never. So each rank has two threads beside its work. The beating thread
-writes signs of life to the store, and reads those of others. The deciding thread never waits for
-the store, whose host may have stopped. Rank 0 watches all, and all watch rank 0, so that the
-traffic grows with the number of ranks and not with its square.
+ends after the timeout, or never. So each rank has two background threads. The beating thread writes
+this rank's heartbeats to the store, and reads those of other ranks. The deciding thread decides
+whether a rank has failed; it never waits for the store, whose host may have stopped. Rank 0 watches
+all ranks, and all ranks watch rank 0, so that the traffic grows linearly with the number of ranks.
 
-Silence is added up in short intervals of this process' own time: a process that was stopped itself,
-or whose interpreter was held for a minute, does not blame the others for it.
+The time without a heartbeat is added up in short intervals of this process' own running time: a
+process that was itself stopped (SIGSTOP), or whose interpreter lock was held for a minute, does not
+blame the others for it.
 """
 
 from __future__ import annotations
@@ -32,29 +34,29 @@ from firstlight.parallel.rendezvous import (
 
 __all__ = ["Heartbeat", "RankError"]
 
-#: Seconds between two signs of life, and between two decisions.
+#: Seconds between two heartbeats, and between two decisions.
 _BEAT_SECONDS = 1.0
 _DECIDE_SECONDS = 0.25
 
-#: Seconds between two looks at whether the others have come to the end.
+#: Seconds between two checks whether the other ranks have reached the end.
 _LOOK_SECONDS = 0.05
 
-#: Once an exchange between ranks has broken, a rank that is silent for this long is gone.
+#: Seconds without a heartbeat after which a rank has failed, once an exchange has failed.
 _SUSPICIOUS_SECONDS = 5.0
 
-#: Seconds for the main thread to see a known failure and to unwind. A thread that waits in a
-#: collective operation can't: no exception of Python reaches it there.
+#: Seconds in which the main thread has to notice a known failure and to unwind. A thread that waits
+#: in a collective operation can't: no Python exception reaches it there.
 _GRACE_SECONDS = 3.0
 
 
 class Heartbeat:
-    """Watches the ranks of a world from its construction on.
+    """Watches the ranks of a world; its threads start in the constructor.
 
     Args:
         stores: two connections to the store that no other thread uses.
         own: this process.
         infos: all ranks, in their order.
-        timeout_seconds: silence after which a rank is gone.
+        timeout_seconds: seconds without a heartbeat after which a rank has failed.
         hosting: True if this process hosts the store.
     """
 
@@ -93,36 +95,39 @@ class Heartbeat:
 
     @property
     def failure(self) -> str | None:
-        """The failure that ended the run, in words that name a rank; None without one."""
+        """The message about the failure that ended the run, which names a rank; None without a
+        failure."""
         return self._failure
 
     def blame(self) -> str | None:
-        """After a broken exchange: wait until it is known which rank is gone.
+        """After a failed exchange: wait until it is known which rank has failed.
 
         Returns:
-            The failure in words that name a rank; None if all ranks are there.
+            The message about the failure, which names a rank; None if all ranks still answer.
         """
-        # From now on every rank is watched, with a short limit: any of them may be the gone one.
+        # From now on this rank watches all ranks with a short limit: any of them may have failed.
         self._suspicious = True
-        # The silent time counts from the last sign of life, which may have just come.
+        # The time counts from a rank's last heartbeat, which may have just come.
         self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
         return self._failure
 
     def report(self, message: str) -> None:
-        """Tell the others that this rank has failed."""
+        """Tell the other ranks that this rank has failed."""
         tell_failure(self._store, f"{self._own.name} failed: {message}")
 
     def let_go(self) -> None:
-        """Note that the main thread unwinds: the deciding thread must not end the process."""
+        """Record that the main thread is unwinding: the deciding thread must not end the process
+        any more."""
         self._leaving.set()
 
     def linger(self) -> None:
-        """See the function `linger`; nothing if the store has gone."""
+        """Call the function `linger`, unless the store has stopped answering."""
         if not self._store_gone:
             linger(self._store, self._own, hosting=self._hosting)
 
     def leave(self) -> None:
-        """Wait until all ranks have called it, so that none ends while another needs it.
+        """Wait until all ranks have called `leave`, so that none ends while another still needs it
+        for an exchange.
 
         Raises:
             RankError: a rank has failed.
@@ -134,21 +139,21 @@ class Heartbeat:
                 if self._decided.wait(_LOOK_SECONDS):
                     raise RankError(str(self._failure))
         except RuntimeError as error:
-            # The store goes before all ranks have left only if its host failed.
+            # The store stays until all ranks have left, unless its host has failed.
             raise RankError(self.blame() or f"{self._store_owner()} has gone") from error
         self.let_go()
         self.linger()
 
     def stop(self) -> None:
-        """Stop both threads: failures of other ranks no longer matter to this one."""
+        """Stop both threads, when failures of other ranks no longer matter to this one."""
         self._leaving.set()
         self._stopped.set()
         for thread in self._threads:
-            # A thread that waits for a store that has stopped is left behind.
+            # A thread that waits for a stopped store can't be joined: it is left as a daemon.
             thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
-        """The thread that talks to the store."""
+        """The beating thread: write this rank's heartbeats, read those of watched ranks."""
         count = 0
         keys = [f"beat/{rank}" for rank in range(len(self._infos))]
         try:
@@ -177,11 +182,12 @@ class Heartbeat:
         return others if self._own.rank == 0 or self._suspicious else [0]
 
     def _decide_repeatedly(self) -> None:
-        """The thread that decides, and that ends the process if nothing else does."""
+        """The deciding thread: find failed ranks, and end the process if the main thread does not
+        do so in time."""
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
-            # A longer gap is this process' own stop, not the silence of others.
+            # In a longer gap this process itself was stopped, which says nothing about others.
             passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
             if self._leaving.is_set():
                 return
@@ -192,6 +198,8 @@ class Heartbeat:
                 _end_process(self._failure)
 
     def _count(self, passed: float) -> None:
+        """Add `passed` seconds to the time without a heartbeat of each watched rank and without an
+        answer of the store, and decide whether one of them is over its limit."""
         limit = min(self._timeout, _SUSPICIOUS_SECONDS) if self._suspicious else self._timeout
         with self._lock:
             self._store_silent += passed
@@ -223,8 +231,9 @@ class Heartbeat:
 
 
 def linger(store: Store, own: RankInfo, *, hosting: bool) -> None:
-    """Before the end, with or without a failure: note in the store that this rank has read the
-    others' messages; its host waits a few seconds until all have."""
+    """Before the end, with or without a failure: record in the store that this rank needs it no
+    more. The process that hosts the store waits until all ranks have done so, a few seconds at
+    most, so that they can read the message of a failure."""
     deadline = time.monotonic() + TALK_SECONDS
 
     def work() -> None:
@@ -241,11 +250,12 @@ def _short(text: str) -> str:
 
 
 def _end_process(failure: str) -> None:
-    """Write the failure and end at once: the main thread waits where no exception reaches it.
+    """Write the failure to stderr and end the process at once, because the main thread waits where
+    no exception reaches it.
 
-    No lock is taken that the main thread may hold, such as that of stderr.
+    Writes to the descriptor without Python's stderr object, whose lock the main thread may hold.
     """
-    # The live view of a run hides the cursor of a terminal.
+    # Show the terminal's cursor again, which the live view of a run hides.
     start = "\n\033[?25h" if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{start}firstlight: error: {failure}\n".encode(errors="replace"))

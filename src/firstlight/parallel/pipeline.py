@@ -1,8 +1,9 @@
-"""Pipeline parallelism: each process has some of a Llama's layers, and a step's micro-batches pass
-from one to the next (torch.distributed.pipelining; 1F1B of Narayanan et al. 2019).
+"""Pipeline parallelism: each process has consecutive layers of a Llama (a stage), and a step's
+micro-batches pass from stage to stage (torch.distributed.pipelining; schedule 1F1B of PipeDream,
+Narayanan et al. 2019).
 
-A stage is a plain Llama in which stand-ins, which return their input, replace the parts of other
-processes. Its parameters are called as in the whole model.
+A stage is a plain Llama in which stand-in modules, which return their input, replace the parts of
+other stages. Its parameters have the same names as in the whole model.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from firstlight.parallel.group import all_reduce_sum, gather_to_main
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+#: Dtypes of results; their indices here are sent between stages.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _Received(nn.Module):
-    """Stand-in for the embedding: returns the hidden states that the previous stage has sent."""
+    """Stand-in for the embedding: returns the hidden states [batch, seq_len, hidden_size] that the
+    previous stage has sent, which `Pipeline.take` sets."""
 
     weight: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
-        # Callers read its device only.
+        # Code that finds the model's device by `embedding.weight.device` needs a tensor here.
         self.register_buffer("weight", torch.empty(0), persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -44,7 +47,7 @@ class _Received(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """Stand-in for a layer of another stage."""
+    """Stand-in for a layer of another stage: returns its input, [batch, seq_len, hidden_size]."""
 
     def forward(self, x_BTC: Tensor, *_: Any) -> tuple[Tensor, None]:
         return x_BTC, None
@@ -80,18 +83,18 @@ def stage_model(
     generator: torch.Generator | None = None,
     init: InitConfig | None = None,
 ) -> Model:
-    """One stage of a model, on the CPU. No process ever holds more than its own parameters and
-    one other.
+    """One stage of a model, on the CPU. Beside its own parameters, the process never needs more
+    memory than for the largest parameter of other stages.
 
     Args:
-        config: a config without reasons from `unstageable`.
-        vocab_multiple: the multiple that the vocabulary is padded to.
-        stage, stages: this process' stage, and the number of stages.
-        generator: the source of the whole model's initial values; None sets no values, except zeros
-            in the rows that pad the vocabulary.
+        config: a config for which `unstageable` gives no reasons.
+        vocab_multiple: the vocabulary is padded to a multiple of this number.
+        stage, stages: number of this process' stage, and the number of stages.
+        generator: source of the whole model's random initial values; None leaves values
+            uninitialized, except zeros in the rows that pad the vocabulary.
         init: see `LanguageModel.init_weights`.
     """
-    # Without memory: the whole model may be larger than this machine's.
+    # On the meta device: the whole model may be larger than this machine's memory.
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
     own = _own_layers(config.num_hidden_layers, stage, stages)
@@ -102,8 +105,8 @@ def stage_model(
     ]
     others = {id(p) for module in elsewhere for p in module.parameters()}
     largest = max((p.numel() for p in model.parameters() if id(p) in others), default=0)
-    # All parameters of other stages lie in one place, so that random numbers are drawn as for a
-    # whole model.
+    # All parameters of other stages share one buffer: their random numbers are drawn and thrown
+    # away, so that this stage gets the same values as in a model that is initialised whole.
     scratch = torch.empty(largest if generator is not None else 0)
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -135,12 +138,12 @@ def stage_model(
 
 
 def _own_layers(layers: int, stage: int, stages: int) -> range:
-    # Numbers of layers differ by one at most.
+    # The stages' numbers of layers differ by one at most.
     return range(stage * layers // stages, (stage + 1) * layers // stages)
 
 
 class PipelineEngine(Engine):
-    """One stage of the model a process; micro-batches pass from stage to stage."""
+    """Gives each process one stage of the model; micro-batches pass from stage to stage."""
 
     _pipeline: Pipeline
 
@@ -160,7 +163,7 @@ class PipelineEngine(Engine):
         """See `Engine.absent_parameters`."""
         with torch.device("meta"):
             whole = build_model(model.config)
-        # By names alone, which need no memory.
+        # Only the names are needed, so the whole model is on the meta device.
         own = {name for name, _ in model.named_parameters()}
         return {name for name, _ in whole.named_parameters()} - own
 
@@ -172,30 +175,31 @@ class PipelineEngine(Engine):
 
     def joined_norm(self, norm: Tensor) -> Tensor:
         """See `Engine.joined_norm`."""
-        # Squares of norms add up, as each parameter is in one stage only.
+        # Each parameter is in one stage only, so the squares of the stages' norms add up.
         return all_reduce_sum(norm.detach().double().cpu() ** 2).sqrt().to(norm)
 
     def state_tensors(
         self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
     ) -> StateTensors:
-        """See `Engine.state_tensors`. Each stage sends the tensors that it alone has."""
+        """See `Engine.state_tensors`. Each stage sends its tensors to the main process."""
         moments = gather_to_main(optimizer.state_tensors())
         with optimizer.master_weights():
             return StateTensors(gather_to_main(on_cpu(tensors_of(model))), moments)
 
 
 class Pipeline:
-    """One process' stage among the others.
+    """Connects this process' stage with the stages of the other processes.
 
-    From the construction on, the model's forward pass outside of training is that of all stages
-    together: every process calls it with the same inputs, and gets the same outputs.
+    The constructor replaces `model.forward` by the forward pass through all stages, for evaluation
+    and generation: every process calls it with the same inputs, and gets the same outputs.
 
     Args:
         model: the result of `stage_model`, on its device.
-        stage, stages: this process' stage, and the number of stages.
+        stage, stages: number of this process' stage, and the number of stages.
+        device: this process' device.
 
     Attributes:
-        forward: this stage's own part of the forward pass.
+        forward: the model's plain forward function, which computes this stage only.
     """
 
     def __init__(self, model: Model, stage: int, stages: int, device: torch.device) -> None:
@@ -205,7 +209,7 @@ class Pipeline:
         self._divisor = 1.0
         self._total = torch.zeros((), dtype=torch.float64)
         self._schedules: dict[tuple[int, ...], PipelineScheduleSingle] = {}
-        # Labels go to all stages, and only the last has a head to compute a loss with.
+        # All stages get labels, but only the last has a head: others return hidden states.
         if not self._is_last:
             model.head_loss = _hand_on
         model.forward = self.of_all  # type: ignore[method-assign]
@@ -216,14 +220,15 @@ class Pipeline:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The dtype of hidden states between stages: autocast leaves the residual stream in it."""
+        """The dtype of hidden states between stages: that of the parameters, because autocast does
+        not change the dtype of the residual stream."""
         return next(self._model.parameters()).dtype
 
     def take(self, hidden: Tensor) -> None:
-        """Have the next call of `forward` go on from the previous stage's hidden states.
+        """Set the previous stage's output, with which the next call of `forward` begins.
 
         Args:
-            hidden: shape [batch, seq_len, hidden_size].
+            hidden: hidden states [batch, seq_len, hidden_size].
         """
         received: nn.Module = self._model.embedding
         assert isinstance(received, _Received)
@@ -240,14 +245,15 @@ class Pipeline:
         """Forward and backward passes of a step's micro-batches through all stages.
 
         Args:
-            loss_sum: this stage's loss function, around `forward`.
-            batches: micro-batches, the same on all processes and of one shape.
-            divisor: each loss is divided by it before its backward pass.
+            loss_sum: this stage's loss function, which calls `forward`.
+            batches: micro-batches, the same on all processes and all of one shape.
+            divisor: number by which each loss is divided before its backward pass.
 
         Returns:
-            The summed loss over all micro-batches, on all processes; fp64.
+            The summed loss over all micro-batches, before the division: a scalar [], fp64, the same
+            on all processes.
         """
-        # One tensor, which the schedule cuts into micro-batches again.
+        # torch's schedule takes one tensor, and splits it into micro-batches again.
         ids, labels = (
             torch.cat([getattr(batch, name) for batch in batches])
             for name in ("input_ids", "labels")
@@ -262,7 +268,7 @@ class Pipeline:
         try:
             schedule.step(*first, target=labels, return_outputs=False, **inputs)
         except RuntimeError as error:
-            # torch wraps the error of a forward pass into its own.
+            # torch wraps the error of a forward pass into a RuntimeError of its own.
             raise (error.__cause__ or error) from None
         return all_reduce_sum(self._total)
 
@@ -271,10 +277,10 @@ class Pipeline:
     ) -> PipelineScheduleSingle:
         key = (count, rows, tokens)
         if key not in self._schedules:
-            # Only here: importing them takes seconds.
+            # Imported only here, because it takes seconds.
             from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-            # With the shapes given, nothing about them is exchanged.
+            # Given the shapes of inputs and outputs, torch's stages need not exchange them.
             with torch.device("meta"):
                 hidden = torch.empty(
                     rows, tokens, self._model.config.hidden_size, dtype=self._dtype
@@ -289,16 +295,17 @@ class Pipeline:
                 input_args=hidden if self._stage else ids,
                 output_args=loss if self._is_last else hidden,
             )
-            # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
+            # 1F1B keeps fewer activations, but needs at least as many micro-batches as stages.
             schedule = Schedule1F1B if count >= self._stages else ScheduleGPipe
-            # The divisor is that of the valid tokens of all micro-batches, not their number.
+            # torch would divide by the number of micro-batches; `_scaled_loss` divides instead by
+            # the number of valid tokens of all micro-batches.
             self._schedules[key] = schedule(
                 stage, count, loss_fn=self._scaled_loss, scale_grads=False
             )
         return self._schedules[key]
 
     def _scaled_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        # In fp64: the losses of many micro-batches are added up.
+        # In fp64, because summed losses of many micro-batches are added up.
         self._total += loss.detach().cpu()
         return loss / self._divisor
 
@@ -311,7 +318,8 @@ class Pipeline:
         document_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """The whole model's forward pass on all processes; shapes as in `LanguageModel.forward`."""
+        """The whole model's forward pass, which all processes have to call with the same arguments;
+        shapes as in `LanguageModel.forward`."""
         if self._stage:
             shape = (*input_ids.shape, self._model.config.hidden_size)
             hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -319,15 +327,16 @@ class Pipeline:
             self.take(hidden)
         if self._is_last:
             return self._from_last(self.forward(input_ids, labels, document_ids, **options))
-        # With any labels, the forward pass returns hidden states: see `_hand_on`.
+        # Given labels of any value, the forward function calls `head_loss`, which is `_hand_on`
+        # here and returns the hidden states.
         options = {**options, "logits_to_keep": 0}
         hidden = self.forward(input_ids, input_ids, document_ids, **options)
         dist.send(hidden.contiguous(), self._stage + 1)
         return self._from_last(None)
 
     def _from_last(self, result: Tensor | None) -> Tensor:
-        """The last stage's result, on all."""
-        # Other stages need dtype and shape (up to three dimensions) to receive it.
+        """The last stage's result, on all processes; the other stages pass None."""
+        # Other stages need its dtype and shape (up to three dimensions) to receive it.
         about = torch.zeros(5, dtype=torch.int64)
         if result is not None:
             result = result.contiguous()
@@ -342,7 +351,7 @@ class Pipeline:
 
 
 class _Stage(nn.Module):
-    """This stage as the module that torch's schedules call."""
+    """This process' stage as a module that torch's schedules can call."""
 
     def __init__(self, pipeline: Pipeline, loss_sum: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -355,12 +364,16 @@ class _Stage(nn.Module):
         labels: Tensor,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states, or in the last stage the summed loss.
+        """This stage's output for one micro-batch.
 
         Args:
             before: hidden states [batch, seq_len, hidden_size] from the previous stage; in the
                 first stage the input ids [batch, seq_len].
-            input_ids, labels, document_ids: int64, [batch, seq_len]; see `Model.forward`.
+            input_ids, labels, document_ids: int64, [batch, seq_len]; see `LanguageModel.forward`.
+
+        Returns:
+            Hidden states [batch, seq_len, hidden_size]; in the last stage the summed loss, a
+            scalar [].
         """
         if before.is_floating_point():
             self._pipeline.take(before)
@@ -368,5 +381,6 @@ class _Stage(nn.Module):
 
 
 def _hand_on(x_BTC: Tensor, *_: Any) -> Tensor:
-    """Stand-in for the loss in stages before the last: the hidden states as they are."""
+    """Stand-in for `head_loss` in stages before the last: returns the hidden states [batch,
+    seq_len, hidden_size] unchanged."""
     return x_BTC

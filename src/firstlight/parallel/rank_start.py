@@ -2,9 +2,10 @@
 
     python -I -S rank_start.py FOLDER LAUNCHER_PID COMMAND...
 
-The process ends with its launcher, however that ends. Output of ranks other than 0 goes into
-FOLDER, which the launcher reads if a rank fails. Then COMMAND replaces this process. Only the
-standard library is imported, since this comes before every start.
+The process is killed when its launcher (torch's agent) ends, however the launcher ends. Output of
+ranks other than 0 goes to a file in FOLDER, which the launcher reads if the rank fails. Then
+COMMAND replaces this process. The script imports only the standard library, because its import time
+is added to the start of every rank.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ import signal
 import sys
 from pathlib import Path
 
+#: Option of Linux' prctl: the signal that this process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
 def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
-    """Tie this process to its launcher, redirect its output, and run the command."""
+    """Bind this process' life to its launcher's, redirect its output, and run the command.
+
+    Args:
+        folder: folder for the output of ranks other than 0.
+        launcher: process id of the launcher.
+        command: full path of the program, and its arguments. It replaces this process.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:

@@ -1,9 +1,9 @@
 """The rendezvous of a run's processes, before they do anything else.
 
-The processes connect to a key-value store (torch's TCPStore), which torch elastic's agent hosts, or
-rank 0 without an agent. Each writes a `RankInfo` there and reads those of the others: the sizes
-must be the same, the ranks different, and the recipes equal. Waiting is polling, so that a signal
-gets through.
+The processes connect to a key-value store (torch's TCPStore). torch elastic's agent hosts the
+store; without an agent, rank 0 does. Each process writes a `RankInfo` there and reads those of the
+others: world sizes and recipes must be equal, and ranks must differ. Processes wait by polling,
+because a blocking call on the store would delay the handling of signals.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.parallel.world import World
 
-#: Variable that `firstlight train --nproc` sets: the same in all processes of one start, and
-#: another after a restart (--max-restarts).
+#: Environment variable that `firstlight train --nproc` sets: the same in all processes of one
+#: start, and different after a restart (--max-restarts).
 ROUND = "FIRSTLIGHT_ROUND"
 
-#: Key of the store for the message of the first failure.
+#: Key in the store with the message of the first failure.
 FAILED = "failed"
 
-#: Seconds for the last calls on a store that may not answer.
+#: Limit in seconds of calls on a store that may no longer answer.
 TALK_SECONDS = 2.0
 
-#: Seconds between two looks at the store, and seconds of one attempt to reach it.
+#: Seconds between two polls of the store, and limit in seconds of one attempt to connect to it.
 _LOOK_SECONDS = 0.05
 _ATTEMPT_SECONDS = 2.0
 
 
 class RankError(TrainingError):
-    """Another process of the run failed, vanished or never came."""
+    """Another process of the run failed, stopped answering, or never connected."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A process, as it introduces itself to the others.
+    """What a process tells the others about itself.
 
     Attributes:
-        rank, size: its rank and the world's size, from its launcher.
-        host: its machine's name.
+        rank, size: the process' rank and the world size, from its launcher.
+        host: name of its machine.
         pid: its process id.
         fingerprint: a hash of its recipe.
-        gpu: the UUID of its GPU; "" without one.
+        gpu: the UUID of its GPU; "" without a GPU.
     """
 
     rank: int
@@ -78,7 +78,7 @@ def own_info(world: World, device: torch.device, fingerprint: str) -> RankInfo:
 
 
 def hosted_by_agent() -> bool:
-    """True if torch elastic's agent hosts the store, and not rank 0."""
+    """True if torch elastic's agent hosts the store; False if rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -88,16 +88,17 @@ def is_hosting(world: World) -> bool:
 
 
 def start_prefix() -> str:
-    """The prefix of this start's keys in the store: the agent's store outlives a restart."""
+    """The prefix of this start's keys in the store. Each start needs its own, because the agent's
+    store outlives a restart."""
     return os.environ.get(ROUND) or f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def open_store(world: World, timeout_seconds: float) -> PrefixStore:
-    """Connect to the store, or host it.
+    """Connect to the store; rank 0 opens it if no agent hosts it.
 
     Raises:
-        RankError: the store can't be reached in time.
-        ConfigError: the port is taken.
+        RankError: the store can't be reached within `timeout_seconds`.
+        ConfigError: this process has to host the store and can't open the port.
     """
     if is_hosting(world):
         try:
@@ -120,11 +121,12 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
     """Write this process' `RankInfo`, read those of all ranks, and compare them.
 
     Returns:
-        All ranks, in their order.
+        The `RankInfo` of all ranks, in their order.
 
     Raises:
-        RankError: ranks did not connect within the time, or a rank failed before that.
-        ConfigError: ranks have different world sizes, or different recipes.
+        RankError: ranks did not connect within `timeout_seconds`, or a rank failed before that.
+        ConfigError: two processes have the same rank, or ranks have different world sizes or
+            recipes, or share a GPU.
     """
     if store.add(f"came/{own.rank}", 1) > 1:
         problem = (
@@ -133,13 +135,14 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
         )
         tell_failure(store, problem)
         raise ConfigError(problem)
-    # The heartbeat reads the keys of all ranks in one call, which would wait for a missing one.
+    # The heartbeat reads the keys of all ranks in one call, which would wait for a missing key.
     store.set(f"beat/{own.rank}", "0")
     store.set(f"info/{own.rank}", json.dumps(asdict(own)))
     deadline = time.monotonic() + timeout_seconds
     _wait_for(store, range(1), deadline, timeout_seconds)
     infos = [_info(store, 0)]
-    # With another size than rank 0's, some may wait for ranks that don't exist.
+    # If this world size differs from rank 0's, waiting for all ranks could wait for ranks that
+    # don't exist: the comparison with rank 0 alone fails already.
     if infos[0].size == own.size:
         _wait_for(store, range(own.size), deadline, timeout_seconds)
         infos = [_info(store, rank) for rank in range(own.size)]
@@ -154,10 +157,10 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
 
 
 def compare(infos: Sequence[RankInfo]) -> None:
-    """Check that processes are of one world, have one recipe, and a GPU each.
+    """Check that all processes have the same world size and recipe, and GPUs of their own.
 
     Raises:
-        ConfigError: a rank differs from rank 0 (named).
+        ConfigError: a rank differs from rank 0, or two ranks share a GPU; the message names them.
     """
     first = infos[0]
     for info in infos:
@@ -182,29 +185,30 @@ def compare(infos: Sequence[RankInfo]) -> None:
 
 
 def tell_failure(store: Store, text: str) -> None:
-    """Tell all ranks why the run ends, unless another process has already.
+    """Tell all ranks why the run ends, unless another process has told a reason already.
 
     Args:
         store: the store of the ranks.
-        text: the message, one line that names a rank.
+        text: the message, one line that names the failed rank.
     """
     # Only the first failure is the cause; later ones follow from it.
     at_most(TALK_SECONDS, lambda: store.compare_set(FAILED, "", text))
 
 
 def announce(host: str, port: int, prefix: str, text: str) -> None:
-    """`tell_failure` for the launcher, which is not a rank."""
+    """`tell_failure` for the launcher, which is not a rank: connects to the store at `host` and
+    `port`, whose keys begin with `prefix`. An unreachable store is ignored."""
     with contextlib.suppress(RuntimeError):
         tell_failure(PrefixStore(prefix, _tcp_store(host, port, _ATTEMPT_SECONDS)), text)
 
 
 def at_most(seconds: float, talk: Callable[[], object]) -> None:
-    """Call a store that may have gone, or whose host may have stopped: no call on it is sure to
-    return then, whatever its timeout.
+    """Make calls on a store, and wait for them a limited time. If the store's host has stopped, a
+    call may never return, whatever its own timeout. Errors of the calls are ignored.
 
     Args:
-        seconds: limit of the wait; calls that take longer go on in their thread, unobserved.
-        talk: the calls on the store.
+        seconds: limit of the wait; calls that take longer continue in a daemon thread.
+        talk: the function that makes the calls.
     """
 
     def work() -> None:
@@ -217,17 +221,18 @@ def at_most(seconds: float, talk: Callable[[], object]) -> None:
 
 
 def failure_of(store: Store) -> str | None:
-    """The message of `tell_failure`; None without one."""
+    """The message that `tell_failure` has written; None if no rank has failed."""
     return store.get(FAILED).decode() if store.check([FAILED]) else None
 
 
 def _wait_for_port(world: World, timeout_seconds: float) -> None:
-    """Wait until the port answers. torch's own waiting ignores signals, and logs every attempt."""
+    """Wait until the store's port accepts connections, because torch's own waiting ignores signals
+    and logs every attempt."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             with socket.create_connection((world.host, world.port), _ATTEMPT_SECONDS) as found:
-                # A connection to an ephemeral port may be connected to itself.
+                # On Linux a connection to a free port on this machine may connect to itself.
                 if found.getsockname() != found.getpeername():
                     return
                 problem = "no process listens there"

@@ -1,5 +1,4 @@
-"""The engine that a recipe and a number of processes select, and refusals of combinations that
-can't work."""
+"""Selects the engine for a recipe and a number of processes, and refuses invalid combinations."""
 
 from __future__ import annotations
 
@@ -42,12 +41,22 @@ def make_engine(config: DistributedConfig, world: World, device: torch.device) -
 
 
 def named_engine(config: DistributedConfig) -> type[Engine]:
-    """The engine that a recipe names; for "auto" the engine of one process."""
+    """The engine class that a recipe names; for "auto" the engine of one process."""
     return ENGINES.get(config.engine, Engine)
 
 
 def engine_name(config: DistributedConfig, processes: int) -> str:
-    """The engine for `processes` processes, including those that compute the same rows."""
+    """The name of the engine between processes that compute different sequences: "none", "ddp",
+    "fsdp" or "deepspeed".
+
+    Args:
+        config: the recipe's `distributed` section.
+        processes: number of all processes of the run, with those of tensor and pipeline
+            parallelism.
+
+    Raises:
+        ConfigError: the section is invalid for this number of processes.
+    """
     if config.pipeline > 1:
         return _engine_of_stages(config, processes)
     name, group = config.engine, config.tensor_parallel
@@ -80,7 +89,7 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
             "distributed.tensor_parallel is not for distributed.engine deepspeed: set "
             "distributed.engine to fsdp, or leave tensor_parallel out"
         )
-    # DeepSpeed offloads for one process, too.
+    # DeepSpeed is useful for one process, too: it offloads.
     if name not in ("none", "deepspeed") and size == 1:
         if group > 1:
             raise ConfigError(
@@ -103,7 +112,7 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
 
 
 def _require_own_keys(config: DistributedConfig, name: str) -> None:
-    """Refuse keys that are another engine's."""
+    """Refuse keys that are set and belong to another engine than `name`."""
     stage, nvme = config.zero_stage, config.offload == "nvme"
     own = {
         "shard": (config.shard is not None, ("fsdp",)),

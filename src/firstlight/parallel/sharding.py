@@ -1,12 +1,13 @@
 """Engines that shard a model's weights over processes: tensor parallelism and FSDP2.
 
-Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): several processes compute each layer of a
-Llama together, each with its own heads and its own part of the MLP, by torch's plans for modules,
-with DTensors as sharded parameters. Every process computes on the same sequences; the residual
-stream, norms, logits and loss are whole on each.
+Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053): several processes compute
+each layer of a Llama together, each with its own attention heads and its own part of the MLP. It
+uses torch's `parallelize_module`, with DTensors as sharded parameters. All processes compute on the
+same sequences; the residual stream, norms, logits and loss are whole on each.
 
-FSDP2 (Zhao et al. 2023): each process holds a shard of every parameter, its gradient and its
-optimizer state; a layer is put together while it is computed. Both together are one mesh.
+FSDP2 (Zhao et al. 2023, arXiv 2304.11277, for FSDP): each process holds a shard of every parameter,
+its gradient and its optimizer state; a layer's parameters are gathered while it is computed. If
+both are used, they share one device mesh.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 
 def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
-    """The reasons why tensor parallelism can't shard a model over this number of processes, each a
-    sentence."""
+    """The reasons why tensor parallelism can't shard a model over `size` processes, each an error
+    message; none if it can."""
     if not config.tensor_parallel_sizes:
         able = families_with(
             lambda family: family.config.tensor_parallel_sizes and not family.spec.indivisible
@@ -63,7 +64,8 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
 
 
 class TensorParallelEngine(Engine):
-    """Processes that compute every layer of the same sequences together."""
+    """Tensor parallelism alone: all processes compute every layer of the same sequences
+    together."""
 
     keeps_shards = True
 
@@ -73,22 +75,24 @@ class TensorParallelEngine(Engine):
         return model
 
     def _shard_tensors(self, model: Model, mesh: DeviceMesh) -> None:
-        """Shard the model's matrices over the mesh's dimension "tensor"."""
-        # torch tells that numbers are added up over two dimensions, one after the other.
+        """Shard the model's matrices over the mesh's dimension "tensor", and move it to the
+        device."""
+        # torch warns that a sum over two mesh dimensions takes two all-reduces: expected here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard_tensors(model, mesh["tensor"])
-        # Parameters went to the device as DTensors; buffers are not in torch's plan.
+        # Becoming DTensors moved the parameters to the device, but not the buffers.
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self.device))
 
     def _mesh(self) -> DeviceMesh:
-        """The processes in up to three dimensions, each longer than one: "replicate" (copies of the
-        model), "shard" (FSDP2) and "tensor"."""
-        # Only here: importing it takes most of a second.
+        """The device mesh of all processes. It has the dimensions "replicate" (copies of the
+        model), "shard" (FSDP2) and "tensor", without those of size 1."""
+        # Imported only here, because it takes most of a second.
         from torch.distributed.device_mesh import init_device_mesh
 
-        # Fewer shards than processes: copies of the model, whose gathering stays in a machine.
+        # With fewer shards than processes (hybrid sharding), each group of `shard` neighbouring
+        # processes has a copy of the model, so that gathering stays within a machine.
         shard = self.config.shard or self.size
         sizes = {
             "replicate": self.size // shard,
@@ -103,12 +107,13 @@ class TensorParallelEngine(Engine):
     def state_tensors(
         self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
     ) -> StateTensors:
-        """See `Engine.state_tensors`. One tensor is gathered after the other, and other processes
-        than the main one keep none."""
+        """See `Engine.state_tensors`. Tensors are gathered one after the other, so that processes
+        other than the main one hold only one whole tensor at a time."""
         moments = optimizer.state_tensors(keep=self.is_main)
         with optimizer.master_weights(), full_parameters(model, keep=self.is_main):
             weights = on_cpu(tensors_of(model)) if self.is_main else {}
-        # Gathered tensors are new: only tensors that were whole before need a copy.
+        # Gathered tensors are copies already. Only tensors that share memory with the run's (whole
+        # ones on the CPU) have to be copied.
         own = {
             (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
             for t in (p.detach() for p in (*model.parameters(), *optimizer.state_shards().values()))
@@ -121,8 +126,8 @@ class TensorParallelEngine(Engine):
 
 
 class FSDPEngine(TensorParallelEngine):
-    """FSDP2 between processes that compute different sequences; with `distributed.tensor_parallel`,
-    each of them is a group of processes."""
+    """FSDP2 over the processes that compute different sequences. With
+    `distributed.tensor_parallel`, it shards over the groups of tensor-parallel processes."""
 
     name = "fsdp"
     shards_state = True
@@ -130,7 +135,7 @@ class FSDPEngine(TensorParallelEngine):
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """See `Engine.share`."""
-        # Only here: importing them takes most of a second.
+        # Imported only here, because it takes most of a second.
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             FSDPModule,
@@ -142,39 +147,40 @@ class FSDPEngine(TensorParallelEngine):
         mesh = self._mesh()
         if self.config.tensor_parallel > 1:
             self._shard_tensors(model, mesh)
-        # Layers are gathered in bf16, half of the traffic; sums of gradients need fp32's digits.
+        # Gathering parameters in bf16 halves the traffic; sums of gradients need fp32's precision.
         bf16 = torch.bfloat16 if precision == "bf16" else None
         offload = OffloadPolicy()
         if self.config.offload == "cpu":
-            # Copies between GPU and CPU overlap with computing from page-locked memory only.
+            # Copies between GPU and CPU overlap with computing only from page-locked memory.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        # Processes of one tensor-parallel group compute the same sequences.
+        # FSDP2 uses the other dimensions: "tensor" has processes that compute the same sequences.
         names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
         options: dict[str, Any] = {
             "mesh": mesh[names],
-            # False keeps layers whole until their backward pass: memory for half of the gathering.
+            # False keeps layers gathered until their backward pass: this needs memory for the whole
+            # model, and saves one of two gatherings.
             "reshard_after_forward": self.config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=bf16, reduce_dtype=torch.float32 if bf16 else None
             ),
             "offload_policy": offload,
         }
-        # A layer is gathered at a time; the outer call takes embedding, final norm and head.
+        # Each layer is gathered by itself; the outer call takes embedding, final norm and head.
         for layer in model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
         self._sharded_modules = [part for part in model.modules() if isinstance(part, FSDPModule)]
         for part in self._sharded_modules:
-            # The step divides by the valid tokens of all processes: gradients are summed.
+            # The step divides losses by the valid tokens of all processes: sum, do not average.
             part.set_gradient_divide_factor(1.0)
-            # gloo knows no other reduction.
+            # gloo supports no other reduction than sums.
             part.set_force_sum_reduction_for_comms(True)
         return model
 
     @contextlib.contextmanager
     def backward_pass(self, *, last: bool) -> Iterator[None]:
         """See `Engine.backward_pass`."""
-        # Without synchronization, gradients of earlier micro-batches add up unsharded.
+        # Before the last micro-batch of a step, gradients add up unsharded, and are not exchanged.
         for part in self._sharded_modules:
             part.set_requires_gradient_sync(last, recurse=False)
         yield
@@ -186,14 +192,16 @@ class FSDPEngine(TensorParallelEngine):
 
 
 def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
-    """Shard a model's matrices over processes, in place; its forward pass is then to be called on
-    all of them with the same inputs, and gives the same outputs.
+    """Shard a model's matrices over processes, in place, by the model's `tensor_parallel_plan`.
+    After that, all processes have to call its forward function with the same inputs, and get the
+    same outputs.
 
     Args:
-        model: a model without reasons from `unshardable`, with the same weights on all.
+        model: a model for which `unshardable` gives no reasons, with equal weights on all
+            processes.
         mesh: the processes, in one dimension.
     """
-    # Only here: importing them takes most of a second.
+    # Imported only here, because it takes most of a second.
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -207,8 +215,8 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
 
     def style(name: str, kind: str) -> ParallelStyle:
         if kind == "inputs":
-            # The first input becomes a DTensor once for several matrices: their gradients are added
-            # up before they are sent.
+            # The module's first input becomes a DTensor once for all of its matrices, so that the
+            # gradients of that input are added up before one all-reduce sums them over processes.
             count = len(
                 inspect.signature(model.get_submodule(name.replace("*", "0")).forward).parameters
             )
@@ -221,60 +229,73 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
             "head": ColwiseParallel(output_layouts=whole),
         }[kind]
 
-    # A family without a gate has no module of that name.
+    # The plan may name modules that this model lacks (the gate of an MLP).
     plan = {
         name: style(name, kind)
         for name, kind in model.tensor_parallel_plan.items()
         if name.replace("*", "0") in names
     }
-    # Every process has the weights already: nothing is sent.
+    # Every process has the weights already: with None, torch sends nothing.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm | nn.LayerNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
-    # torch makes a new parameter for each module of the plan: a tied weight would become two.
+    # torch makes new parameters for each module of the plan: a tied weight has become two.
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embedding.weight
-    # Each process attends with its own heads, and caches no others.
+    # Each process attends only with its own heads, so its KV cache needs no others.
     model.make_cache = functools.partial(_cache_of_own_heads, model, mesh.size())  # type: ignore[method-assign]
 
 
 def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_heads: bool) -> None:
     """Keep the parameters of a norm whole on all processes.
 
-    They become DTensors too, so that optimizer and gradient norm see one kind of tensor; the norm
-    computes with them as plain tensors.
+    The parameters become replicated DTensors, so that optimizer and gradient norm get DTensors
+    only; the norm itself computes with them as plain tensors.
+
+    Args:
+        norm: the norm, changed in place.
+        mesh: the processes, in one dimension.
+        sees_own_heads: True for norms of queries and keys, which get only this process' heads.
     """
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
     for name, before in list(norm.named_parameters()):
-        # All processes have the same values already: nothing is sent.
+        # All processes have the same values already: with None, torch sends nothing.
         whole = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
         setattr(norm, name, nn.Parameter(whole, before.requires_grad))
-    # Other processes norm the queries and keys of their heads: gradients are partial sums.
+    # Other processes apply the weight to the queries and keys of their heads, so the gradient here
+    # is only a part of the sum.
     placement = Partial() if sees_own_heads else Replicate()
     norm.forward = functools.partial(_norm_with_plain_parameters, norm, placement)  # type: ignore[method-assign]
 
 
 def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: Tensor) -> Tensor:
+    """The forward function of a norm whose parameters are replicated DTensors.
+
+    Args:
+        norm: the norm.
+        gradient: placement of the parameters' gradients: `Partial` or `Replicate`.
+        x: a plain tensor, normalised over its last dimension.
+    """
     from torch.distributed.tensor import Replicate
 
     plain = {}
     for name, parameter in norm.named_parameters():
         whole = cast("DTensor", parameter)
-        # Nothing is sent here; backwards, gradients of different heads are added up. torch 2.11
-        # refuses the call in inference mode, which has no backward pass.
+        # In the forward pass this sends nothing; in the backward pass it sums the partial gradients
+        # of the processes. torch 2.11 refuses the call in inference mode.
         if torch.is_grad_enabled():
             whole = whole.redistribute(placements=[Replicate()])
         plain[name] = whole.to_local(grad_placements=[gradient])
-    # The norm's class computes with the settings of the module, and with these.
+    # The class's forward function gets an object with the module's settings and plain parameters.
     return type(norm).forward(cast(Any, SimpleNamespace(**vars(norm), **plain)), x)
 
 
 def _cache_of_own_heads(
     model: Model, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
 ) -> KVCache:
-    """The model's `make_cache` for the key-value heads of one of `size` processes."""
+    """The model's `make_cache`, for the key-value heads that one of `size` processes has."""
     config = model.config
     return KVCache(
         config.num_hidden_layers,

@@ -1,8 +1,8 @@
-"""Rank and size of this process, from the variables of its launcher.
+"""Rank and world size of this process, from the environment variables of its launcher.
 
 torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
-srun set other variables. Variables that are half set or contradict each other are refused: the run
-would be another than the requested one.
+srun set other variables. Incomplete or contradictory variables are refused, because the run would
+have another number of processes than requested.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import dataclass
 
 from firstlight.errors import ConfigError
 
-#: Ports that are derived from a job's id: below the ephemeral ports of Linux.
+#: Range of the ports that are derived from a job's id: below Linux' ephemeral ports (32768 on).
 _PORTS = range(10_000, 30_000)
 
-#: Slurm's ids of steps that srun did not start (batch script, interactive shell) are above.
+#: Step ids from here on are Slurm's special ids for steps that srun did not start (batch script,
+#: interactive shell).
 _LARGEST_STEP = 0xFFFF_FFF0
 
-#: Variables of mpirun with the same value in all processes of a job, and another in each job.
+#: Variables of MPI launchers that have the same value in all processes of a job, and different
+#: values in different jobs.
 _MPI_JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
 
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -29,15 +31,16 @@ _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of its run.
+    """The place of this process among all processes of its run.
 
     Attributes:
-        rank: the process' number, 0 to size - 1; rank 0 writes files and talks to people.
+        rank: the process' number, 0 to size - 1; rank 0 writes files and messages.
         size: number of processes on all machines.
-        local_rank: the process' number on its machine.
-        local_size: number of processes on its machine; a lower bound if the launcher doesn't say.
-        host: name or address of the machine of the rendezvous; "" in a world of one.
-        port: port of the rendezvous; 0 in a world of one.
+        local_rank: the process' number on its machine, from 0.
+        local_size: number of processes on its machine; a lower bound if the launcher does not tell
+            the number.
+        host: name or address of the machine of the rendezvous; "" in a world of one process.
+        port: port of the rendezvous; 0 in a world of one process.
     """
 
     rank: int
@@ -49,13 +52,14 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True if this is rank 0, which writes files and talks to people."""
+        """True if this is rank 0, which writes files and messages."""
         return self.rank == 0
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher, by its variables for rank, size, local rank and local size."""
+    """A kind of launcher: its name in messages, and the names of its environment variables for
+    rank, world size, local rank and local size."""
 
     name: str
     rank: str
@@ -73,20 +77,20 @@ _SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 
 
 def find_world(variables: Mapping[str, str] | None = None) -> World:
-    """Read from the environment which process this is.
+    """Read the place of this process in its world from environment variables.
 
-    The launcher nearest to the process counts: one that srun or mpirun starts on each machine
-    (torchrun) has set RANK and WORLD_SIZE. A process inside a Slurm allocation that srun did not
-    start is a plain one.
+    If there are variables of several launchers, the innermost launcher counts: RANK and WORLD_SIZE
+    come before those of MPI and Slurm, because srun or mpirun may start torchrun on each machine. A
+    process inside a Slurm allocation that srun did not start is a world of one.
 
     Args:
-        variables: the environment; None is this process's.
+        variables: the environment variables; None is `os.environ`.
 
     Returns:
-        World(0, 1, 0, 1) for a plain process.
+        The world; World(0, 1, 0, 1) without a launcher.
 
     Raises:
-        ConfigError: variables are half set, not numbers, or contradict each other.
+        ConfigError: variables are incomplete, not numbers, or contradict each other.
     """
     variables = os.environ if variables is None else variables
     found = [
@@ -112,12 +116,13 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
 
 def _place(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """The world by one kind of launcher, without host and port; None without its variables."""
+    """The world according to one kind of launcher, without host and port; None if the launcher's
+    variables are not set."""
     if launcher is _SLURM:
         return _slurm_place(variables)
     names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
     known = [name for name in names if name in variables]
-    # MPICH's names of the local rank are Intel's libraries', too, with or without a launcher.
+    # Intel's libraries set MPICH's variables for the local rank, too, also without a launcher.
     if not known or (launcher is _MPICH and launcher.rank not in known):
         return None
     for name in names[:2]:
@@ -146,7 +151,8 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
 
 
 def _slurm_place(variables: Mapping[str, str]) -> World | None:
-    """The world by srun: a batch script and a shell in an allocation have most of the variables."""
+    """The world according to srun; None if srun did not start this process. A batch script and a
+    shell in an allocation have most of srun's variables, too."""
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
     if _number("SLURM_STEP_ID", variables) >= _LARGEST_STEP:
@@ -173,7 +179,8 @@ def _slurm_place(variables: Mapping[str, str]) -> World | None:
 
 
 def _tasks_on(counts: str, node: int) -> int:
-    """Tasks on a node: 3 for "4(x2),3" and node 2; 0 if Slurm's text doesn't say."""
+    """The number of tasks on a node, from Slurm's list: 3 for "4(x2),3" and node 2 (from 0); 0 if
+    the list lacks the node."""
     tasks: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
@@ -200,7 +207,8 @@ def _require_in(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def _require_same(place: World, other: _Launcher, theirs: World) -> None:
-    """Refuse RANK and WORLD_SIZE set by hand for fewer processes than another launcher started."""
+    """Refuse RANK and WORLD_SIZE that were set by hand and contradict another launcher: it started
+    more processes, or gave this process another rank."""
     if theirs.size > place.size or (theirs.size == place.size and theirs.rank != place.rank):
         raise ConfigError(
             f"RANK is {place.rank} and WORLD_SIZE is {place.size}, but {other.name} started "
@@ -212,7 +220,12 @@ def _require_same(place: World, other: _Launcher, theirs: World) -> None:
 def _rendezvous_address(
     launcher: _Launcher, place: World, variables: Mapping[str, str]
 ) -> tuple[str, int]:
-    """Host and port of the rendezvous."""
+    """Host and port of the rendezvous: MASTER_ADDR and MASTER_PORT; if they are not set, derived
+    from the node list and job id of Slurm, or from the job id of an MPI launcher on one machine.
+
+    Raises:
+        ConfigError: the address is invalid, or is not set and can't be derived.
+    """
     given = [name for name in _ADDRESS_VARIABLES if variables.get(name)]
     host, port = variables.get("MASTER_ADDR", ""), 0
     if "MASTER_PORT" in given:
@@ -244,12 +257,12 @@ def _rendezvous_address(
 
 
 def _port_of(job: str) -> int:
-    """A port that is the same for all processes of a job, and most likely another for each job."""
+    """A port that is the same in all processes of a job, and most likely differs between jobs."""
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
 def _first_host(nodes: str) -> str:
     """The first host of Slurm's list of nodes: "node[07-09,12]-a,other" -> "node07-a"."""
-    # A comma inside brackets parts numbers, one outside parts names.
+    # Commas inside brackets separate numbers of one name; only those outside separate names.
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
