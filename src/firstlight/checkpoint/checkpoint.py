@@ -1,14 +1,15 @@
-"""Checkpoints: complete or not there at all, verified before use.
+"""Writing, reading and verifying checkpoints. A checkpoint appears with all of its files or not at
+all, and is verified before use.
 
     RUN/checkpoints/step-00000200/
         config.json, generation_config.json, tokenizer.json, tokenizer_config.json
-        model.safetensors       a valid Hugging Face model folder up to here
+        model.safetensors       these files are a valid Hugging Face model folder
         optimizer.safetensors   moments and counters by parameter name; random-number states
         trainer_state.json      step, tokens seen, data position, the resolved recipe
         manifest.json           size and sha256 of every file above; written last
 
-With `checkpoint.sharded`, each process writes its shards (see sharded.py); these files replace the
-two files of tensors:
+With `checkpoint.sharded`, each process writes its shards (see sharded.py). These files replace
+model.safetensors and optimizer.safetensors:
 
         model.shard-00001-of-00004.safetensors, ...      weights
         optimizer.shard-00001-of-00004.safetensors, ...  moments, counters, random-number states
@@ -71,15 +72,16 @@ class Checkpoint:
 
     Attributes:
         files: text files by name: config, tokenizer.
-        model: tensors of model.safetensors; with adapter_config.json among the files, those of
-            adapter_model.safetensors.
-        optimizer: tensors of optimizer.safetensors.
-        trainer_state: everything else; JSON. `val_loss`: the validation loss at this very step,
-            if there is one.
-        is_copy: True if nothing changes the tensors any more; False if they may be those of an
-            active run.
-        sharded_folder: the folder of a sharded checkpoint that was read; its tensors are read
-            straight into model and optimizer, and are not among these. None for any other.
+        model: tensors of model.safetensors by name; if adapter_config.json is among `files`, those
+            of adapter_model.safetensors.
+        optimizer: tensors of optimizer.safetensors by name.
+        trainer_state: the JSON object of trainer_state.json. Its `val_loss` is the validation loss
+            at exactly this step, if it was measured there.
+        is_copy: True if nothing changes the tensors any more; False if an active run may update
+            them in place.
+        sharded_folder: folder of a sharded checkpoint that was read. `model` and `optimizer` are
+            empty then, and its tensors are read directly into the run's. None for other
+            checkpoints.
     """
 
     files: Mapping[str, str]
@@ -100,15 +102,18 @@ def save_checkpoint(
     """Write a checkpoint; return its folder.
 
     Args:
-        after: the step of the checkpoint from which the run went on: later saves are of a dead
-            branch. None: the last save.
-        held: the run folder as the process of the run holds it, which the manifest names, and
-            which is checked right before the checkpoint appears in it.
+        run_folder: the run's folder.
+        step: number of completed optimizer steps.
+        checkpoint: the content.
+        after: step of the checkpoint from which the run continued; checkpoints saved after that one
+            belong to a dead branch (see manifest.py). None is the checkpoint saved last.
+        held: the locked run folder. Its run id goes into the manifest, and it is checked
+            immediately before the checkpoint gets its name. None skips both.
 
     Raises:
-        CheckpointError: a weight, a moment or a number of the state is not finite: such a
-            checkpoint is never published; or the run folder is no longer this run's.
-        StorageError: the disk refuses; the folder does not appear.
+        CheckpointError: a weight, a moment or a number of the state is not finite, and nothing is
+            saved; or the run folder no longer belongs to this run.
+        StorageError: a file system error; the checkpoint does not appear.
     """
     require_finite(step, checkpoint.model)
     require_finite(step, checkpoint.optimizer)
@@ -131,7 +136,7 @@ def save_checkpoint(
 
 
 def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
-    """The text files of a checkpoint by name: the model folder's, and trainer_state.json.
+    """The text files of a checkpoint by name: those of the model folder, and trainer_state.json.
 
     Raises:
         CheckpointError: a number of the state is not finite.
@@ -146,7 +151,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
 
 
 def _state_text(step: int, state: Mapping[str, Any]) -> str:
-    """The text of trainer_state.json, in ASCII: undecodable bytes of a path have no other form."""
+    """The text of trainer_state.json. In ASCII, because paths with undecodable bytes (surrogate
+    escapes) can't be encoded as UTF-8."""
     try:
         return json.dumps(state, indent=2, allow_nan=False) + "\n"
     except ValueError as error:
@@ -156,10 +162,10 @@ def _state_text(step: int, state: Mapping[str, Any]) -> str:
 
 
 def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that hold a NaN or an infinity.
+    """Refuse tensors with a NaN or an infinity in them.
 
     Raises:
-        CheckpointError: a tensor is not finite; the state of `step` can't be saved.
+        CheckpointError: a tensor is not finite; the message names it and `step`.
     """
     for name, tensor in tensors.items():
         if not _is_finite(tensor):
@@ -171,28 +177,34 @@ def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
-    if tensor.itemsize == 1:  # fp8 has no arithmetic of its own
+    if tensor.itemsize == 1:  # torch can't add up fp8
         tensor = tensor.float()
-    # A sum with a NaN or an infinity in it is never finite, and needs no memory; one of finite
-    # numbers may overflow.
+    # The sum is the fast check without temporary memory: it is never finite if an element is not.
+    # A sum of finite elements may overflow, so then the elements are checked.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
-    """About how large a checkpoint becomes: fp32 weights and optimizer state."""
+    """The approximate size of a checkpoint in bytes: fp32 weights and optimizer state.
+
+    Args:
+        model_parameters: number of the model's parameters.
+        optimizer_state_bytes: size of the optimizer state in bytes.
+    """
     return 4 * model_parameters + optimizer_state_bytes
 
 
 def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
-    """Compare every file with the manifest.
+    """Compare every file of a checkpoint with the manifest.
 
     Args:
-        from_disk: read from the disk itself, if the operating system can drop its cached copy of
-            the files.
+        folder: the checkpoint's folder.
+        from_disk: drop the operating system's cached copy of the files first, if it can do so, in
+            order to read what is on the disk.
 
     Raises:
-        CheckpointError: a file is missing, damaged, no plain file, of another size or of another
-            step (named).
+        CheckpointError: a file is missing, is no regular file, differs from the manifest in size or
+            SHA-256, or is of another step; the message names it.
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
@@ -225,14 +237,16 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
 
 
 def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
-    """Copy a checkpoint of another run, which has been verified, into a run folder without any.
+    """Copy a verified checkpoint of another run into a run folder without checkpoints.
 
     Args:
-        run_id: the id of the folder's run, which the copy's manifest names.
+        folder: the checkpoint of the other run.
+        run_folder: the folder that gets the copy.
+        run_id: the id of the run in `run_folder`, for the manifest of the copy.
 
     Raises:
-        CheckpointError: a file has changed.
-        StorageError: the disk refuses; the folder does not appear.
+        CheckpointError: a file has changed since it was verified.
+        StorageError: a file system error; the copy does not appear.
     """
     manifest = read_manifest(folder)
     with new_checkpoint(run_folder, manifest["step"]) as temporary:
@@ -249,15 +263,22 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """The file of a checkpoint's weights, by the names of its other files."""
+    """The name of a checkpoint's file of weights: that of an adapter if `names` has an adapter's
+    config, else that of a full model."""
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
 
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint, for resuming; of a sharded one all but its tensors.
+    """Read a checkpoint in order to resume from it. Tensors of a sharded checkpoint are not read:
+    see `Checkpoint.sharded_folder`.
 
     Args:
-        verify: compare every file with the manifest first; False where that was just done.
+        folder: the checkpoint's folder.
+        verify: True compares every file with the manifest first; False if the caller has just
+            done so.
+
+    Returns:
+        The checkpoint, with tensors on the CPU; its `files` are empty.
 
     Raises:
         CheckpointError: a file is damaged or can't be read.
@@ -278,12 +299,12 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
-    """True if each process wrote its shards of a checkpoint."""
+    """True if the checkpoint was written with `checkpoint.sharded`, and has files of shards."""
     return bool(shard_names(path.name for path in folder.iterdir()))
 
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
-    """The `trainer_state` of a checkpoint that has been verified, without its tensors.
+    """The JSON object of trainer_state.json of a verified checkpoint.
 
     Raises:
         CheckpointError: trainer_state.json can't be read, or is not a JSON object.
@@ -295,13 +316,14 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """The multiple that the vocabulary of a checkpoint's model is padded to.
+    """The multiple to which the vocabulary of a checkpoint's model is padded (1 is no padding).
 
     Args:
+        folder: the checkpoint's folder, for the error message.
         state: the checkpoint's `trainer_state`.
 
     Raises:
-        CheckpointError: trainer_state.json has no such number.
+        CheckpointError: the number in the state is no positive integer.
     """
     multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
     if type(multiple) is not int or multiple < 1:
@@ -312,11 +334,12 @@ def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
 
 
 def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a state whose parts are no JSON objects; their readers check the keys in them."""
+    """Refuse a state with a part that is no JSON object. The functions that read a part check its
+    keys."""
     names = ("data", "guard", "loader", "random", "recipe", "schedule")
     parts = {name: state.get(name, {}) for name in names}
     if isinstance(recipe := parts["recipe"], dict):
-        # A recipe may leave these out.
+        # A recipe may have null for these sections.
         optional: dict[str, Any] = {
             name: {} for name in ("model", "lora", "preference") if recipe.get(name) is None
         }

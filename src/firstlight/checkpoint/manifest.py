@@ -1,16 +1,15 @@
 """A checkpoint's folder and its manifest: a folder appears with all of its files or not at all.
 
 The manifest has the size and SHA-256 of every file. It also has the number of this save in the run
-folder, counted from 1 (`sequence`), and that of the save from which its run continued (`parent`).
+folder, counted from 1 (`sequence`), and the number of the save from which its run continued
+(`parent`). `run_id` is the id of the run that wrote it, so that a checkpoint that was copied from
+another run's folder is neither used nor deleted. Manifests of older versions have no `run_id`, and
+are treated as the run's own.
 
-It names the run that wrote it (`run_id`), so that a checkpoint that was copied from another run's
-folder is neither used nor deleted. Manifests of older versions name none, and count as the run's
-own.
-
-Manifests so tell the history of a run, and which checkpoints are kept. A run that continues from an
-older checkpoint, because newer ones are damaged or at a rollback, leaves the checkpoints in between
-as a dead branch. Steps don't tell dead branches: the first checkpoint of the new branch may be of
-an earlier step than all of the dead one; `sequence` and `parent` do.
+The manifests record the history of a run. If a run continues from an older checkpoint, because
+newer ones are damaged or after a rollback, the checkpoints in between are a dead branch. `sequence`
+and `parent` show which these are. Steps do not, because the first checkpoint of the new branch may
+have an earlier step than all checkpoints of the dead branch.
 """
 
 from __future__ import annotations
@@ -39,32 +38,34 @@ from firstlight.files.disk import HashedFile, OutputFile
 
 CHECKPOINTS = "checkpoints"
 MANIFEST_NAME = "manifest.json"
-#: The run folder's file with the id of the run, and that of the start that writes into the folder.
+#: File of a run folder with the id of the run, and the id of the start that writes into the folder.
 RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: End of the text of a JSON object.
+#: End of the text of a JSON object, as `json_text` writes it.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
 
 
-#: Errors of reading a checkpoint that is deleted meanwhile; torch's own are RuntimeErrors.
+#: Errors that occur if a checkpoint is deleted while it is read; torch raises RuntimeErrors.
 READING_ERRORS = (FirstlightError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint, as its manifest describes it.
+    """The description of a complete checkpoint in its manifest.
 
     Attributes:
         folder: the checkpoint's folder.
-        step: the optimizer step of its run.
-        sequence: the number of this save of the run folder, from 1; 0 if the manifest is damaged.
-        parent: the sequence of the checkpoint from which its run went on; 0: from the start.
-        val_loss: the validation loss at its step; None if it was not measured there.
-        run_id: the id of the run that saved it; None of a version without ids, or damaged.
+        step: number of completed optimizer steps.
+        sequence: number of this save in the run folder, from 1; 0 if the manifest is damaged.
+        parent: `sequence` of the checkpoint from which the run continued; 0 if the run started
+            without one.
+        val_loss: validation loss at this step; None if it was not measured there.
+        run_id: id of the run that saved it; None if the manifest is damaged or of a version without
+            ids.
     """
 
     folder: Path
@@ -75,7 +76,8 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """True if this save's run went on from before the other, which is of a dead branch."""
+        """True if this checkpoint makes `other` part of a dead branch: `other` was saved earlier,
+        but the run then continued from a checkpoint before it."""
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
         )
@@ -87,16 +89,16 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint folder's name says; None for a folder of another name."""
+    """The step in a checkpoint folder's name; None if it is not the name of a checkpoint."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def require_kept(checkpoint: Path) -> None:
-    """Refuse the path of a checkpoint that its run has deleted; other paths pass.
+    """Refuse the path of a checkpoint that its run has deleted. Other paths are accepted.
 
     Raises:
-        CheckpointError: the run's folder has no such checkpoint.
+        CheckpointError: the path is that of a run's checkpoint, and does not exist.
     """
     folder = checkpoint.parent
     is_of_run = step_of(checkpoint) is not None and folder.name == CHECKPOINTS and folder.is_dir()
@@ -112,7 +114,7 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
     """A context for reading a checkpoint of another run, which may delete it meanwhile.
 
     Raises:
-        CheckpointError: the checkpoint was deleted; in place of the error of reading it.
+        CheckpointError: the checkpoint was deleted; replaces the error of reading it.
     """
     try:
         yield
@@ -122,7 +124,7 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def step_folders(run_folder: Path) -> list[Path]:
-    """The folders that have a checkpoint's name, complete or not, by name."""
+    """The folders with the name of a checkpoint, complete or not, sorted by name."""
     folder = run_folder / CHECKPOINTS
     found = folder.iterdir() if folder.is_dir() else iter(())
     return sorted(path for path in found if step_of(path) is not None and path.is_dir())
@@ -131,8 +133,8 @@ def step_folders(run_folder: Path) -> list[Path]:
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
     """The complete checkpoints of a run in the order in which they were saved.
 
-    A checkpoint whose manifest is damaged comes after those of lower steps. Checkpoints of another
-    run in the folder (see `foreign_checkpoints`) are left out.
+    A checkpoint with a damaged manifest comes directly after the checkpoints of lower steps.
+    Checkpoints of other runs in the folder (see `foreign_checkpoints`) are left out.
     """
     found = _complete(run_folder)
     own = (None, _run_id(run_folder, found))
@@ -157,7 +159,7 @@ def foreign_checkpoints(run_folder: Path) -> list[str]:
 
 
 def _complete(run_folder: Path) -> list[Saved]:
-    """The complete checkpoints in a run folder, whatever run they are of, by name."""
+    """The complete checkpoints of all runs in a run folder, sorted by name."""
     found: list[Saved] = []
     for folder in step_folders(run_folder):
         step = step_of(folder)
@@ -175,7 +177,8 @@ def _complete(run_folder: Path) -> list[Saved]:
 
 
 def names_run(saved: Saved, run_id: str | None) -> bool:
-    """True if a checkpoint's manifest, which may be damaged, names a run; True without an id."""
+    """True if the text of a checkpoint's manifest, which may be damaged, contains `run_id`, or if
+    `run_id` is None."""
     if run_id is None:
         return True
     with contextlib.suppress(InputError):
@@ -184,7 +187,7 @@ def names_run(saved: Saved, run_id: str | None) -> bool:
 
 
 def run_id_of(run_folder: Path) -> str | None:
-    """The id of the run that a folder is of; None for a folder without any."""
+    """The id of the run in a run folder; None if neither run.json nor a checkpoint has an id."""
     return _run_id(run_folder, _complete(run_folder))
 
 
@@ -199,17 +202,17 @@ def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
-    """The sequence of the checkpoint of a step, or else of the last one before; 0: none.
+    """The `sequence` of the checkpoint saved last among those up to a step; 0 if there is none.
 
     Args:
         saved: the checkpoints of a run.
-        step: the step; None is the step of the last save.
+        step: the step; None considers all checkpoints.
     """
     return max((one.sequence for one in saved if step is None or one.step <= step), default=0)
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """A manifest's text: its content as JSON, and as the last key the SHA-256 of that text."""
+    """A manifest's text: its content as JSON, with the SHA-256 of that JSON as the last key."""
     return _seal(json_text(content))
 
 
@@ -219,7 +222,7 @@ def _seal(text: str) -> str:
 
 
 def _is_sealed(text: str) -> bool:
-    """True if not one character of a manifest's text is changed."""
+    """True if the SHA-256 in a manifest's text is that of its other characters."""
     return text == _seal(text[: -len(_seal(_END))] + _END)
 
 
@@ -232,7 +235,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_NAME
     require_plain_file(path)
     try:
-        # Once: it may be deleted any time, and other bytes may take its place.
+        # Read only once: another process may delete or replace the file at any time.
         content = read_file(path, MAX_JSON_BYTES)
         manifest = parse_json(path, content)
     except InputError as error:
@@ -272,10 +275,10 @@ def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def require_plain_file(path: Path) -> None:
-    """Refuse a path that is a link, or anything but a file.
+    """Refuse a path that is not a regular file.
 
     Raises:
-        CheckpointError: the path is missing, a link, or no file.
+        CheckpointError: the path does not exist, is a symbolic link, or is no regular file.
     """
     try:
         mode = path.lstat().st_mode
@@ -289,11 +292,11 @@ def require_plain_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_checkpoint(run_folder: Path, step: int) -> Iterator[Path]:
-    """Yield an empty temporary folder that becomes the checkpoint of a step when the block ends
-    well. `OutputFile` writes all files in it, the manifest last: see `write_manifest`.
+    """Yield an empty temporary folder that becomes the checkpoint of a step if the block ends
+    without an error. Write its files by `OutputFile`, which syncs them, and the manifest last.
 
     Raises:
-        StorageError: the disk refuses; the checkpoint does not appear.
+        StorageError: a file system error; the checkpoint does not appear.
     """
     folder = checkpoint_folder(run_folder, step)
     aside = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
@@ -318,14 +321,15 @@ def write_manifest(
 
     Args:
         folder: the temporary folder of `new_checkpoint`.
-        marks: `file_marks` of all files in it.
-        val_loss: the validation loss at this step.
-        after: the step of the checkpoint from which the run went on: later saves are of a dead
-            branch. None: the last save.
-        run_id: the id of the run that saves.
+        run_folder: the run folder, whose checkpoints give `sequence` and `parent`.
+        step: number of completed optimizer steps.
+        marks: `file_marks` of all files in `folder`.
+        val_loss: validation loss at this step; None if it was not measured.
+        after: see `save_checkpoint`.
+        run_id: id of the run that saves; None leaves the key out.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: a file system error.
     """
     saved = saved_checkpoints(run_folder)
     manifest = {
@@ -343,15 +347,15 @@ def write_manifest(
 
 
 def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
-    """The manifest's entries of files: `bytes` and `sha256` by name."""
+    """The manifest's entries for files: file name -> {"bytes": size, "sha256": hex digest}."""
     return {file.path.name: {"bytes": file.size, "sha256": file.sha256} for file in files}
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[HashedFile]:
-    """Write text files into a folder; return them, for their sizes and hashes.
+    """Write text files into a folder; return them for `file_marks`.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: a file system error.
     """
     return [_write_text(folder / name, content) for name, content in texts.items()]
 
@@ -363,9 +367,10 @@ def _write_text(path: Path, content: str) -> HashedFile:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints with a sound manifest that are not of a dead branch, in the given order.
+    """The checkpoints that have an undamaged manifest and are not of a dead branch, in the given
+    order.
 
-    A checkpoint of a later step than one saved after it is of a dead branch as well.
+    A checkpoint of the same or a later step than one saved after it is of a dead branch, too.
     """
     saved = _line(found)
     return [
@@ -374,20 +379,20 @@ def own_past(found: Sequence[Saved]) -> list[Saved]:
 
 
 def best_first(past: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints whose validation loss was measured at their step, the lowest loss first; of
-    equal losses the last save first."""
+    """The checkpoints with a validation loss, the lowest loss first; among equal losses the one
+    saved last first."""
     measured = [(one.val_loss, -one.sequence, one) for one in past if one.val_loss is not None]
     return [one for _, _, one in sorted(measured, key=lambda entry: entry[:2])]
 
 
 def best_saved(run_folder: Path) -> list[Saved]:
-    """`best_first` of a run's own past, by the manifests alone."""
+    """`best_first` of a run's `own_past`, from the manifests alone, without verifying files."""
     return best_first(own_past(saved_checkpoints(run_folder)))
 
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints that led to the newest one, newest first. Only these tell what is dead: a
-    checkpoint of a dead branch doesn't, one that was replaced at the same step still does."""
+    """The checkpoints that led to the newest one by `parent`, newest first. Only these decide which
+    checkpoints are of a dead branch; one that was replaced at the same step is among them."""
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):
         if one.sequence and (not line or one.sequence <= line[-1].parent):

@@ -1,4 +1,4 @@
-"""Checkpoints that are kept, and those that are deleted once a newer one is in place."""
+"""Which checkpoints a run keeps, and the deletion of the others after a newer one is saved."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ from firstlight.section import Section
 
 
 class CheckpointConfig(Section):
-    """The `checkpoint` section. One is always written at the end."""
+    """The `checkpoint` section. A checkpoint is always written at the end of a run."""
 
     every_steps: int = Field(200, ge=0)
-    """number of steps between checkpoints; 0 writes one at the end only."""
+    """number of steps between checkpoints; 0 writes a checkpoint at the end only."""
     keep_last: int = Field(2, ge=1)
     """number of newest checkpoints that are kept."""
     keep_every: int = Field(0, ge=0)
-    """period in steps: checkpoints of multiples of it are never deleted; 0 is off."""
+    """period in steps: checkpoints whose step is a multiple of it are never deleted; 0 is off."""
     keep_best: int = Field(1, ge=0)
-    """number of checkpoints with the lowest val/loss at their step that are kept, too; each new
-    lowest val/loss is saved, unless every_steps is 0. 0 is none. Without validation there are
-    none."""
+    """number of checkpoints with the lowest val/loss at their step that are kept in addition;
+    0 keeps none of them. A checkpoint is saved at each new lowest val/loss, unless every_steps is
+    0. No effect without validation."""
     average_last: int = Field(0, ge=0)
-    """number of newest checkpoints whose weights are averaged when the run is done, of the last one
-    and of steps that every_steps divides: into the model folder averaged/ of the run folder, with
-    its validation loss beside that of the last weights; 0 is none. Weights averaged over the last
-    tenth of a run are often better than the last ones where the learning rate is still high."""
+    """number of checkpoints whose weights are averaged at the end of the run: the last checkpoint,
+    and the newest of those whose step is a multiple of every_steps. The average is written to the
+    model folder averaged/ in the run folder, and its validation loss is shown beside that of the
+    last weights. 0 is off. Weights averaged over the last tenth of a run are often better than the
+    last weights if the learning rate is still high at the end."""
     asynchronous: bool | None = None
-    """copy the state and write the copy while training goes on; null decides at the first save:
-    true if memory for the copy is free."""
+    """true copies the state and writes the copy while training continues; null decides at the first
+    save: true if memory for the copy is free."""
     sharded: bool = False
-    """each process of distributed.engine fsdp writes its shards, and none gathers the whole model,
-    which may be too large for one. Any engine resumes from it, with any number of
-    processes. The last checkpoint of a run is a Hugging Face model folder too; `firstlight convert`
-    makes one of an earlier one."""
+    """true lets each process of distributed.engine fsdp write its shards, so that no process has to
+    gather the whole model. Any engine resumes from such a checkpoint, with any number of processes.
+    The last checkpoint of a run is also a Hugging Face model folder; `firstlight convert` makes
+    such a folder from an earlier checkpoint."""
 
     @model_validator(mode="after")
     def _keeps_enough(self) -> Self:
@@ -67,10 +68,15 @@ class CheckpointConfig(Section):
 
 
 def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
-    """The checkpoints of a run's own past (oldest first) to average if the newest is the last.
+    """The checkpoints to average at the end of a run: the newest of `past`, and before it only
+    those whose step is a multiple of `every_steps`.
 
-    The others are of regular steps: a stop, or a request, saves one more, and the average of a run
-    that was stopped and resumed is to be that of a run that was not.
+    A stopped run saves one more checkpoint at another step. It is left out, so that a run that was
+    stopped and resumed has the same average as a run that was not.
+
+    Args:
+        past: the checkpoints of `own_past`, oldest first.
+        config: the recipe's `checkpoint` section.
     """
     every, count = config.every_steps, config.average_last
     regular = [one for one in past[:-1] if every and one.step % every == 0]
@@ -83,20 +89,22 @@ def prune_checkpoints(
     config: CheckpointConfig,
     require_folder: Callable[[], None] = lambda: None,
 ) -> None:
-    """Delete the checkpoints that the keys do not keep, and unfinished folders of killed runs.
+    """Delete the checkpoints that the `checkpoint` section does not keep, and the incomplete
+    folders that killed runs left.
 
-    Checkpoints of a dead branch and checkpoints with a damaged manifest never count, and go.
-    Checkpoints of another run stay, and so does a checkpoint whose damaged manifest does not name
-    this run.
+    Checkpoints of a dead branch and checkpoints with a damaged manifest are deleted, too. Not
+    deleted are checkpoints of another run, and a checkpoint with a damaged manifest that does not
+    contain this run's id.
 
     Args:
-        newest: the checkpoint saved last, which has been verified since.
-        config: the recipe's `checkpoint` section, which decides the ones that stay.
-        require_folder: called before each deletion; raises an error if the folder is no longer
-            this run's.
+        run_folder: the run's folder.
+        newest: the checkpoint saved last, already verified; it is always kept.
+        config: the recipe's `checkpoint` section.
+        require_folder: function that is called before each deletion, and raises an error if the
+            folder no longer belongs to this run.
 
     Raises:
-        StorageError: the disk refuses; `newest` is untouched.
+        StorageError: a file system error; `newest` is untouched.
     """
     saved = saved_checkpoints(run_folder)
     past = own_past(saved)
@@ -106,7 +114,8 @@ def prune_checkpoints(
     kept.add(newest)
     run_id = run_id_of(run_folder)
     kept |= {one.folder for one in saved if not one.sequence and not names_run(one, run_id)}
-    # The oldest first: what tells that one is of a dead branch was saved after it.
+    # The oldest first, so that a kill in between leaves the later checkpoints, by which those of a
+    # dead branch are recognised.
     for one in saved:
         if one.folder not in kept:
             require_folder()
@@ -123,7 +132,8 @@ def prune_checkpoints(
 def kept_checkpoints(
     past: Sequence[Saved], keep_last: int, keep_every: int, keep_best: int
 ) -> set[Saved]:
-    """The checkpoints of a run's own past (oldest first) that stay. See `prune_checkpoints`."""
+    """The checkpoints among `past` (those of `own_past`, oldest first) that these three keys of the
+    `checkpoint` section keep."""
     kept = set(past[-keep_last:])
     if keep_every:
         kept |= {one for one in past if one.step % keep_every == 0}

@@ -1,9 +1,10 @@
-"""The run folder that one process holds: its lock, the id of its run, and the check before a write.
+"""The lock on a run folder, the id of its run, and a check before each write into it.
 
-A lock follows the folder's inode, and files are written by path. If a person moves a run folder,
-removes it or deletes its lock during the run, the run would write into, and delete checkpoints of,
-another run that has taken the path. `HeldFolder.require` notices that: it compares the folder at
-the path with the held one, and run.json with what this start has written into it.
+The lock belongs to the inode of the lock file, but files are written by path. If the user moves a
+run folder, removes it or deletes its lock file during the run, another run can take the path, and
+this run would write into it and delete its checkpoints. `HeldFolder.require` notices that: it
+compares the folder at the path with the locked one, and run.json with the text that this start has
+written into it.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from firstlight.files.atomic import make_folder, storage_errors, write_file
 _LOCK_NAME = ".lock"
 _IN_USE = "is in use by another process: wait until that ends, or choose another folder"
 
-#: Times that a lock is tried for which others take away.
+#: Number of attempts to lock the file, if other processes delete it again and again meanwhile.
 _TRIES = 1000
 
 
 class HeldFolder:
-    """A run folder that this process holds.
+    """A run folder that this process has locked.
 
     Args:
         path: the folder.
-        opened: descriptor of the folder, open as long as it is held, so that its inode number is
-            not given to a folder that takes its place.
+        opened: open file descriptor of the folder. It stays open as long as the folder is locked,
+            so that the file system can't give its inode number to a new folder at the path.
 
     Attributes:
-        run_id: the id of the run, which its checkpoints' manifests name; None before `claim`.
+        run_id: the id of the run, which is also in its checkpoints' manifests; None before `claim`.
     """
 
     def __init__(self, path: Path, opened: int) -> None:
@@ -46,11 +47,12 @@ class HeldFolder:
         self._claim: bytes | None = None
 
     def claim(self) -> None:
-        """Write run.json: the id of the run, a new one for a new run, and that of this start.
+        """Write run.json with the id of the run (a new id for a new run) and a new id of this
+        start.
 
         Raises:
             CheckpointError: the folder was moved or removed.
-            StorageError: the disk refuses.
+            StorageError: a file system error.
         """
         self.require()
         self.run_id = run_id_of(self._path) or secrets.token_hex(8)
@@ -59,13 +61,13 @@ class HeldFolder:
         self._claim = text.encode()
 
     def require(self) -> None:
-        """Raise an error if the folder is no longer this process's.
+        """Raise an error if the folder no longer belongs to this process.
 
         Raises:
             CheckpointError: the folder was moved, removed or replaced, or another process has
-                started a run in it, which can happen after the lock is deleted or if a file system
-                does not obey locks.
-            StorageError: the disk refuses to tell.
+                started a run in it (after the lock file was deleted, or on a file system without
+                working locks).
+            StorageError: a file system error during the check.
         """
         found: bytes | None = None
         is_same = False
@@ -91,22 +93,23 @@ class HeldFolder:
 
 @contextlib.contextmanager
 def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
-    """Hold the run folder, which is made if need be: two processes writing to one run would ruin
-    it. The lock goes with the process, however it ends.
+    """A context in which this process has the run folder locked, because two processes that write
+    into one run folder would destroy the run. The folder is created if it does not exist.
 
-    A folder, or a lock in it, that was made for this is taken away again if nothing was written.
+    The operating system releases the lock when the process ends, however it ends. If nothing was
+    written into the folder, the exit deletes the lock file and the folders that were created here.
 
     Args:
         folder: the run folder.
-        lock_name: the lock's file in it.
+        lock_name: name of the lock file in it.
 
     Yields:
-        the held folder, whose `require` is called before anything is written into it.
+        The locked folder; call its `require` before each write into it.
 
     Raises:
         ConfigError: the path is a file.
-        CheckpointError: another process holds it.
-        StorageError: the folder can't be made.
+        CheckpointError: another process has locked the folder.
+        StorageError: the folder or the lock file can't be created.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.dir {folder} is a file: choose another run.dir")
@@ -115,7 +118,7 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
     with storage_errors(folder):
         file = _locked(folder, lock_name)
     before = set(os.listdir(folder))
-    # Held open, so that its inode number is not given to a folder that takes its place.
+    # Open during the lock, so that no new folder at the path gets the same inode number.
     opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     with file:
         try:
@@ -130,14 +133,14 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
 
 
 def is_held(folder: Path) -> bool:
-    """True if a process holds the run folder: a run is active there."""
+    """True if a process has locked the run folder: a run is active there."""
     try:
         opened = os.open(folder / _LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        # Free for a moment it is this process's, and a run that starts just then would be refused;
-        # so whoever asks does it once more only if the answer was yes.
+        # If the lock is free, this process has it for a moment, and a run that starts at that
+        # moment is refused. So callers poll only as long as the answer is True.
         fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -147,20 +150,25 @@ def is_held(folder: Path) -> bool:
 
 
 def _locked(folder: Path, lock_name: str) -> FileIO:
-    """The lock's file, open and locked."""
-    # Whoever held it may take it away again at any moment until it is ours, but a folder that can
-    # never be made is missing each time.
+    """Create the lock file, and lock it; return it open.
+
+    Raises:
+        CheckpointError: another process has the lock.
+        StorageError: the folder can't be created.
+    """
+    # A process that ends may delete the lock file and the folder between any two lines here: try
+    # again. A folder that can't be created at all fails each time.
     for left in range(_TRIES, 0, -1):
         try:
-            # Its name is synced, because a run's files would be lost with it.
+            # It syncs the folder's entry in its parent: without it a crash could lose all files.
             make_folder(folder)
         except StorageError as error:
             if left == 1 or not isinstance(error.__cause__, FileNotFoundError):
                 raise
             continue
         try:
-            # Not through a link, which would make a file elsewhere, and without waiting for
-            # whoever reads a pipe.
+            # O_NOFOLLOW: a symbolic link would create the file elsewhere. O_NONBLOCK: opening a
+            # named pipe would otherwise wait for its other end.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = open(os.open(folder / lock_name, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:

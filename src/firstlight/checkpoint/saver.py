@@ -1,4 +1,4 @@
-"""Saving checkpoints while training goes on."""
+"""Saving checkpoints, synchronously or in the background while training continues."""
 
 from __future__ import annotations
 
@@ -22,45 +22,50 @@ from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.errors import FirstlightError
 from firstlight.hardware.device import free_memory_bytes, single_threaded_pool
 
-#: Share of the memory that is free at the first save, at most, for the copies of all processes.
+#: Largest fraction of the memory that is free at the first save for the copies of all processes of
+#: a machine.
 _COPY_SHARE = 0.5
 
 
 class Saver:
-    """Saves checkpoints of a run: the interface of a saver, and the saver of a process that gives
-    its part of a checkpoint to the main process and writes nothing.
+    """The interface of a saver of checkpoints. This base class is the saver of processes other than
+    the main one: it takes part in gathering the state, and writes nothing.
 
     Attributes:
-        saved_step: the step of the run's newest complete checkpoint; -1 if there is none. A run
-            that continues from another checkpoint (a resume, a rollback) sets it to the step of
-            that checkpoint while nothing is being written (see `wait`): later checkpoints are a
-            dead branch then.
-        write_seconds: seconds that a thread took to write the newest checkpoint; 0 without one.
+        saved_step: step of the run's newest complete checkpoint; -1 if there is none. A run that
+            continues from an older checkpoint (a resume, a rollback) sets it to the step of that
+            checkpoint, while nothing is being written (see `wait`). Checkpoints after that step
+            then are a dead branch.
+        write_seconds: seconds that the background thread took to write the newest checkpoint; 0 if
+            it has written none.
     """
 
     saved_step = -1
     write_seconds = 0.0
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
-        """Save a checkpoint of this moment; return the seconds that training stood still.
+        """Save a checkpoint of the current state; return the seconds for which training had to
+        wait.
 
-        Waits first for what is still being written.
+        Waits first until the checkpoint before is written.
 
         Args:
-            capture: the function that gives this process' part of the state. Its tensors may be on
-                any device and in any layout, share memory, and change after this call. Tensors on
-                a GPU are best left there: they are copied into page-locked memory.
+            step: number of completed optimizer steps.
+            capture: function that returns this process' part of the state. Its tensors may be on
+                any device and in any layout, may share memory, and may change after this call.
+                Tensors on a GPU should stay there: they are copied into page-locked memory.
 
         Raises:
-            CheckpointError, StorageError: this one could not be written (asynchronously: from a
-                later call), or the one before.
+            CheckpointError, StorageError: this checkpoint or the one before could not be written.
+                If saving is asynchronous, the error of this checkpoint is raised by a later call.
         """
         capture()
         self.saved_step = step
         return 0.0
 
     def require_written(self) -> None:
-        """Raise the error of the background writer since the last call, once. Does not wait.
+        """Raise the error of the background thread, if it has failed since the last call. Does not
+        wait.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -74,18 +79,18 @@ class Saver:
         """
 
     def close(self) -> None:
-        """Give threads and memory back."""
+        """End threads and free memory."""
 
 
 class BackgroundSaver(Saver):
-    """The parts of a saver that copies the state and writes the copy while training goes on: memory
-    that is kept from copy to copy, and one thread.
+    """Base class of savers that copy the state and write the copy while training continues. It has
+    the memory for the copies, which is kept from save to save, and one thread.
 
     Args:
-        run_folder: the run's.
+        run_folder: the run's folder.
         config: the recipe's `checkpoint` section.
-        held: the run folder as this process holds it, checked before each write and deletion; None
-            in other processes than the main one.
+        held: the locked run folder, which is checked before each write and deletion; None in
+            processes other than the main one.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class BackgroundSaver(Saver):
 
     @property
     def _parent(self) -> int | None:
-        """The step of the checkpoint that the next one comes after; None for the first."""
+        """The step of the checkpoint from which the next one continues; None for the first."""
         return self.saved_step if self.saved_step >= 0 else None
 
     @property
@@ -112,8 +117,9 @@ class BackgroundSaver(Saver):
 
     @contextlib.contextmanager
     def _in_own_folder(self) -> Iterator[None]:
-        """A context whose errors are replaced by that of a run folder that is no longer this run's:
-        if the folder was moved, an error about missing files would not show the reason."""
+        """A context that checks the run folder after an error, and if the folder no longer belongs
+        to this run, raises that error instead. If the folder was moved, an error about missing
+        files would not show the reason."""
         try:
             yield
         except FirstlightError:
@@ -121,30 +127,30 @@ class BackgroundSaver(Saver):
             raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
-        """True if each of `processes` processes of this machine has free memory for the copies."""
+        """True if `processes` processes of this machine have free memory for copies of tensors of
+        this size each."""
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
 
     def _prune(self, newest: Path) -> None:
-        """Delete superfluous checkpoints after `newest` is complete."""
+        """Delete the checkpoints that are no longer kept, after `newest` is complete."""
         prune_checkpoints(self._run_folder, newest, self._config, self._require_folder)
 
     def _release(self) -> None:
-        """End the thread, and give the memory back."""
+        """End the thread, and free the memory."""
         self._executor.shutdown()
         self._copies.clear()
 
 
 class CheckpointSaver(BackgroundSaver):
-    """Writes a run's checkpoints, verifies each, and deletes those that are too many.
+    """The saver of the main process: writes a run's checkpoints, verifies each one, and deletes
+    those that are no longer kept.
 
-    Asynchronously, the tensors are copied into memory that is kept from save to save, and one
-    thread does the rest while training goes on. A process that ends waits for that thread.
+    If saving is asynchronous, `save` only copies the tensors, and a thread does the rest while
+    training continues. A process that ends waits for that thread.
 
     Args:
-        run_folder: the run's.
-        config: the recipe's `checkpoint` section.
-        held: see `BackgroundSaver`.
+        run_folder, config, held: see `BackgroundSaver`.
     """
 
     def __init__(
@@ -177,11 +183,12 @@ class CheckpointSaver(BackgroundSaver):
         try:
             self._writing.result()
         finally:
-            if self._writing.done():  # not where the waiting was interrupted
+            # Not done if a signal has interrupted the waiting: a later call waits again.
+            if self._writing.done():
                 self._writing = None
 
     def close(self) -> None:
-        """`wait`, and give the thread and the memory back."""
+        """`wait`, then end the thread and free the memory."""
         try:
             self.wait()
         finally:
@@ -195,7 +202,7 @@ class CheckpointSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
-        """A checkpoint that does not change with the run."""
+        """A copy of a checkpoint that the next steps do not change."""
         model, optimizer = checkpoint.model, checkpoint.optimizer
         if not checkpoint.is_copy:
             copies = self._copies.take(dict(_tensors(checkpoint)))
@@ -220,7 +227,7 @@ class CheckpointSaver(BackgroundSaver):
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """All tensors of a checkpoint, by unique keys."""
+    """All tensors of a checkpoint with unique names: "model NAME" or "optimizer NAME"."""
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
@@ -229,13 +236,13 @@ def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
 
 
 class Snapshot:
-    """Copies of tensors on the CPU, in memory that is kept from one copy to the next."""
+    """Copies tensors to the CPU, into memory that is kept and reused for the next copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies that don't change with the tensors; they are valid until the next call.
+        """Copies of tensors on the CPU, by the same names; they are valid until the next call.
 
         Args:
             tensors: tensors on any device, in any layout; they may share memory. Tensors on a GPU
@@ -249,11 +256,12 @@ class Snapshot:
                 )
                 self._buffers[name] = buffer
             buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        # Without an argument, the current device would be waited for, which may be another.
+        # Copies from a GPU are asynchronous. Without an argument, `synchronize` would wait for the
+        # current device, which may be another one.
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return {name: self._buffers[name] for name in tensors}
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._buffers.clear()

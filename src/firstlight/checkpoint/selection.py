@@ -1,4 +1,5 @@
-"""The checkpoint or model folder that a person or a run means: newest, best, or before a step."""
+"""Selects a checkpoint or model folder by the user's argument, or for a run that resumes or rolls
+back: the newest, the best, or the newest before a step."""
 
 from __future__ import annotations
 
@@ -43,20 +44,23 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, or None, and the problems of newer ones and of those of
-    other runs.
+    """The newest checkpoint of a run that passes `verify_checkpoint`.
 
-    A checkpoint of a dead branch (see manifest.py) is used only if no other verifies.
+    A checkpoint of a dead branch (see manifest.py) is used only if all others are damaged.
+
+    Returns:
+        The checkpoint's folder, or None if the run has no checkpoint; and messages about damaged
+        newer checkpoints and about checkpoints of other runs.
 
     Raises:
-        CheckpointError: there are checkpoints, and every one is damaged.
+        CheckpointError: there are checkpoints, and none of them can be used.
     """
 
     def newest_first() -> list[Saved]:
         saved = saved_checkpoints(run_folder)
         past = own_past(saved)
         dead = [one for one in saved if one.sequence and one not in past]
-        # Those with a damaged manifest among them, which are only named.
+        # `saved` has checkpoints with a damaged manifest, too: they only give messages.
         return [*reversed([one for one in saved if one not in dead]), *reversed(dead)]
 
     folder, problems = _first_sound(newest_first)
@@ -70,10 +74,11 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
-    """The first checkpoint that verifies, None if there is none, and the errors of those before.
+    """The folder of the first candidate that passes `verify_checkpoint`, or None, and the error
+    messages of the candidates before it.
 
-    The search is repeated if the run deletes a checkpoint meanwhile, because it has saved a newer
-    one then.
+    If the run deletes a candidate meanwhile, it has saved a newer checkpoint: the search is
+    repeated with new candidates.
     """
     while True:
         problems: list[str] = []
@@ -97,10 +102,15 @@ def read_model_folder(
     pickled: bool = False,
     best: bool = False,
 ) -> T:
-    """Result of `read` for the model folder that a name means (see `resolve_model_folder`).
+    """Select a model folder by `resolve_model_folder`, and return the result of `read` for it.
 
-    If a run deletes the checkpoint while it is read, the one that is newest or best then is read.
-    If the name is the checkpoint's own path, an error says that it was deleted.
+    If `name` is a run folder and the run deletes the checkpoint while it is read, the checkpoint
+    that is the newest or best by then is read. If `name` is the path of the deleted checkpoint
+    itself, an error is raised.
+
+    Args:
+        name, pickled, best: see `resolve_model_folder`.
+        read: function that reads a model folder.
 
     Raises:
         ConfigError, CheckpointError, ModelError: see `resolve_model_folder` and `read`.
@@ -115,11 +125,11 @@ def read_model_folder(
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint with the lowest validation loss that verifies, and the problems of better
-    ones.
+    """The checkpoint with the lowest validation loss that passes `verify_checkpoint`, and messages
+    about damaged checkpoints with lower losses.
 
     Raises:
-        CheckpointError: no checkpoint has a validation loss, or every one that has is damaged.
+        CheckpointError: no checkpoint has a validation loss, or all that have one are damaged.
     """
     folder, problems = _first_sound(lambda: best_saved(run_folder))
     if folder is not None:
@@ -131,17 +141,19 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
-    """The model folder that CHECKPOINT means: a run folder's newest complete checkpoint, a
-    checkpoint folder, any Hugging Face model folder, or a hub id. With `pickled`, pickled weights
-    are downloaded if the hub has no others.
+    """The model folder for the argument CHECKPOINT of a command. A checkpoint is verified.
 
     Args:
-        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+        name: a run folder (its newest checkpoint is used), a checkpoint folder, any Hugging Face
+            model folder, or the id of a model on the Hugging Face hub.
+        pickled: download pickled weights if the model on the hub has no others.
+        best: use the run folder's checkpoint with the lowest validation loss instead of the newest.
 
     Raises:
         ConfigError: `best` is set for a path that is not a run folder.
-        CheckpointError: a run folder without a usable checkpoint.
-        ModelError: nothing is there.
+        CheckpointError: the run folder has no usable checkpoint, or the checkpoint is damaged or
+            was deleted.
+        ModelError: there is no such folder and no such model on the hub.
     """
     path = Path(name).expanduser()
     is_run = path.is_dir() and not (path / CONFIG_NAME).is_file() and (path / CHECKPOINTS).is_dir()
@@ -165,28 +177,31 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
 
 def resolve_tokenizer(name: str | Path) -> Path:
-    """The place of the tokenizer that a person names: its own folder or file, or that of a model,
-    named as for `resolve_model_folder`. An adapter that brings none has its base's.
+    """The file or folder of a tokenizer.
+
+    Args:
+        name: a tokenizer's file or folder, or a model as for `resolve_model_folder`, whose
+            tokenizer is used. An adapter without a tokenizer has that of its base model.
 
     Raises:
-        CheckpointError, ModelError: as `resolve_model_folder`.
+        CheckpointError, ModelError: see `resolve_model_folder`.
     """
     path = Path(name).expanduser()
     if path.is_file() or has_tokenizer(path):
         return path
     if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
-        return path  # a mistake: reading it says so
+        return path  # neither a path nor a hub id: the caller's reading of it raises an error
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
         return path
-    # The weights of a model of the hub are not downloaded.
+    # For a model on the hub, its weights are not downloaded.
     is_here = path.is_dir()
     folder = resolve_model_folder(name) if is_here else find_model_folder(name, weights=False)
     return next(filter(has_tokenizer, adapter_chain(folder)), folder)
 
 
 def trained_on(folder: Path) -> dict[str, Any]:
-    """`dir`, `seq_len` and `document_masking` of the data that a checkpoint was trained on; {} for
-    other folders."""
+    """The entry `data` of a checkpoint's state: `dir`, `seq_len` and `document_masking` of its
+    training data; {} for a folder that is no checkpoint."""
     if not (folder / STATE_NAME).is_file():
         require_kept(folder)
         return {}
@@ -197,24 +212,25 @@ def trained_on(folder: Path) -> dict[str, Any]:
 def checkpoint_before(
     run_folder: Path, step: int, saved_step: int, every_steps: int
 ) -> Path | None:
-    """The folder of the newest checkpoint of an earlier step that verifies, or None.
+    """The folder of the checkpoint to which a run rolls back: the newest one before `step` that
+    passes `verify_checkpoint`; None if there is none.
 
-    Checkpoints that were due, from before the first skipped step, come first, so that a run that
-    was stopped and resumed in between (which leaves one more checkpoint) goes back to the same
-    step as a run that was not.
+    Checkpoints at regular steps (multiples of `every_steps`) and from before the first skipped step
+    are preferred. So a run that was stopped and resumed in between, which leaves one more
+    checkpoint, goes back to the same step as a run that was not.
 
     Args:
         run_folder: the run's folder.
-        step: the step that failed, or the step of a rollback that did not help.
-        saved_step: the step of the run's newest checkpoint; later ones are of a dead branch.
-        every_steps: `checkpoint.every_steps`.
+        step: the step that failed, or the step of an earlier rollback that did not help.
+        saved_step: step of the run's newest checkpoint; later ones are of a dead branch.
+        every_steps: the recipe's `checkpoint.every_steps`.
     """
     found = []
     for one in own_past(saved_checkpoints(run_folder)):
         if one.step < step and one.step <= saved_step:
             with contextlib.suppress(CheckpointError):
                 state = load_trainer_state(one.folder)
-                # A checkpoint without any update is the run's initial state.
+                # If all steps were skipped, the checkpoint is only the run's initial state.
                 if state.get("skipped_steps", 0) < one.step:
                     found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
     for *_, folder in sorted(found, reverse=True):
@@ -225,7 +241,8 @@ def checkpoint_before(
 
 
 def _merits(state: Mapping[str, Any], step: int, every_steps: int) -> tuple[bool, bool]:
-    """(True if the last step was not skipped, True if the checkpoint was due)."""
+    """Sort keys of a checkpoint: True if its last step was not skipped; True if it was saved at a
+    regular step."""
     is_calm = not state.get("skipped")
     was_due = every_steps > 0 and step % every_steps == 0 and state.get("pending") is None
     return is_calm, was_due

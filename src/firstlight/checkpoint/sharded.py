@@ -1,14 +1,14 @@
-"""Sharded tensors on the disk: each process writes its shards, any number of processes reads them.
+"""Files of sharded tensors: each process writes its shards, any number of processes reads them.
 
     optimizer.shard-00001-of-00004.safetensors
     model.shard-00001-of-00004.safetensors
 
-The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files,
-whose metadata say where in its tensor each shard lies, so torch.distributed.checkpoint and its
-consolidation read them. torch's usual format isn't used, because its index is a pickle.
+The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files
+whose metadata has each shard's offsets in its tensor. torch.distributed.checkpoint and its
+consolidation can read them. torch's usual format isn't used, because its index is a pickle.
 
-Weights have the names and shapes of the model's parameters: with experts stacked and the rows that
-pad the vocabulary, unlike in a Hugging Face folder.
+Weights have the names and shapes of the model's parameters: unlike in a Hugging Face folder,
+experts are stacked, and the vocabulary has padding rows.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from firstlight.optim.optimizer import Optimizer
 from firstlight.weights.huggingface import read_config, unloaded_model
 from firstlight.weights.stored import read_header
 
-#: The two kinds of tensors, as the names of their files begin.
+#: The two kinds of tensors: the beginnings of their files' names.
 WEIGHTS, MOMENTS = "model", "optimizer"
 
 _FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
 
-# torch's names in the files' metadata.
+# torch's keys in the files' metadata.
 _PLACES_KEY, _OFFSETS_KEY, _VERSION_KEY = "DCP_SHARDING_INFO", "saved_offsets", "DCP_VERSION"
 
-#: The number formats of sharded tensors, by safetensors' names.
+#: The dtypes that sharded tensors can have, by safetensors' names.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -58,10 +58,10 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A process' part of a tensor.
+    """One process' rectangular part of a tensor.
 
     Attributes:
-        tensor: the shard's numbers.
+        tensor: the elements of the shard, with as many dimensions as the full tensor.
         offsets: the shard's first index in each dimension of the full tensor.
     """
 
@@ -94,8 +94,8 @@ def shard_name(kind: str, rank: int, size: int) -> str:
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """The files that a sharded checkpoint must have, by the names of the files that it has; none
-    for a checkpoint of another kind."""
+    """The names of all files of shards that a checkpoint must have, derived from the names of the
+    files that it has; [] if it is not sharded."""
     counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
     return [
         shard_name(kind, rank, size)
@@ -106,15 +106,15 @@ def shard_names(names: Iterable[str]) -> list[str]:
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    """This process' shards of tensors, so that each number is written by one process.
+    """The shards of tensors that this process has to write, so that each element is written once.
 
-    If a shard has copies (hybrid sharding), one process writes it; the processes take turns. A
-    tensor that is not sharded is written as it is: give it to one process only.
+    If several processes have a copy of a shard (hybrid sharding), one writes it; which one depends
+    on the tensor's name. Tensors that are not sharded must be passed by one process only.
 
     Returns:
         Shards whose tensors share memory with those given, on their device.
     """
-    # Only here: importing it takes most of a second.
+    # Imported only here, because it takes most of a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
@@ -128,14 +128,14 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
         assert place is not None
         tensor = cut[name].detach()
         assert is_sharded(tensor)
-        # More processes than rows: some hold nothing.
+        # If there are more processes than rows, some shards are empty.
         if math.prod(place.chunk.sizes):
             shards[name] = TensorShard(tensor.to_local(), tuple(place.chunk.offsets))
     return shards
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """True if this process writes its shard of a tensor; other processes may have copies."""
+    """True if this process is the one that writes its shard; other processes may have copies."""
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
@@ -150,11 +150,11 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
 
 
 def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
-    """Write the file of this process' shards; return it, for its size and sha256.
+    """Write the file of this process' shards; return it, for its size and SHA-256.
 
     Raises:
-        OSError: the disk refuses.
-        StorageError: a tensor is of a format that such a file can't hold.
+        OSError: a file system error.
+        StorageError: a tensor has a dtype or layout that a safetensors file can't hold.
     """
     places = {name: {_OFFSETS_KEY: list(shard.offsets)} for name, shard in shards.items()}
     metadata = {_PLACES_KEY: json.dumps(places), _VERSION_KEY: "1.0", "format": "pt"}
@@ -164,7 +164,7 @@ def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
 
 
 def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
-    """The tensors whose shards are in a folder; the shards of each make the full tensor.
+    """Shapes and dtypes of the tensors in a folder's shards, which are checked to be complete.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -190,16 +190,16 @@ def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
 
 
 def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors from the shards in a folder: full tensors or DTensors with any sharding, on
-    any device. Each process reads its own part, and the processes send nothing to each other.
+    """Fill tensors in place from the shards in a folder. Each process reads what it needs; the
+    processes exchange nothing.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        targets: tensors of the files' shapes and dtypes, which are written into.
+        targets: full tensors or DTensors with any sharding, by name, on any device, with the shapes
+            and dtypes of the files' tensors.
 
     Raises:
-        CheckpointError: a tensor is missing, or of another shape or dtype (named); a file is
-            damaged.
+        CheckpointError: a tensor is missing or has another shape or dtype, or a file is damaged.
     """
     stored = stored_shapes(folder, kind)
     for name, target in targets.items():
@@ -220,7 +220,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     files = [str(path) for path in _files(folder, kind)]
 
     class Shards(FileSystem):
-        """The folder, with the files of one kind only."""
+        """A file system in which the folder has only the files of one kind."""
 
         def ls(self, path: Any) -> list[str]:
             return files
@@ -229,7 +229,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     reader.fs = Shards()
     try:
         with warnings.catch_warnings():
-            # torch warns that each process reads for itself, which is intended here.
+            # torch warns that processes read independently (no_dist), which is intended here.
             warnings.simplefilter("ignore", UserWarning)
             load(
                 {name: target.detach() for name, target in targets.items()},
@@ -243,7 +243,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
 def read_full_tensors(
     folder: Path, kind: str, names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """Full tensors on the CPU, from the shards in a folder.
+    """Read full tensors from the shards in a folder, to the CPU.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -266,11 +266,11 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
     Args:
         folder: the checkpoint's folder.
-        vocab_multiple: the multiple that the checkpoint's vocabulary is padded to.
+        vocab_multiple: the multiple to which the checkpoint's vocabulary is padded.
 
     Raises:
         ModelError: config.json is damaged.
-        CheckpointError: the shards are not those of such a model.
+        CheckpointError: the shards don't fit the model of config.json, or are damaged.
     """
     model = fitting_model(read_config(folder), folder, vocab_multiple)
     allocate(model, torch.device("cpu"))
@@ -282,8 +282,8 @@ def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Mod
     """The model of a config on the meta device, checked against the shards in a folder.
 
     Raises:
-        ModelError: the config is of a model of quite another size.
-        CheckpointError: a tensor is missing, extra or of another shape (named).
+        ModelError: the config's model has a very different number of tensors than the shards.
+        CheckpointError: a tensor is missing, superfluous or has another shape.
     """
     stored = stored_shapes(folder, WEIGHTS)
     model = unloaded_model(config, folder, vocab_multiple, tensors=len(stored))
@@ -310,18 +310,18 @@ def restore_shards(
     other_prefix: str,
     has_moments: bool,
 ) -> dict[str, Tensor]:
-    """Read a checkpoint's weights and moments into model and optimizer: each process its shards.
+    """Read this process' shards of a checkpoint's weights and moments into model and optimizer.
 
     Args:
         folder: a sharded checkpoint.
-        model: changed in place; its parameters may be sharded in any way.
-        optimizer: the model's, changed in place.
-        vocab_multiple: the padding of the model's vocabulary.
-        other_prefix: the beginning of the names of tensors that are not moments.
-        has_moments: True if a checkpoint without moments is an error.
+        model: the model, changed in place; its parameters may be sharded in any way.
+        optimizer: the model's optimizer, changed in place.
+        vocab_multiple: the multiple to which the model's vocabulary is padded.
+        other_prefix: prefix of the names of the optimizer file's tensors that are not moments.
+        has_moments: True makes a checkpoint without moments an error.
 
     Returns:
-        The tensors that are not moments, on the CPU.
+        The tensors that are not moments (random states), by name, on the CPU.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model or optimizer.
@@ -348,12 +348,12 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
 
 
-#: First index and end of a shard in each dimension of the full tensor.
+#: A shard's first indices, and its ends (exclusive), in each dimension of the full tensor.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
-    """Name, box and dtype of each shard of a file."""
+    """Name, box and dtype of each shard in a file."""
     try:
         header = read_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
@@ -376,14 +376,14 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
 
 
 def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
-    """The shape of the tensor that boxes fill without overlap; None if they don't fill one."""
+    """The shape of the tensor that boxes fill without gap or overlap; None if they don't."""
     if len({len(begins) for begins, _ in boxes}) != 1:
         return None
     shape = tuple(max(sizes) for sizes in zip(*(ends for _, ends in boxes), strict=True))
     volume = sum(math.prod(e - b for b, e in zip(*box, strict=True)) for box in boxes)
     if volume != math.prod(shape):
         return None
-    # As many numbers as the full tensor has: the boxes fill it unless two overlap.
+    # The boxes have as many elements as the full tensor: they fill it unless two overlap.
     open_boxes: list[_Box] = []
     for box in sorted(boxes):
         open_boxes = [one for one in open_boxes if not shape or one[1][0] > box[0][0]]

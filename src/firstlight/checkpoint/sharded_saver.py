@@ -48,23 +48,23 @@ _Shards = dict[str, dict[str, TensorShard]]
 
 
 class _DiscardedError(Exception):
-    """The checkpoint being written will not be finished."""
+    """Raised to give up a checkpoint that is being written."""
 
 
 class ShardedSaver(BackgroundSaver):
-    """Saves checkpoints of which each process writes its shards; all processes of a run call the
-    methods, at the same places.
+    """Saves checkpoints to which each process writes its shards. All processes of a run have to
+    call each method at the same points of the run.
 
-    Each process writes its own files and reads them again, in a thread if saving is asynchronous;
-    the processes send nothing meanwhile. Then, between two steps, all say what they have written,
-    and the main process writes the manifest and gives the folder its name.
+    Each process writes its own files and verifies them, in a thread if saving is asynchronous; this
+    needs no exchange between processes. Then, between two steps, the processes exchange the sizes
+    and hashes of their files, and the main process writes the manifest and renames the folder.
 
     Args:
-        run_folder: the run's, in a file system that all processes share.
+        run_folder: the run's folder, in a file system that all processes share.
         config: the recipe's `checkpoint` section.
         engine: the engine that shards the run's model.
-        is_last: function from a step to True if it is the run's last one; the last checkpoint
-            gets the weights in one file, too.
+        is_last: function from a step to True if it is the run's last step. The last checkpoint gets
+            the weights in one file, too.
         held: see `BackgroundSaver`.
     """
 
@@ -85,15 +85,17 @@ class ShardedSaver(BackgroundSaver):
         self._deleting: Future[None] | None = None
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
-        """Save a checkpoint of this moment; return the seconds that training stood still.
+        """See `Saver.save`.
 
         Args:
-            capture: the function that gives this process' part of the state: its shards of sharded
-                tensors (DTensor), and tensors that are not sharded.
+            step: number of completed optimizer steps.
+            capture: function that returns this process' part of the state: its shards of sharded
+                tensors (DTensors), and tensors that are not sharded.
 
         Raises:
-            CheckpointError, StorageError: a part of this one could not be written, by any process
-                (asynchronously: from a later call), or of the one before.
+            CheckpointError, StorageError: a process could not write its part of this checkpoint or
+                of the one before. If saving is asynchronous, the error of this checkpoint is raised
+                by a later call.
         """
         start = time.perf_counter()
         self.wait()
@@ -115,10 +117,12 @@ class ShardedSaver(BackgroundSaver):
         return time.perf_counter() - start
 
     def require_written(self) -> None:
-        """Finish the checkpoint that is being written, if all have written theirs. Does not wait.
+        """Finish the checkpoint that is being written, if all processes have written their part.
+        Does not wait.
 
         Raises:
-            CheckpointError, StorageError: a part could not be written, or old ones not be deleted.
+            CheckpointError, StorageError: a process could not write its part, or old checkpoints
+                could not be deleted.
         """
         if self._writing is not None and not agree(not self._writing.done()):
             self.wait()
@@ -129,7 +133,8 @@ class ShardedSaver(BackgroundSaver):
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            CheckpointError, StorageError: a part could not be written, or old ones not be deleted.
+            CheckpointError, StorageError: a process could not write its part, or old checkpoints
+                could not be deleted.
         """
         if self._writing is not None:
             outcomes = gather_objects(self._writing.result())
@@ -138,8 +143,8 @@ class ShardedSaver(BackgroundSaver):
         self._wait_for_deleting()
 
     def close(self) -> None:
-        """Give threads and memory back. A save that is not complete yet is given up, because other
-        processes may be gone."""
+        """End threads and free memory. A checkpoint that is not complete yet is given up, because
+        finishing it needs the other processes, which may have ended."""
         try:
             if self._writing is not None:
                 self._writing.result()
@@ -156,14 +161,15 @@ class ShardedSaver(BackgroundSaver):
             deleting.result()
 
     def _is_asynchronous(self, shards: _Shards) -> bool:
-        """True if every process has memory for its copies; decided once, by all processes."""
+        """True if every process has memory for its copies; all processes decide it together at the
+        first save."""
         if self._asynchronous is None:
             tensors = (p.tensor for part in shards.values() for p in part.values())
             self._asynchronous = not agree(not self._have_room(tensors, self._world.local_size))
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Shards that do not change with the run."""
+        """Copies of shards that the next steps do not change."""
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )
@@ -173,7 +179,7 @@ class ShardedSaver(BackgroundSaver):
         }
 
     def _new_folder(self, step: int) -> Path:
-        """The temporary folder that all write into."""
+        """The temporary folder, made by the main process, into which all processes write."""
         name = None
         if self._is_main:
             self._require_folder()
@@ -181,8 +187,12 @@ class ShardedSaver(BackgroundSaver):
         return Path(broadcast_object(name))
 
     def _write(self, step: int, folder: Path, shards: _Shards, part: Checkpoint) -> dict[str, Any]:
-        """Write this process' files. An error is returned, because all processes have to know
-        it."""
+        """Write this process' files.
+
+        Returns:
+            {"marks": `file_marks` of the files}; after an error {"error": message, "of_disk": True
+            for a StorageError}. Errors are returned, because all processes have to raise them.
+        """
         rank, size = self._world.rank, self._world.size
         try:
             for own in shards.values():
@@ -206,7 +216,15 @@ class ShardedSaver(BackgroundSaver):
         state: Mapping[str, Any],
         outcomes: list[dict[str, Any]],
     ) -> None:
-        """Make a checkpoint of all processes' files; nothing if one of them could not write."""
+        """Finish the checkpoint: the manifest and the final name. If a process could not write its
+        part, its error is raised and the folder removed.
+
+        Args:
+            step: number of completed optimizer steps.
+            folder: the temporary folder.
+            state: the checkpoint's `trainer_state`.
+            outcomes: the results of `_write` of all processes, in the order of ranks.
+        """
         with self._in_own_folder(), self._folder.pop_all():
             for rank, outcome in enumerate(outcomes):
                 if "error" in outcome:
@@ -235,7 +253,8 @@ class ShardedSaver(BackgroundSaver):
 
 
 def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Write the weights into one file beside their shards: a Hugging Face model folder."""
+    """Write the weights into one file beside their shards, which makes `folder` a Hugging Face
+    model folder; return its `file_marks`."""
     model = sharded_model(folder, saved_vocab_multiple(folder, state))
     with HashedFile(folder / WEIGHTS_NAME) as file:
         write_tensors(file, weights_to_save(model), {"format": "pt"})
@@ -244,7 +263,7 @@ def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, 
 
 
 def _require_on_disk(files: list[HashedFile]) -> None:
-    """Read files again, as the disk has them.
+    """Read files again from the disk, and compare their SHA-256.
 
     Raises:
         CheckpointError: a file differs from what was written.

@@ -1,10 +1,8 @@
-"""Files and folders that are whole, or not there.
+"""Atomic writing of files and folders, and reading of whole files and JSON.
 
-A file or folder appears under its final name only when it is complete and on the disk:
-it is written under a temporary name beside it, synced, and renamed. After a failure the temporary
-files are removed, so that a reader never sees an incomplete file.
-
-All of it goes through the seam of disk.py.
+A file or folder is written under a temporary name beside its final path, synced, and renamed, so
+that a reader never sees an incomplete one under the final name. After a failure the temporary files
+are removed. All writing goes through the object `disk` of disk.py.
 """
 
 from __future__ import annotations
@@ -27,20 +25,21 @@ from firstlight.files.disk import OutputFile
 
 _TEMPORARY_PREFIX = ".tmp-"
 
-#: Greatest size of a JSON file: the largest known ones, lists of a model's tensors, have 10 MB.
+#: Largest accepted size of a JSON file; the largest known files, indexes of a model's tensors, have
+#: 10 MB.
 MAX_JSON_BYTES = 1 << 24
-#: Lists and objects in a JSON file, each of which takes some 25 times its bytes in memory. The
-#: largest tokenizers, whose merges are lists, have 600,000.
+#: Largest accepted number of lists and objects in a JSON file, because each takes about 25 times
+#: its bytes in memory. The largest tokenizers, whose merges are lists, have 600,000.
 _MAX_JSON_VALUES = 1_000_000
 
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an `OSError` of the operating system into a `StorageError` for people.
+    """A context that turns an `OSError` into a `StorageError` with a readable message.
 
     Args:
-        path: the path that is being written; named if the error itself names none, as when a
-            disk fills up.
+        path: the path that is being written. The message names it if the error itself has no path,
+            as when the disk is full.
     """
     try:
         yield
@@ -51,15 +50,14 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[OutputFile]:
-    """Yield a file that becomes `path` when the block ends well, atomically: a reader sees the
-    old file or the new one.
+    """Yield a file that replaces `path` atomically if the block ends without an error.
 
     Raises:
-        StorageError: the disk is full, read-only or not permitted, or the path is not a file; it
-            stays as it is.
+        StorageError: a file system error, or `path` exists and is no regular file. `path` is
+            unchanged.
     """
     with storage_errors(path):
-        # A device such as /dev/null would be replaced for all programs.
+        # Replacing a device such as /dev/null would break all programs.
         if path.exists() and not path.is_file():
             raise StorageError(f"{path} is no file that could be replaced: choose another name")
         temporary = _temporary_name(path)
@@ -74,10 +72,10 @@ def replacing(path: Path) -> Iterator[OutputFile]:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content`, atomically; missing folders are made.
+    """Write `content` (a text as UTF-8) to `path` atomically; missing folders are created.
 
     Raises:
-        StorageError: the disk is full, read-only or not permitted; the old file stands.
+        StorageError: a file system error; the old file is unchanged.
     """
     make_folder(path.parent)
     with replacing(path) as file:
@@ -85,10 +83,10 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """`value` as indented JSON.
+    """`value` as indented JSON with a final newline.
 
     Raises:
-        ValueError: the value has a NaN or an infinity.
+        ValueError: `value` contains a NaN or an infinity.
     """
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -102,23 +100,25 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(
     path: Path, *, replace: bool = False, aside: Path | None = None, synced: bool = False
 ) -> Iterator[Path]:
-    """Yield an empty temporary folder that becomes `path` when the block ends well.
+    """Yield an empty temporary folder that becomes `path` if the block ends without an error.
 
-    Every file in it is synced before the rename. When the block raises, the temporary
-    folder is removed and `path` does not appear. `path` may exist only as an empty folder;
-    with `replace` it may hold anything, which stays until the new folder is complete.
+    Every file in it is synced before the rename. If the block raises, the temporary folder is
+    removed and `path` does not appear.
 
     Args:
-        aside: the new name of an old folder at `path`; None deletes the old folder.
-        synced: all files are written by `OutputFile`, which syncs them.
+        path: the folder's final path; it must not exist, or be an empty folder.
+        replace: True allows any folder at `path`, which stays until the new one is complete.
+        aside: new name of an old folder at `path`; None deletes the old folder.
+        synced: True if the caller syncs all files, as `OutputFile` does.
 
     Raises:
-        StorageError: the disk is full, read-only or not permitted, or `path` is not empty.
+        StorageError: a file system error, or `path` is not empty, a mount point, or the current
+            folder.
     """
     with storage_errors(path):
-        # A link to a folder stays a link, and files are written to the disk that it leads to.
+        # If `path` is a link to a folder, the link stays, and its target is replaced.
         path = Path(os.path.realpath(path))
-        # Neither can be renamed over: the one not at all, the other not under a shell's feet.
+        # A mount point can't be replaced; a user's shell would stay in the replaced folder.
         if os.path.ismount(path):
             raise StorageError(f"{path} is a mount point: choose a folder inside it")
         if path.is_dir() and os.path.samefile(path, os.curdir):
@@ -143,7 +143,7 @@ def new_folder(
 
 
 def _sync_tree(folder: Path, *, files: bool) -> None:
-    """Force a folder and the folders in it to the disk, and their files."""
+    """Sync a folder and the folders in it to the disk, and with `files` also their files."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             seam.disk.sync_folder(path)
@@ -154,7 +154,7 @@ def _sync_tree(folder: Path, *, files: bool) -> None:
 
 
 def _swap(new: Path, path: Path, aside: Path | None) -> None:
-    """Put the folder `new` where the folder `path` is, and that aside, or away."""
+    """Rename the folder `new` to `path`; rename the old folder to `aside`, or delete it if None."""
     old = _temporary_name(path) if aside is None else aside
     seam.disk.rename(path, old)
     try:
@@ -163,16 +163,16 @@ def _swap(new: Path, path: Path, aside: Path | None) -> None:
         seam.disk.rename(old, path)
         raise
     if aside is None:
-        # First, because a power cut may keep deletions and lose the renames.
+        # Sync before deleting: a power failure could keep the deletions and lose the renames.
         seam.disk.sync_folder(path.parent)
         _remove(old)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and the folders above it, where they are missing.
+    """Create a folder and its parents, unless they exist, and sync their entries to the disk.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error.
     """
     with storage_errors(path):
         for folder in reversed(_missing(path)):
@@ -185,11 +185,11 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that it vanishes at once: renamed aside first, then emptied. That holds
-    for a power cut as well.
+    """Delete a folder atomically, also if the power fails: rename it to a temporary name, then
+    delete its files.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error.
     """
     aside = _temporary_name(path)
     with storage_errors(path):
@@ -199,25 +199,25 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file, if it is there.
+    """Delete a file, if it exists.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error.
     """
     with storage_errors(path), contextlib.suppress(FileNotFoundError):
         seam.disk.unlink(path)
 
 
 def set_aside(path: Path) -> Path:
-    """Keep a damaged file as NAME.damaged, or NAME.damaged-2 and so on if that exists, before it is
-    replaced; return the new name.
+    """Keep a damaged file as NAME.damaged (NAME.damaged-2 and so on if that exists) before it is
+    replaced; return the new path.
 
-    It has both names until then, so that a process that is killed in between leaves its readable
-    part under the old name. A path that is not a file, and could not be replaced, is renamed; so is
-    a file if the file system has no hard links.
+    The file gets a second name (a hard link), so that if the process is killed before the
+    replacement, its readable part is still at the old path. If there can be no hard link (`path` is
+    no file, or the file system has none), it is renamed.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error.
     """
     endings = itertools.chain((".damaged",), (f".damaged-{n}" for n in itertools.count(2)))
     names = (path.with_name(path.name + ending) for ending in endings)
@@ -235,16 +235,14 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete files that a killed process left half-written directly inside `folder`."""
+    """Delete temporary files and folders of killed processes directly inside `folder`."""
     for path in sorted(folder.glob(f"{_TEMPORARY_PREFIX}*")):
         _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """Delete a file, or a folder with all that is in it, as far as the disk lets it be done.
-
-    Remaining files have a temporary name, and the next `remove_leftovers` deletes them.
-    """
+    """Delete a file, or a folder with its contents. Errors are ignored: remaining files have a
+    temporary name, and the next `remove_leftovers` deletes them."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():
             seam.disk.unlink(path)
@@ -255,10 +253,10 @@ def _remove(path: Path) -> None:
 
 
 def require_free(path: Path, advice: str) -> None:
-    """Refuse to write over something: `path` must be missing or an empty folder.
+    """Refuse to overwrite something: `path` must not exist or be an empty folder.
 
     Raises:
-        InputError: `path` exists and holds something.
+        InputError: `path` exists; the message ends with `advice`.
     """
     if path.is_dir() and not any(path.iterdir()):
         return
@@ -273,24 +271,24 @@ def sha256_of(path: Path) -> str:
 
 
 def forget_cached(path: Path) -> None:
-    """Have the next reading of a synced file come from the disk, not from memory, where the
-    operating system can be asked for that."""
+    """Drop the operating system's cached copy of a synced file, so that the next reading comes from
+    the disk. Does nothing on a system without `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a file that is read whole.
+    """The content of a file.
 
     Args:
-        max_bytes: a longer one is refused unread.
+        max_bytes: largest accepted size in bytes; a longer file is not read.
 
     Raises:
         InputError: the file is missing, unreadable, too long, or a folder, pipe or device.
     """
     try:
-        # Opening a pipe waits until somebody writes into it.
+        # Without O_NONBLOCK, opening a named pipe would wait for a process that writes into it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
@@ -310,16 +308,16 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def plain_lines(text: str) -> str:
-    """A text with every kind of line end as "\\n", as Python reads text files."""
+    """A text with "\\r\\n" and "\\r" replaced by "\\n", as Python does in text files."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file; one of more than `max_bytes` is refused unread.
+    """Read a JSON file; a file of more than `max_bytes` bytes is refused unread.
 
     Raises:
-        InputError: the file is missing, unreadable, too long, not UTF-8, not JSON, gives a key
-            twice, or has a NaN or an infinity, which JSON does not allow.
+        InputError: the file is missing, unreadable, too long, not UTF-8 or not JSON, has too many
+            lists and objects or a key twice, or has NaN or Infinity, which JSON does not allow.
     """
     return parse_json(path, read_file(path, max_bytes))
 
@@ -330,7 +328,7 @@ def read_json_object(
     """Read a JSON file that holds one object.
 
     Raises:
-        kind: the file can't be read, see `read_json`, or holds anything else, which `fault` says.
+        kind: the file can't be read (see `read_json`), or has no object (message: `fault`).
     """
     try:
         value = read_json(path)
@@ -342,7 +340,7 @@ def read_json_object(
 
 
 def parse_json(path: Path, content: bytes) -> Any:
-    """The value of a JSON file from its bytes; `path` is for messages.
+    """The value of a JSON file from its bytes; error messages name `path`.
 
     Raises:
         InputError: see `read_json`.
@@ -357,7 +355,7 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 
 def require_few_values(path: Path, content: bytes) -> None:
-    """Refuse JSON that would take far more memory than its file is long.
+    """Refuse JSON that would take far more memory than the size of its file.
 
     Raises:
         InputError: the content has too many lists and objects.
@@ -375,7 +373,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The JSON object of these keys and values; programs differ in which of two values they take.
+    """A hook of `json.loads` that refuses duplicate keys: programs differ in which value they use.
 
     Raises:
         ValueError: a key is given twice.
@@ -393,5 +391,5 @@ def _missing(path: Path) -> list[Path]:
 
 
 def _temporary_name(path: Path) -> Path:
-    """A name beside `path` that nobody else uses."""
+    """A random temporary name in the folder of `path`."""
     return path.with_name(f"{_TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}")

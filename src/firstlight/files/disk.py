@@ -1,4 +1,5 @@
-"""The seam: everything that firstlight does to the disk goes through the one object `disk`."""
+"""File system operations: everything that firstlight writes goes through the object `disk`, which
+tests replace in order to simulate errors."""
 
 from __future__ import annotations
 
@@ -11,27 +12,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-#: Smaller writes are gathered up to this number of bytes.
+#: Size of the buffer in bytes that collects small writes.
 _GATHERED_BYTES = 1 << 20
 
 
 class Disk:
-    """Firstlight's operations on the disk: one method for each system call.
+    """Firstlight's write operations on the file system, with one method for each system call.
 
-    Tests put another object in the place of `disk`, which counts the calls, refuses one, writes
-    only a part, or ends the process. All may raise OSError.
+    Tests replace `disk` by another object that counts the calls, lets one fail, writes only a part
+    of the bytes, or ends the process. All methods may raise OSError.
     """
 
     def create(self, path: Path) -> FileIO:
-        """Open a file for writing that is not there yet."""
+        """Create a new file for writing; it must not exist yet."""
         return open(path, "xb", buffering=0)
 
     def append(self, path: Path) -> FileIO:
-        """Open a file for writing at its end; make it if it is missing."""
+        """Open a file for writing at its end; create it if it does not exist."""
         return open(path, "ab", buffering=0)
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes; return the number of written bytes, which may be smaller."""
+        """Write bytes; return the number of written bytes, which may be smaller than `data`."""
         return file.write(data)
 
     def sync(self, file: FileIO) -> None:
@@ -43,11 +44,11 @@ class Disk:
         os.ftruncate(file.fileno(), size)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or folder another name; a file or an empty folder there is replaced."""
+        """Rename a file or folder; a file or an empty folder at `target` is replaced."""
         os.replace(source, target)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file another name, which must be free."""
+        """Give a file a second name (a hard link), which must not exist yet."""
         os.link(source, target, follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
@@ -55,7 +56,7 @@ class Disk:
         os.unlink(path)
 
     def make_folder(self, path: Path) -> None:
-        """Make one folder."""
+        """Create one folder, whose parent must exist."""
         path.mkdir()
 
     def remove_folder(self, path: Path) -> None:
@@ -71,21 +72,22 @@ class Disk:
             os.close(descriptor)
 
 
-#: The one that is used.
+#: The object that all modules use.
 disk = Disk()
 
 
 class OutputFile:
-    """A new file, written from front to back: on the disk when the `with` block ends well.
+    """A new file that is written sequentially, and synced to the disk when the `with` block ends
+    without an error.
 
-    When the block raises, the file stays as it is; the caller removes it.
+    If the block raises, the incomplete file stays; the caller has to remove it.
 
     Attributes:
         path: the file's path.
         size: number of bytes written.
 
     Raises:
-        OSError: raised by every method: the disk refuses, or the file is there already.
+        OSError: from every method: a file system error, or the file exists already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +104,8 @@ class OutputFile:
         with self._file:
             if error is None:
                 self._write_gathered()
-                # By the descriptor that wrote: others may not be told what failed meanwhile.
+                # Through the same descriptor: Linux reports an earlier failed write of the kernel
+                # only to descriptors that were open at that time.
                 disk.sync(self._file)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -115,8 +118,8 @@ class OutputFile:
         _write_all(self._file, data)
 
     def write_over_start(self, data: bytes) -> None:
-        """Replace the first bytes, as a header that counts what follows. Nothing may be written
-        afterwards."""
+        """Replace the first bytes, such as a header with the length of the data. Nothing may be
+        written afterwards."""
         self._write_gathered()
         self._file.seek(0)
         _write_all(self._file, data)
@@ -127,8 +130,8 @@ class OutputFile:
 
 
 class HashedFile(OutputFile):
-    """An `OutputFile` with the SHA-256 of the bytes that were passed to it, not of those on the
-    disk."""
+    """An `OutputFile` that computes the SHA-256 of the bytes passed to it, so that the file on the
+    disk can be compared with it."""
 
     def __init__(self, path: Path) -> None:
         self._hash = hashlib.sha256()
@@ -141,15 +144,16 @@ class HashedFile(OutputFile):
 
     @property
     def sha256(self) -> str:
-        """The sha256 of all bytes so far, in hexadecimal."""
+        """The SHA-256 of all bytes so far, in hexadecimal."""
         return self._hash.hexdigest()
 
 
 class AppendedFile:
-    """A file that grows by whole pieces: one that the disk takes only in part is taken back.
+    """A file to which records are appended. A record that can be written only in part is removed
+    again.
 
     Raises:
-        OSError: raised by every method: the disk refuses.
+        OSError: from every method: a file system error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,7 +176,7 @@ class AppendedFile:
             raise
 
     def sync(self) -> None:
-        """Write the appended bytes through to the disk."""
+        """Force the appended bytes to the disk."""
         disk.sync(self._file)
 
     def close(self) -> None:
@@ -181,7 +185,7 @@ class AppendedFile:
 
 
 def _write_all(file: FileIO, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes, however few the disk takes at a time (an almost full one takes a part)."""
+    """Write all bytes, in several calls if the system writes only a part (an almost full disk)."""
     rest = memoryview(data)
     while rest:
         taken = disk.write(file, rest)

@@ -1,10 +1,10 @@
-"""Safetensors files, written tensor after tensor.
+"""Writes safetensors files, one tensor after the other.
 
-The library opens and writes files by itself; here the bytes go through the seam of all writing
-(disk.py), are hashed on the way, and no tensor is copied before its turn. They are the same bytes
-as the library's (huggingface/safetensors, `serialize` in tensor.rs): the header's length in 8
-bytes, the header as compact JSON with spaces up to a multiple of 8, then the tensors, those of the
-strictest alignment first and by name among equals.
+The safetensors library opens and writes files by itself. Here the bytes go through an `OutputFile`
+(disk.py), which can hash them, and only one tensor at a time is copied to the CPU. The bytes are
+the same as the library's (huggingface/safetensors, `serialize` in tensor.rs): the header's length
+as 8 bytes, the header as compact JSON padded with spaces to a multiple of 8, then the tensors,
+sorted by dtype (see `_NAMES`) and then by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from firstlight.errors import StorageError
 from firstlight.files.disk import OutputFile
 
-#: The library's names of the formats, in the order in which it declares them: the last are first
-#: in a file.
+#: The library's names of the dtypes, in the order in which it declares them. In a file, tensors
+#: with a later dtype of this table come first.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -41,7 +41,7 @@ _NAMES = {
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 _METADATA = "__metadata__"
 
-#: Bytes that are hashed and written while they are in the processor's cache.
+#: Bytes that are hashed and written at a time: few enough to stay in the processor's cache.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -52,13 +52,13 @@ def write_tensors(
 
     Args:
         file: an open file.
-        tensors: tensors by name, on any device, in any layout, of any shape; they may share
+        tensors: dense tensors by name, on any device, with any shape and strides; they may share
             memory. A tensor that is not contiguous or not on the CPU is copied when it is written.
-        metadata: None writes none.
+        metadata: entries of the header's `__metadata__`; None writes none.
 
     Raises:
-        StorageError: a tensor is of a format, or has a name, that such a file can't hold.
-        OSError: the disk refuses.
+        StorageError: a tensor has a dtype, layout or name that a safetensors file can't hold.
+        OSError: a file system error.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided or name == _METADATA:
@@ -91,7 +91,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in order of its elements, some at a time."""
+    """A tensor's bytes in row-major order, in chunks of `_CHUNK_BYTES`."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, len(flat), _CHUNK_BYTES):
         yield flat[start : start + _CHUNK_BYTES].numpy().data
