@@ -1,1 +1,1 @@
-"""Corpora: sources of text, preparation into token shards, rows, and the training loader."""
+"""Training data: sources of text, preparation of token shards, packing of rows, and the loader."""

@@ -1,17 +1,20 @@
-"""Rows that begin with documents: text with `data.row_alignment: document`.
+"""Rows of text that begin with documents: `data.row_alignment: document`.
 
-Each document is cut into pieces of at most a row, and the pieces are packed whole into rows by
-`pack_best_fit` (Ding et al. 2024, arXiv 2404.10830): only documents longer than a row are cut, and
-every token is predicted once an epoch, as in a stream. The rest of a row is padding without labels.
-A row begins with the beginning of a document, unless the row is within one document.
+Each document is cut into pieces of at most one row, and whole pieces are packed into rows by
+`pack_best_fit` (Ding et al. 2024, arXiv 2404.10830). So only documents longer than a row are cut,
+and every token is predicted once an epoch, as in a stream. The rest of a row is padding without
+labels. A row begins with the beginning of a document, unless all its pieces are later pieces of
+long documents.
 
-The rows are a function of the documents' lengths and of the row's length, and their order is that
-of all text, so that the loader's state stays one number.
+The rows are a pure function of the documents' lengths and the row's length, and are shuffled like
+all rows of text, so the loader's state is still one number.
 
-    bos text eos     the bos is the first input; a document of n tokens takes n - 1 positions
-    text eos         an eos is the first input, which the first token is predicted from, as in a
-                     stream; a document takes n positions
-    text             the first token is not predicted
+The first input of a document depends on the tokens around its text:
+
+    bos text eos     the bos; a document of n tokens takes n - 1 positions
+    text eos         an eos, from which the first token is predicted, as in a stream; a document of
+                     n tokens takes n positions
+    text             the first token, which is not predicted; n - 1 positions
 """
 
 from __future__ import annotations
@@ -31,20 +34,20 @@ from firstlight.data.loader import RowAlignment
 from firstlight.data.shards import read_manifest
 from firstlight.errors import DataError
 
-#: Pieces that are packed together: a block takes a fraction of a second, and more would fill rows
-#: no better.
+#: Number of pieces that are packed at a time. A block takes a fraction of a second, and larger
+#: blocks would not fill the rows better.
 _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class AlignedRows:
-    """The rows of a split.
+    """The rows of a split: its pieces, row by row.
 
     Attributes:
-        labels: position in the stream of each piece's first label, row by row, int64 [pieces].
-        lengths: positions that each piece takes, int64 [pieces].
-        opens: True for the pieces that begin a document, bool [pieces].
-        starts: index of each row's first piece, and the end of the last [rows + 1].
+        labels: position in the stream of each piece's first label, int64 [pieces].
+        lengths: number of positions of each piece, int64 [pieces].
+        opens: True for a piece that begins a document, bool [pieces].
+        starts: index of each row's first piece, then the number of pieces, int64 [rows + 1].
     """
 
     labels: npt.NDArray[np.int64]
@@ -59,13 +62,13 @@ class AlignedRows:
 def align_rows(
     offsets: npt.NDArray[np.int64], seq_len: int, *, predicts_first: bool
 ) -> AlignedRows:
-    """Cut documents into pieces, and pack these into rows.
+    """Cut documents into pieces, and pack the pieces into rows.
 
     Args:
-        offsets: position of each document's first token, and the end of the last, int64
-            [documents + 1].
+        offsets: position in the stream of each document's first token, then the number of tokens,
+            int64 [documents + 1].
         seq_len: positions of a row.
-        predicts_first: a document's first token is predicted, too.
+        predicts_first: the first token of a document is a label, too.
     """
     skipped = 0 if predicts_first else 1
     sizes = np.diff(offsets) - skipped
@@ -76,14 +79,15 @@ def align_rows(
     labels = offsets[document] + skipped + number * seq_len
     lengths = np.minimum(sizes[document] - number * seq_len, seq_len)
     rows = _pack(lengths, seq_len)
-    # The beginning of a document before the rest of another one.
+    # Within a row, pieces that begin a document come before later pieces of other documents, so
+    # that the row begins with a document if it can.
     order = np.lexsort((np.arange(len(rows)), number > 0, rows))
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
     return AlignedRows(labels[order], lengths[order], number[order] == 0, starts)
 
 
 def _pack(lengths: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
-    """The row of each piece, int64 [pieces]."""
+    """The row of each piece, int64 [pieces], from the pieces' lengths, int64 [pieces]."""
     rows = np.empty(len(lengths), dtype=np.int64)
     whole = lengths == seq_len
     count = int(whole.sum())
@@ -141,7 +145,7 @@ class AlignedDataset(TokenDataset):
             end = position + length
             labels[position:end] = self[first : first + length]
             if rows.opens[piece] and self.eos_separates:
-                # Also before the first document of the stream.
+                # No token is read, because there is none before the first document of the stream.
                 input_ids[position] = self.manifest["eos_token_id"]
             else:
                 input_ids[position] = self[first - 1 : first][0]
@@ -176,7 +180,7 @@ class AlignedDataset(TokenDataset):
 def open_training_split(
     folder: str | Path, *, verify: bool, long: LongPolicy, row_alignment: RowAlignment
 ) -> TokenDataset:
-    """The training split of a prepared folder; `row_alignment` is for text alone.
+    """The training split of a prepared folder; `row_alignment` applies to text only.
 
     Raises:
         DataError: see `TokenDataset`.

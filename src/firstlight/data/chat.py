@@ -1,6 +1,6 @@
-"""Turn conversations into token shards: read, check, render, encode, hold out, write.
+"""Preparation of conversations as token shards: read, check, render, encode, hold out, write.
 
-The result depends on the records, the tokenizer with its chat template and the options only.
+The result depends only on the records, the tokenizer with its chat template, and the options.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from firstlight.tokenizer.chat_labels import (
     with_chat_template,
 )
 
-#: Shards of examples are smaller than those of text: their labels are held in memory.
+#: Tokens of a shard. Fewer than in a shard of text, because the loss mask is held in memory.
 _SHARD_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options for making examples of conversations.
+    """Options for turning records into examples.
 
     Attributes:
         kind: kind of the records: "chat", or "preference" for two answers to a prompt (see
             `conversations`), which become two examples, the chosen one first.
-        form: form of the records; "auto" tells each by its keys.
-        train_on: "assistant" makes labels of the assistant's tokens with the ends of its turns,
-            "all" of every token but an example's first.
-        on_bad: treatment of a record that is not a conversation: "refuse" the data, or "skip" the
-            record.
-        val_fraction: share of the examples that is held out for validation, each next one
-            whenever validation has fallen behind its share. Equal examples stay together, and all
-            pairs of one prompt.
+        form: form of the records; "auto" detects the form of each record from its keys.
+        train_on: labels: "assistant" for the assistant's tokens and the ends of its turns, "all"
+            for every token but the first of an example.
+        on_bad: treatment of a record that is not a conversation: "refuse" raises an error, "skip"
+            leaves the record out.
+        val_fraction: share of the examples that is held out for validation. An example is held out
+            whenever validation has less than its share so far. Equal examples go to the same
+            split, and so do all pairs with the same prompt.
     """
 
     kind: Literal["chat", "preference"] = "chat"
@@ -91,22 +91,23 @@ def prepare_chat(
     overwrite: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write conversations as token shards into the folder `out`; return their manifest.
+    """Write conversations as token shards into the folder `out`; return the folder's manifest.
 
     Args:
         inputs: .jsonl, .json and .parquet files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
-        tokenizer: a tokenizer, or the folder or file of one.
+        tokenizer: a tokenizer, or a folder or file that holds one.
         out: the folder to write.
-        val_inputs: inputs to validate on; nothing of `inputs` is then held out.
-        template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None is the tokenizer's.
+        val_inputs: inputs for validation; if there are any, nothing of `inputs` is held out.
+        template: chat template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None is
+            the tokenizer's own.
         options: see `ChatOptions`.
         overwrite: replace `out` if it is a prepared folder.
         progress: show a progress bar on stderr.
 
     Raises:
-        InputError: an input is missing or unreadable, or holds no conversation.
+        InputError: an input is missing or unreadable, or no conversation is found.
         DataError: a record is not a conversation, and `on_bad` is "refuse".
-        TokenizerError: tokenizer or template can't be used, or don't fit.
+        TokenizerError: tokenizer or template can't be used, or don't fit each other.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
         StorageError: the disk is full or not writable; nothing is left behind.
@@ -154,7 +155,10 @@ class _ChatPreparation:
         self._warning: str | None = None
 
     def run(self, sources: dict[str, list[DataSource]]) -> Iterator[int]:
-        """Write everything; yield the number of examples after each record.
+        """Write all records; after each record, yield the number of examples so far.
+
+        Args:
+            sources: sources of each split.
 
         Raises:
             DataError, InputError: see `prepare_chat`.
@@ -224,7 +228,8 @@ class _ChatPreparation:
         return chat
 
     def _split_of(self, chats: list[LabelledChat]) -> str:
-        """The split of examples: the same for equal ones and for pairs of one prompt."""
+        """The split of a record's examples: the same for equal conversations, and for pairs with
+        the same prompt."""
         if not self._fraction:
             return "train"
         ids = chats[0].ids
@@ -238,8 +243,9 @@ class _ChatPreparation:
 
     def _write(self, split: str, chat: LabelledChat) -> None:
         loss_mask = np.array(chat.loss_mask)
-        loss_mask[0] = False  # there is nothing to predict the first token from
-        # A model's bits per byte are of text; an answer's end token alone is not text.
+        loss_mask[0] = False  # no token comes before the first, from which it could be predicted
+        # Bits per byte divide by the bytes of text. An example whose only label is an end token has
+        # none, so at least one byte is counted.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn
@@ -256,7 +262,11 @@ class _ChatPreparation:
             raise InputError("there is no conversation to validate on: its inputs hold none")
 
     def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Complete the folder; return its manifest."""
+        """Complete the folder; return its manifest.
+
+        Args:
+            unread: files of the inputs that were not read.
+        """
         template = self._tokenizer.chat_template or ""
         pairs = self._options.kind == "preference"
         chat = {
@@ -275,7 +285,7 @@ class _ChatPreparation:
         )
 
 
-#: Raise it when the same input is to become something else.
+#: Version of cached folders: increase it when the same input must give a different folder.
 _VERSION = 1
 
 
@@ -291,20 +301,24 @@ def cached_chat(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """The folder of the prepared conversations, once they are. Any number of processes may ask at
-    once: one of them prepares.
+    """The cached folder of the prepared conversations, which are prepared first if they are not in
+    the cache. Several processes may call this at the same time: one of them prepares, the others
+    wait.
 
     Args:
-        files, val_files, tokenizer, template, options: see `prepare_chat`.
-        tell: called with each message for people.
+        files: the `inputs` of `prepare_chat`.
+        val_files: the `val_inputs` of `prepare_chat`.
+        tokenizer, template, options: see `prepare_chat`.
+        tell: called with each message for the user.
         where: the tokenizer's folder, for messages.
-        verify: compare a folder that is there with its SHA-256.
-        progress: show a progress bar.
+        verify: compare a cached folder with the SHA-256 in its manifest.
+        progress: show a progress bar on stderr.
 
     Raises:
         InputError, DataError, TokenizerError, MissingDependencyError: see `prepare_chat`.
         StorageError: the cache can't be written.
     """
+    # With the template first: it is part of the key.
     tokenizer = with_chat_template(tokenizer, template, where)
     sources = {"train": find_records(files), "val": find_records(val_files) if val_files else []}
     folder = cache_folder() / "chat" / _key(sources, tokenizer, options)
@@ -314,7 +328,7 @@ def cached_chat(
         with held(lock, "preparing the same conversations", progress):
             if not _is_whole(folder, verify):
                 tell(f"preparing the conversations of {', '.join(map(str, files))}")
-                if folder.exists():  # damaged
+                if folder.exists():  # incomplete or damaged, since it is not whole
                     remove_folder(folder)
                 prepare_chat(
                     files,
@@ -341,7 +355,7 @@ def _key(sources: dict[str, list[DataSource]], tokenizer: Tokenizer, options: Ch
 
 
 def _fingerprint(source: DataSource) -> str:
-    """A fingerprint of the current content of a source."""
+    """Fingerprint of a source's current content: SHA-256 of a file, commit hash of a dataset."""
     if source.path is not None:
         try:
             return sha256_of(source.path)
@@ -351,7 +365,7 @@ def _fingerprint(source: DataSource) -> str:
     hub = optional("huggingface_hub", f"reading {source.name}")
     try:
         return str(hub.HfApi().dataset_info(source.dataset.partition(":")[0]).sha)
-    # Names, networks and servers fail here, each library with its own errors.
+    # Unknown names, networks and servers: each library raises errors of its own.
     except Exception as error:
         raise InputError(
             f"dataset {source.name} can't be asked for: {first_line(error)}; without a connection, "

@@ -1,27 +1,27 @@
-"""Records of instruction and conversation data, checked and brought into one form.
+"""Records of conversations and of preference pairs, checked and converted to messages.
 
-Three forms are known, each record by its own keys:
+Three forms of conversations are supported. The form of each record is detected from its keys:
 
-    alpaca      {"instruction", "output"}, and "input", "system", "history" ([[question, answer],
-                ...] of before) where there are any
-    messages    {"messages": [{"role", "content"}, ...]}, as OpenAI's fine-tuning; content may be
-                a list of {"type": "text", "text"}; weight 0 of an answer: it is not learned
+    alpaca      {"instruction", "output"}, optionally with "input", "system" and "history" (earlier
+                turns: [[question, answer], ...])
+    messages    {"messages": [{"role", "content"}, ...]}, as for OpenAI's fine-tuning; content may
+                be a list of {"type": "text", "text"}; an answer with "weight": 0 is not learned
     sharegpt    {"conversations": [{"from", "value"}, ...]}; `from` is human, gpt or system, or
-                one of their other names
+                one of the other names in `_SHAREGPT_ROLES`
 
-A conversation is a system message or none, and then a question and an answer in turn, the last
-of which is an answer. A blank system message is ignored.
+A conversation is an optional system message, then questions and answers in turn, ending with an
+answer. A blank system message is ignored.
 
-Records of preference data hold two answers to one prompt: the preferred one and the other. Three
-forms are known, each by its own entries, and all but the last name their prompt:
+Records of preference data hold two answers to one prompt: the preferred and the rejected one. Three
+forms are supported:
 
-    texts       {"prompt": text, "chosen": text, "rejected": text}, and "system" if there is one
+    texts       {"prompt": text, "chosen": text, "rejected": text}, optionally with "system"
     messages    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}
     whole       {"chosen": [messages], "rejected": [messages]}: two conversations, whose common
                 beginning is the prompt
 
-Either conversation has to be one that is fine for fine-tuning. The prompt ends with a question;
-what comes after it is the answer, and alone is learned.
+The prompt with either answer must be a valid conversation as above. The prompt ends with a
+question. Only the messages after the prompt are learned.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PAIRS_ARE_SELF_DESCRIBING = (
     "leave train_on and format out"
 )
 
-#: Most characters of all texts of a conversation: more than the longest context holds, fewer than
-#: a template may render.
+#: Most characters of a conversation, all its messages together: more than the longest context
+#: holds, fewer than a chat template may render.
 MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
@@ -77,11 +77,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class BadRecordError(FirstlightError):
-    """A record that is not a conversation, preference pair or text.
+    """A record is not a valid conversation, preference pair or text.
 
     Args:
-        reason: key of `REASONS`, of a text of `records.REASONS`.
-        detail: the fault, for people.
+        reason: a key of `REASONS`, or of `records.REASONS` for a text.
+        detail: the message: what is wrong with the record.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -91,11 +91,11 @@ class BadRecordError(FirstlightError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One example.
+    """A conversation to learn from.
 
     Attributes:
-        messages: objects with `role`, `content` and other keys that the template may use.
-        masked: indices of the answers outside the loss.
+        messages: objects with `role`, `content` and further keys that the chat template may use.
+        masked: indices of the assistant's messages that are outside the loss.
     """
 
     messages: list[dict[str, Any]]
@@ -103,10 +103,14 @@ class Conversation:
 
 
 def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
-    """A record as a conversation.
+    """Convert a record to a conversation.
+
+    Args:
+        record: the record's JSON value.
+        form: form of the record; "auto" detects it from the keys.
 
     Raises:
-        BadRecordError: the record is none.
+        BadRecordError: the record is not a valid conversation.
     """
     if not isinstance(record, Mapping):
         raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
@@ -173,7 +177,17 @@ def _text(record: Mapping[Any, Any], name: str, *, missing: str | None = None) -
 def _from_list(
     record: Mapping[Any, Any], name: str, keys: tuple[str, str], roles: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The messages of a list of objects; `role`, `content` are taken in either form."""
+    """The messages in a record's list of objects.
+
+    Args:
+        record: the record.
+        name: key of the list.
+        keys: keys of role and content. An object without the first has `role` and `content`.
+        roles: the roles by the names that the record may use.
+
+    Raises:
+        BadRecordError: the list or a message is not valid.
+    """
     entries = record.get(name)
     if not isinstance(entries, list | tuple):
         raise _wrong_type(f"`{name}`", entries, "a list")
@@ -232,7 +246,8 @@ def _kind(value: object) -> str:
 
 
 def _require_turns(messages: list[dict[str, Any]]) -> None:
-    """Refuse messages that are not questions and answers in turn."""
+    """Raise a BadRecordError unless the messages are questions and answers in turn, not blank, and
+    plain JSON."""
     if not messages:
         raise BadRecordError("empty", "there is no message")
     if sum(len(message["content"]) for message in messages) > MAX_CONVERSATION_CHARS:
@@ -265,7 +280,7 @@ def _require_turns(messages: list[dict[str, Any]]) -> None:
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """Take `weight` out of the messages: 0 is an answer that is not learned."""
+    """The conversation of messages without their `weight`: an answer with weight 0 is masked."""
     masked = set()
     for index, message in enumerate(messages):
         weight = message.get("weight", 1)
@@ -289,17 +304,17 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations with one beginning; only the messages after it are learned."""
+    """Two conversations with the same prompt; only the messages after the prompt are learned."""
 
     chosen: Conversation
     rejected: Conversation
 
 
 def to_pair(record: object) -> Pair:
-    """A record as a pair of conversations.
+    """Convert a record of preference data to a pair of conversations.
 
     Raises:
-        BadRecordError: the record is none.
+        BadRecordError: the record is not a valid pair.
     """
     if not isinstance(record, Mapping):
         raise BadRecordError("wrong_type", "not an object with `chosen` and `rejected`")
@@ -311,7 +326,8 @@ def to_pair(record: object) -> Pair:
             whole = to_conversation({"messages": [*prompt, *answer]}, "messages").messages
         except BadRecordError as error:
             raise BadRecordError(error.reason, f"`{name}` with its prompt: {error}") from error
-        start = len(whole) - len(answer)  # a blank system message is none
+        # From the end, because `to_conversation` drops a blank system message from the prompt.
+        start = len(whole) - len(answer)
         both.append(whole)
     if both[0] == both[1]:
         raise BadRecordError("no_pair", "`chosen` and `rejected` are the same")
@@ -326,7 +342,7 @@ def to_pair(record: object) -> Pair:
 
 
 def _pair_prompt(record: Mapping[Any, Any]) -> list[Any]:
-    """The messages before both answers; [] where the record does not name them."""
+    """The messages before both answers; [] if the record has no "prompt"."""
     if record.get("prompt") is None:
         if any(isinstance(record.get(name), str) for name in ("chosen", "rejected")):
             raise BadRecordError("wrong_type", "`prompt` is missing, and the answers are texts")
@@ -339,7 +355,8 @@ def _pair_prompt(record: Mapping[Any, Any]) -> list[Any]:
 
 
 def _answer(record: Mapping[Any, Any], name: str, *, answers: bool) -> list[Any]:
-    """An entry as messages; a text is one message."""
+    """The entry `name` of a record as messages; a text becomes one message, of the assistant if
+    `answers`, otherwise of the user."""
     value = record.get(name)
     if isinstance(value, str):
         return [{"role": "assistant" if answers else "user", "content": value}]

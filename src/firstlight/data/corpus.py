@@ -1,25 +1,26 @@
-"""A split of a prepared corpus, as training, evaluation and planning see it: a `Corpus`, whether
+"""`Corpus`: a split of a prepared corpus, as training, evaluation and planning use it. Its classes:
 
-    text                `TokenDataset`; in aligned rows, `alignment.AlignedDataset`
+    text                `TokenDataset`; rows that begin with documents: `alignment.AlignedDataset`
     conversations       `examples.ExampleDataset`
     preference pairs    `examples.PreferenceDataset`
     a mix of corpora    `mixing.MixedDataset`
 
-`writer.CorpusWriter` writes the folders of all of them, and `shards` describes the files.
+`writer.CorpusWriter` writes the folders of all kinds, and `shards` describes the files.
 
-A split of text is one long stream of tokens. Row i predicts tokens i*T+1 ... i*T+T from the token
-before each, so that every token but the very first is predicted exactly once; the last row may be
-shorter. (Rows of examples are packed otherwise: see `examples`.) With document masking, a row's
-tokens are numbered by document, and a token is predicted only from its own document:
+A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens
+i*T+1 ... i*T+T, each from the token before it. So every token but the very first is predicted
+exactly once, and the last row may be shorter. (Conversations are packed into rows: see `examples`.)
 
-    bos text eos | bos text eos     the eos is the last prediction of a document; the label
-                                    after it, the next document's bos, is masked
-    text eos | text eos             without bos, an eos opens the document after it: it is
-                                    predicted as the end of the one and stands, as an input, at
-                                    position 0 of the other, whose first token is predicted
-                                    from it. No label is masked, and a model learns how
-                                    documents begin.
-    text | text                     the first token of a document is not predicted
+With document masking, the tokens of a row are numbered by document, and a token is predicted from
+its own document only. What this means depends on the tokens around a document's text:
+
+    bos text eos | bos text eos     The eos is the last label of a document. The label after it,
+                                    the next document's bos, is masked.
+    text eos | text eos             The eos between two documents is a label of the first document,
+                                    and the input at position 0 of the second one, whose first
+                                    token is predicted from it. No label is masked, and the model
+                                    learns how documents begin.
+    text | text                     The first token of a document is not predicted.
 """
 
 from __future__ import annotations
@@ -47,37 +48,39 @@ from firstlight.data.shards import (
 )
 from firstlight.errors import DataError
 
-#: A row of a batch, [seq_len]: token ids or labels, and the number of each position's document.
+#: Arrays of one row of a batch, [seq_len]: token ids or labels; number of each position's document.
 RowIds = npt.NDArray[np.int64]
 DocumentIds = npt.NDArray[np.int32]
-#: The content of a prepared folder, by the names of `data.kind`, or a mix of several.
+#: Kind of the data in a prepared folder (the values of `data.kind`), or "mix".
 Kind = Literal["text", "chat", "preference", "mix"]
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
-    """Number of rows of `seq_len` predictions in a stream of `num_tokens`."""
+    """Number of rows of `seq_len` positions in a stream of `num_tokens` tokens."""
     return -(-max(num_tokens - 1, 0) // seq_len)
 
 
 def row_span(row: int, seq_len: int) -> slice:
-    """The tokens of a row: its inputs and, one further, its labels (cut at the stream's end)."""
+    """The span of a row's tokens in the stream: `seq_len` inputs and the last label after them. It
+    may reach beyond the end of the stream."""
     return slice(row * seq_len, row * seq_len + seq_len + 1)
 
 
 def separate_documents(
     starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Number the documents of a row's inputs, and find the labels that lie in another document.
+    """Number the documents of a row's inputs, and find labels in another document than their input.
 
     Args:
         starts: positions of documents' first tokens among the row's num_inputs + 1 tokens,
             ascending, int64 [documents].
-        num_inputs: inputs of the row.
-        eos_opens: the token before a start is, as an input, the first of the document.
+        num_inputs: number of inputs of the row.
+        eos_opens: the token before a document's first token, an eos, is the first input of the
+            document.
 
     Returns:
-        The number of each input's document, from 0 within the row, int32 [num_inputs]; and the
-        positions of the labels to mask, int64.
+        (number of each input's document, counted from 0 within the row, int32 [num_inputs];
+        positions of the labels to mask, int64 [masked labels])
     """
     inner = starts[starts > 0]
     masked = inner[:0] if eos_opens else inner - 1
@@ -90,9 +93,10 @@ def separate_documents(
 def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
     """Element `position` of a random permutation of `range(length)`, in O(1) memory.
 
-    Each (seed, epoch) gives another permutation. It is a 4-round Feistel network over the
-    smallest even number of bits that holds `length`, walked until it lands inside the range
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    Each (seed, epoch) gives another permutation. A 4-round Feistel network permutes the numbers of
+    the smallest even number of bits that holds every index; it is applied again and again until
+    the result is below `length` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002).
     """
     assert 0 <= position < length
     half_bits = max((length - 1).bit_length() + 1, 2) // 2
@@ -114,7 +118,8 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """The finalizer of splitmix64 (Steele et al. 2014): mixes every bit into every other."""
+    """The finalizer of splitmix64 (Steele et al. 2014) on 64 bits: every bit of the result depends
+    on every bit of `value`."""
     value &= 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -126,9 +131,9 @@ class CorpusPart:
     """One corpus of a mix, or a corpus alone.
 
     Attributes:
-        name: name in its metrics; "" of a corpus alone.
+        name: name in the corpus's metrics; "" for a corpus alone.
         dataset: the split.
-        weight: rows in a period of the mix: see `mixing.whole_weights`.
+        weight: number of the corpus's rows in a period of the mix (see `mixing`).
     """
 
     name: str
@@ -137,16 +142,16 @@ class CorpusPart:
 
 
 class Corpus(Protocol):
-    """A split of prepared data, in rows of `seq_len` predictions. The defaults are those of text.
+    """A split of prepared data, in rows of `seq_len` positions. The default methods fit text.
 
     Attributes:
         kind: the kind of the data.
-        has_examples: some rows are packed examples, which need document masking.
+        has_examples: some rows are packed conversations, which need document masking.
         folder: the prepared folder, with the tokenizer.
         split: "train" or "val".
-        manifest: the folder's manifest, or those of all corpora with their weights.
-        vocab_size: ids of the tokenizer.
-        num_tokens: tokens of the split.
+        manifest: the folder's manifest; for a mix, the manifests of all corpora with their weights.
+        vocab_size: number of ids of the tokenizer.
+        num_tokens: number of tokens of the split.
     """
 
     kind: Kind = "text"
@@ -159,70 +164,73 @@ class Corpus(Protocol):
 
     @property
     def parts(self) -> tuple[CorpusPart, ...]:
-        """The corpora of a mix, or the corpus alone."""
+        """The corpora of a mix, or this corpus as the only part."""
         ...
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """Bits per byte of gzip -9 on the text; None where not recorded."""
+        """Bits for each byte of the text after gzip -9, a baseline for a model's bits per byte;
+        None if not recorded."""
         return None
 
     def num_rows(self, seq_len: int) -> int:
-        """The number of rows, which are an epoch; a DataError if examples don't fit into rows."""
+        """Number of rows of an epoch; a DataError if a conversation doesn't fit into a row."""
         ...
 
     def require_row(self, seq_len: int) -> None:
-        """Raise a DataError if the split is shorter than a row, or examples don't fit into rows."""
+        """Raise a DataError if the text is shorter than a row, or a conversation longer."""
         ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
-        """(split, row in it) that comes after `position` others: the order of a run."""
+        """(split, number of the row in it) of the row that comes after `position` other rows in the
+        order of a run with this seed, counted over all epochs."""
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """The share of labels among the tokens of a run's sequences: 1 for text; of conversations,
-        the assistant's tokens beside prompts and padding."""
+        """Share of the rows' positions that have a label: 1 for text as a stream; prompts and
+        padding have no label."""
         return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """Lines for people about the conversations that a run sees and leaves out."""
+        """Lines of output about a split's rows: how full they are, and what is left out."""
         return iter(())
 
     def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
-        """Lines for people about the first `rows` rows of a mix."""
+        """Lines of output about the first `rows` rows of a mix: the share of each corpus."""
         return iter(())
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
-        """A run's record of its conversations: see `Packing.record`."""
+        """Entries for the run log, a dict for each corpus of conversations."""
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Entries that tell a run's data from others, beside manifest and folder."""
+        """Settings that change the rows of a run, in addition to the manifest, by name."""
         return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """Epochs of each corpus of a mix in the first rows, by its name."""
+        """Epochs of each corpus in the first `rows_seen` rows of a mix, by the corpus's name."""
         return {}
 
 
 class TokenDataset(Corpus):
-    """The tokens of one split, as if they were one long array. Each block of a shard is checked
-    when it is read: a shard that changes while it is in use is an error (see `shards`).
+    """One split of prepared text, which can be sliced like one long array of token ids. Each block
+    of a shard is checked when it is read: a shard that changes while it is in use is an error (see
+    `shards`).
 
     Args:
         folder: a folder that `prepare` wrote.
         split: "train" or "val".
-        verify: compare every shard with the sha256 in the manifest, and its ids with the
-            vocabulary, first: about a second for each GB. Sizes, headers and document offsets
-            are checked in any case, and so is each token when it is read.
+        verify: first compare every shard with the sha256 in the manifest, and all ids with the
+            vocabulary, which takes about a second for each GB. Sizes, headers and document offsets
+            are always checked, and so is each id when it is read.
 
     Raises:
-        DataError: the folder is no prepared corpus, lacks the split, or is damaged; or it holds
-            conversations, which are read by `examples.ExampleDataset`.
+        DataError: the folder is not a prepared corpus, lacks the split, or is damaged; or it holds
+            conversations, for which there is `examples.ExampleDataset`.
 
     Attributes:
         text_bytes: UTF-8 bytes of the split's text.
-        gzip_bytes: bytes of the text after gzip -9; None where not recorded.
+        gzip_bytes: bytes of the text after gzip -9; None if not recorded.
     """
 
     #: Version of the folders that this class reads.
@@ -261,10 +269,10 @@ class TokenDataset(Corpus):
             raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
 
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
-        """Tokens `start:stop` as int64 [stop - start] (cut at the end, like any slice).
+        """Token ids `start:stop`, int64 [stop - start] (fewer at the end, as for any slice).
 
         Raises:
-            DataError: a shard was changed or cut short since it was opened, or holds an id beyond
+            DataError: a shard was changed or truncated since it was opened, or holds an id beyond
                 the vocabulary.
         """
         start, stop, step = span.indices(self.num_tokens)
@@ -282,11 +290,11 @@ class TokenDataset(Corpus):
         return result
 
     def document_starts(self, span: slice) -> npt.NDArray[np.int64]:
-        """Positions among the tokens `start:stop` at which documents begin, counted from `start`,
-        ascending; twice the same where an empty document precedes another.
+        """Positions at which documents begin among the tokens `start:stop`, counted from `start`,
+        ascending, int64 [documents]. An empty document has the same position as the next one.
 
         Raises:
-            DataError: a shard was changed or cut short since it was opened.
+            DataError: a shard was changed or truncated since it was opened.
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
@@ -301,14 +309,14 @@ class TokenDataset(Corpus):
 
     @functools.cached_property
     def documents_begin_with_bos(self) -> bool:
-        """Each document begins with a bos; without it, the eos before a document is the input
-        that its first token is predicted from."""
+        """True if documents begin with a bos, as the first token of the split shows."""
         first = self[0:1].tolist()
         return bool(first == [self.manifest.get("bos_token_id")])
 
     @property
     def eos_separates(self) -> bool:
-        """The stream is text, eos, text, eos, ... without bos, as GPT-2's."""
+        """True if the stream is text, eos, text, eos, ... without bos, as for GPT-2: the first
+        token of a document is predicted from the eos before it."""
         return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
 
     @property
@@ -341,11 +349,11 @@ class TokenDataset(Corpus):
         """Write a row into the arrays of a batch.
 
         Args:
-            row: the row's number.
-            input_ids: inputs of the row, int64 [seq_len]; positions beyond a short row stay.
-            labels: labels of the row, int64 [seq_len]; positions without a label stay.
-            document_ids: document of each position, int32 [seq_len], all of them written; None
-                without document masking.
+            row: number of the row.
+            input_ids: inputs of the row, int64 [seq_len]; the end of a short row is not written.
+            labels: labels of the row, int64 [seq_len]; positions without a label are not written.
+            document_ids: number of each position's document, int32 [seq_len], written at every
+                position; None without document masking.
         """
         span = row_span(row, len(input_ids))
         tokens = self[span]
@@ -362,21 +370,22 @@ class TokenDataset(Corpus):
         labels[:length][loss_mask] = tokens[1:][loss_mask]
 
     def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64] | None:
-        """`loader.Batch.references` of the rows [rows, documents]; None without pairs."""
+        """`loader.Batch.references` of the given rows, fp64 [rows, documents]; None for data other
+        than preference pairs."""
         return None
 
     def predicts_first(self, first_id: int | None) -> bool:
-        """The very first token is predicted from `first_id`, except a leading bos, which has no
-        text and nothing to be predicted from, and an example's first token."""
+        """True if the very first token of the split is predicted from `first_id`. A leading bos is
+        not predicted, because it has no text; nor is the first token of a conversation."""
         return first_id is not None and int(self[0:1][0]) != first_id
 
     def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
-        """Bits per byte of the text for each nat per token; see `evaluate_split`."""
+        """The factor that turns a loss in nats per token into bits per byte of the text."""
         predicted = self._num_predicted(document_masking=document_masking, first_id=first_id)
         return predicted / self.text_bytes / math.log(2)
 
     def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
-        """The number of tokens that are predicted in an epoch."""
+        """Number of tokens that are predicted in an epoch."""
         if document_masking and self.documents_begin_with_bos:
             return self.num_tokens - self.num_documents
         return self.num_tokens - (not self.predicts_first(first_id))

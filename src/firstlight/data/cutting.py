@@ -1,4 +1,4 @@
-"""Documents divided into parts: a tail for validation, pieces to encode, the text between Project
+"""Ways to cut documents: a tail for validation, pieces to encode, the text between Project
 Gutenberg's header and licence, and a limited number of first tokens.
 """
 
@@ -13,16 +13,19 @@ from firstlight.data.encoding import TextPiece
 from firstlight.data.shards import TokenArray
 from firstlight.errors import ConfigError
 
-#: Longer documents are encoded in parts of about this many characters.
+#: Characters of a piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18
 
 _NEWLINE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])\n")
 
-#: The lines around the text of a book. Since 2003 "*** START OF THE PROJECT GUTENBERG EBOOK TITLE
-#: ***", with THIS in place of THE for some years, ETEXT before, with or without blanks after the
-#: asterisks, and a title that may take further lines; before that, the header ended with "*END*THE
-#: SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*". The text ends with "*** END OF THE
-#: PROJECT GUTENBERG EBOOK ..." or "End of (the|this) Project Gutenberg('s) ...", or both.
+#: Project Gutenberg's lines around the text of a book:
+#: - start, since 2003: "*** START OF THE PROJECT GUTENBERG EBOOK TITLE ***", where the title may
+#:   take several lines. Some years have THIS instead of THE, ETEXT instead of EBOOK, or no blanks
+#:   after the asterisks.
+#: - print, before 2003, the end of the header: "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN
+#:   ETEXTS*Ver.04.29.93*END*".
+#: - end: "*** END OF THE PROJECT GUTENBERG EBOOK ..." or "End of (the|this) Project Gutenberg('s)
+#:   ...", or both.
 _MARKS = re.compile(
     r"^[ \t\[]*(?:"
     r"(?P<start>\*+[ \t]*START[ \t]+OF[ \t]+(?:TH(?:E|IS)[ \t]+)?PROJECT[ \t]+GUTENBERG"
@@ -33,7 +36,7 @@ _MARKS = re.compile(
     r")",
     re.IGNORECASE | re.MULTILINE,
 )
-#: The paragraph of credits that follows the mark in books of before 2020.
+#: The paragraph of credits after the start line, in books released before 2020.
 _CREDITS = re.compile(
     r"\s*(?:This )?(?:e-?(?:text|book) )?(?:was )?(?:produced|prepared|transcribed) (?:by|from)\b"
     r"(?:[^\n]|\n(?![ \t\r]*\n)){0,2000}",
@@ -42,16 +45,25 @@ _CREDITS = re.compile(
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """The text without its last `fraction`, and that; cut at the end of a line if one is near."""
+    """(the text without its last `fraction`, that last part), cut after a line if one ends near.
+
+    Args:
+        text: the text.
+        fraction: share of the text's characters, from 0 to 1.
+    """
     position = math.floor(len(text) * (1 - fraction))
-    # No further back than makes the second part twice as long as asked for.
+    # The search for a line end goes back until the second part would have twice its length.
     line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1
     position = line_end or position
     return text[:position], text[position:]
 
 
 def cut_long(text: str) -> list[str]:
-    """Pieces whose encodings join to the whole's: cut between a letter and a newline."""
+    """The text in pieces of about `_PIECE_CHARACTERS`, each cut between a letter and a newline.
+
+    The encodings of the pieces concatenate to that of the text only for a tokenizer that
+    `splits_at_newline_after_letter`.
+    """
     pieces = []
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
@@ -64,22 +76,22 @@ def cut_long(text: str) -> list[str]:
 
 
 def without_gutenberg(text: str) -> str:
-    """A text without the header, credits and licence of Project Gutenberg around it.
+    """The text without Project Gutenberg's header, credits and licence (see `_MARKS`).
 
-    A file of several books, one after the other, keeps each book. A text without their marks at
-    the beginnings of lines is returned as it is; "" is returned where nothing stands between them.
+    Of a file with several books, every book is kept. A text in which no line begins with such a
+    mark is returned unchanged; "" is returned if there is no text between the marks.
     """
     books, begin, is_inside, is_marked = [], 0, True, False
     for mark in _MARKS.finditer(text):
         if mark["print"] is not None and not text[mark.end() :].strip():
-            continue  # a few books have the small print behind the text
+            continue  # a few books have the small print after the text
         if mark["end"] is not None:
             if is_inside:
                 books.append(text[begin : mark.start()])
             is_inside = False
         else:
             if is_inside and is_marked and mark["print"] is None:
-                books.append(text[begin : mark.start()])  # of a book whose end has no mark
+                books.append(text[begin : mark.start()])  # a book without a line at its end
             begin, is_inside = mark.end(), True
         is_marked = True
     if not is_marked:
@@ -98,21 +110,21 @@ def within_tokens(
     separators: int,
     encode: Callable[[str], TokenArray],
 ) -> Iterator[tuple[TextPiece, TokenArray]]:
-    """The pieces that fit into a number of tokens; iteration ends once both splits have theirs.
+    """The pieces that fit into `max_tokens`; iteration ends once both splits are full.
 
     Args:
         encoded: each piece with its tokens, in order.
-        max_tokens: tokens of both splits, separators included.
-        val_fraction: share of them that is for validation.
-        separators: number of tokens between documents, for each document.
-        encode: encodes a text.
+        max_tokens: largest number of tokens of both splits together, separators included.
+        val_fraction: share of `max_tokens` for the validation split.
+        separators: number of separator tokens (bos, eos) that each document gets.
+        encode: the tokens of a text.
 
     Yields:
-        Pieces with their tokens. The document that passes its split's number is cut there, and its
-        piece is the `last`; later documents of the split are left out.
+        (piece, tokens). The document that exceeds the limit of its split is cut at the limit, and
+        the piece with the cut has `last` set. Later documents of the split are left out.
 
     Raises:
-        ConfigError: the tokens are too few for the separators of a document.
+        ConfigError: `max_tokens` leaves no room for text beside the separators of one document.
     """
     held_out = round(max_tokens * val_fraction)
     left = {"train": max_tokens - held_out, "val": held_out}
@@ -138,18 +150,19 @@ def within_tokens(
 
 
 def longest_prefix(text: str, room: int, tokens: int, count: Callable[[str], int]) -> str:
-    """The longest beginning of a text, in whole characters, that is at most `room` tokens long.
+    """The longest prefix of a text, in whole characters, with at most `room` tokens.
 
-    It can be a few tokens shorter: the next character may be several tokens, or may change how the
-    characters before it are merged.
+    The prefix can have a few tokens fewer than `room`: the next character may be several tokens, or
+    may change how the characters before it are merged. It is found by bisection, as if more
+    characters never had fewer tokens.
 
     Args:
         text: the text.
-        room: number of tokens, fewer than the text has.
+        room: largest number of tokens of the prefix, fewer than the text has.
         tokens: number of tokens of the text.
-        count: number of tokens of a text.
+        count: a function that gives the number of tokens of a text.
     """
-    # A short beginning of a long text is found without encoding the whole again.
+    # Starting from an estimate finds a short prefix without encoding all of a long text again.
     fits, too_long = 0, len(text)
     guess = room * len(text) // tokens + 16
     while guess < too_long:

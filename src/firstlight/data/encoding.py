@@ -1,6 +1,6 @@
-"""Encode the pieces of documents on one machine, in their order, in this process or in others.
+"""Encoding of the pieces of documents on one machine, in order, in this process or several others.
 
-A process that is killed is replaced, and its batches are encoded again.
+A process that is killed is replaced, and its batch is encoded again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from firstlight.tokenizer import Tokenizer
 
 
 class TextPiece(NamedTuple):
-    """One part of a document on its way to the encoder.
+    """A piece of a document that is to be encoded.
 
     Attributes:
-        text: the part's text.
+        text: the piece's text.
         split: "train" or "val".
-        first: the part begins its document's text in the split.
-        last: the part ends its document's text in the split.
+        first: True if the document's text in the split begins with this piece.
+        last: True if the document's text in the split ends with this piece.
         document: the document's number, counted from 1.
     """
 
@@ -46,17 +46,18 @@ class TextPiece(NamedTuple):
 
 #: Each piece with its tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: An engine; all engines give the same tokens.
+#: The function of an engine that encodes pieces; all engines give the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
-#: A worker is handed about this many characters at a time.
+#: Characters of a batch, about: a process is given one batch at a time.
 _BATCH_CHARACTERS = 1 << 20
-#: Number of times in a row that processes may be killed before a batch is given up.
+#: Number of attempts at a batch: after as many killed processes, the batch fails.
 _ATTEMPTS = 3
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
-    """The pieces in their order, in lists of at least `characters` (the last may be shorter)."""
+    """The pieces in their order, in lists of at least `characters` characters (the last list may
+    have fewer)."""
     batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
@@ -75,17 +76,20 @@ def encode_in_order(
     workers: int,
     max_tokens: int | None = None,
 ) -> Encoded:
-    """Each piece with its tokens, in the order of the pieces, however many processes work.
+    """Each piece with its tokens, in the order of the pieces, with any number of processes.
 
     Args:
-        workers: 1 encodes in this process.
-        max_tokens: number of tokens that are needed; fewer of them read less text ahead.
+        pieces: the pieces; they are read ahead of the encoding by a bounded number of batches.
+        tokenizer: the tokenizer.
+        workers: number of processes; 1 encodes in this process.
+        max_tokens: number of tokens that are needed. If there are few, batches are smaller, so that
+            less text is read ahead. None is no limit.
 
     Raises:
-        DataError: the tokenizer gives ids beyond its vocabulary, or processes are killed again
-            and again.
+        DataError: the tokenizer gives ids beyond its vocabulary, or processes are killed
+            repeatedly.
     """
-    # A text has hardly more tokens than characters: the batch with the last token is a small part.
+    # A text rarely has more tokens than characters, so one batch of this size may be enough.
     characters = min(_BATCH_CHARACTERS, max_tokens or _BATCH_CHARACTERS)
     if workers == 1:
         for batch in batches(pieces, characters):
@@ -95,7 +99,7 @@ def encode_in_order(
     try:
         for batch in batches(pieces, characters):
             pool.submit(batch)
-            # Enough to keep everyone busy; the rest of the corpus stays on the disk.
+            # Enough batches to keep all processes busy; the rest of the corpus stays on the disk.
             if len(pool) >= 3 * workers:
                 yield from pool.oldest()
         while len(pool):
@@ -105,18 +109,22 @@ def encode_in_order(
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
-    """The tokens of each text, in the type of its shards (`token_dtype`), in one thread.
+    """The token ids of each text, in the dtype of the shards (`token_dtype`), in one thread.
 
     Raises:
         DataError: an id is beyond the tokenizer's vocabulary.
     """
-    # One text a call keeps the library to one thread: the processes already share the cores.
+    # With one text in each call the library uses one thread: the processes already use all cores.
     ids = (np.array(tokenizer.encode_batch([text])[0], np.int64) for text in texts)
     return [_fitting(array, tokenizer.vocab_size) for array in ids]
 
 
 def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
-    """Ids in the type of the shards, which would silently cut off larger ids."""
+    """The ids in the dtype of the shards, which could silently truncate ids beyond the vocabulary.
+
+    Raises:
+        DataError: there is such an id.
+    """
     if len(ids) and int(ids.max()) >= vocab_size:
         raise DataError(
             f"the tokenizer gives id {ids.max()}, beyond its own vocabulary of {vocab_size} "
@@ -128,16 +136,17 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 class _Worker:
     """A process that encodes, and this process's end of the pipe to it.
 
-    The data that a new process needs are sent through this pipe. `spawn` itself writes its few
-    bytes to a pipe whose reading end this process holds, too, so a longer content would block for
-    ever if the new process is killed.
+    The tokenizer is sent through this pipe, not as an argument of the process. `spawn` writes the
+    arguments to a pipe whose reading end this process holds, too. Arguments longer than the pipe's
+    buffer would therefore block forever if the new process is killed.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._end, there = context.Pipe()
         self._process = context.Process(target=_work, args=(there,), daemon=True)
-        with there:  # so that the pipe ends when the process does
+        # This process closes its copy of the other end, so that the pipe ends when the child does.
+        with there:
             self._process.start()
         self._unsent: list[str] = [tokenizer_json]
 
@@ -158,7 +167,7 @@ class _Worker:
         return tokens
 
     def end(self) -> int:
-        """End the process, if it goes on; return its exit code, negative after a signal."""
+        """Kill the process if it is running; return its exit code, negative after a signal."""
         self._process.kill()
         self._process.join()
         code = self._process.exitcode
@@ -166,10 +175,11 @@ class _Worker:
 
 
 class _Processes:
-    """Processes that encode batches, and the batches that they have, oldest first.
+    """Processes that encode batches, and the queue of submitted batches, oldest first.
 
-    Each process has a thread that asks it, and no two share a pipe or a lock: a process that is
-    killed at any moment, its start included, loses only its batch, which another process gets.
+    For each process, one thread of this process sends batches and receives tokens. No two processes
+    share a pipe or a lock. So if a process is killed at any moment, even while it starts, only its
+    batch is lost, and a new process encodes that batch again.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
@@ -185,21 +195,21 @@ class _Processes:
         return len(self._waiting)
 
     def submit(self, batch: list[TextPiece]) -> None:
-        """Hand a batch to whoever is free."""
+        """Add a batch to the queue, for the next free process."""
         texts = [piece.text for piece in batch]
         self._waiting.append((batch, self._threads.submit(self._encode, texts)))
 
     def oldest(self) -> Iterator[tuple[TextPiece, TokenArray]]:
-        """Take the oldest batch away, encoded.
+        """Wait for the oldest batch, and remove it: each of its pieces with its tokens.
 
         Raises:
-            DataError: processes are killed again and again, or can't start.
+            DataError: processes are killed repeatedly, or can't start; or see `encode`.
         """
         batch, future = self._waiting.popleft()
         return zip(batch, future.result(), strict=True)
 
     def stop(self) -> None:
-        """End the processes, whatever they have."""
+        """Kill the processes, and drop the batches."""
         with self._lock:
             self._stopped = True
             for worker in self._workers:
@@ -207,7 +217,7 @@ class _Processes:
         self._threads.shutdown(cancel_futures=True)
 
     def _encode(self, texts: list[str]) -> list[TokenArray]:
-        """The tokens of each text, by the process of this thread or, if that ends, another one."""
+        """The tokens of each text, from this thread's process or, if it is killed, a new one."""
         code = 0
         for attempt in range(1, _ATTEMPTS + 1):
             worker = self._own_worker()
@@ -215,7 +225,7 @@ class _Processes:
                 return worker.encode(texts)
             except (EOFError, OSError):
                 self._of_thread.worker = None
-                # One that exits by itself, without a signal, would do so again.
+                # A process that exits by itself, without a signal, would exit again.
                 code = worker.end()
                 if self._stopped or code >= 0 or attempt == _ATTEMPTS:
                     break
@@ -241,9 +251,9 @@ class _Processes:
 
 
 def _work(end: Connection) -> None:
-    """Encode batches until nobody asks."""
+    """Body of a process: encode batches until the pipe is closed."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # Ctrl-C reaches every process of the terminal; the parent alone decides what happens.
+    # The terminal sends Ctrl-C's SIGINT to every process; only the parent may react to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         tokenizer = tokenizer_from_json(end.recv())
@@ -253,12 +263,13 @@ def _work(end: Connection) -> None:
 
 
 def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArray] | DataError]:
-    """(True, tokens of each text), or (False, the error to raise in the process that asks)."""
+    """(True, tokens of each text), or (False, the error to raise in the parent process)."""
     try:
         return True, encode(texts, tokenizer)
     except DataError as error:
         return False, error
-    # A panic of the tokenizers library is no Exception; some errors do not survive pickling.
+    # BaseException, because a panic of the tokenizers library is not an Exception. The error is
+    # replaced, because some errors can't be pickled.
     except BaseException as error:  # noqa: BLE001
         return False, DataError(
             f"the tokenizer failed ({type(error).__name__}: {error}): its files are damaged?"
@@ -266,12 +277,13 @@ def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArr
 
 
 def tokenizer_from_json(content: str) -> Tokenizer:
-    """The tokenizer of `Tokenizer.backend.to_str()`, as far as encoding texts goes."""
+    """A tokenizer for encoding texts, from `Tokenizer.backend.to_str()`: without bos, eos and chat
+    template."""
     return Tokenizer(tokenizers.Tokenizer.from_str(content))
 
 
 def _exit_with_parent() -> None:
-    """A parent that is killed outright can't stop its workers: they stop themselves."""
+    """End this process when its parent ends: a parent killed by SIGKILL can't stop its workers."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

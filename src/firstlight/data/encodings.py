@@ -1,26 +1,30 @@
-"""Detection of a text's encoding from its bytes: `likely_encoding`."""
+"""Detection of the encoding of a text that is not UTF-8, from its bytes: `likely_encoding`."""
 
 from __future__ import annotations
 
 import codecs
 import re
 
-#: Characters of German, French, Spanish, Portuguese, Italian, Dutch and Scandinavian texts, without
-#: letters that have another meaning in Windows-1250 and 1254.
+#: Bytes in Windows-1252 of the non-ASCII characters of German, French, Spanish, Portuguese,
+#: Italian, Dutch and Scandinavian texts. Letters whose byte is another letter in Windows-1250 or
+#: Windows-1254 are left out.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
         "cp1252"
     )
 )
+#: The declaration of a Python file's encoding (PEP 263), in its first or second line.
 _DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 
 def likely_encoding(content: bytes) -> str | None:
-    """The encoding of a text that is not UTF-8, by its name for iconv; None if uncertain.
+    """iconv's name of the encoding of a text that is not valid UTF-8; None if it is uncertain.
 
-    Detected are: text that is UTF-8 except for a few bytes, Windows-1252 (which includes
-    ISO-8859-1), Windows-1251, KOI8-R, Shift-JIS and EUC-JP, and the encoding that a Python file
-    declares.
+    Detected are the encoding that a Python file declares, UTF-8 with a few invalid bytes,
+    Shift-JIS, EUC-JP, Windows-1251, KOI8-R and Windows-1252 (which includes ISO-8859-1).
+
+    Args:
+        content: the beginning of the text, which may be cut inside a character.
     """
     declared = _DECLARED.match(content)
     if declared is not None and (name := _known(declared[1].decode("ascii", "replace"))):
@@ -49,7 +53,7 @@ def _japanese(content: bytes) -> str | None:
         try:
             text = content.decode(name)
         except UnicodeDecodeError as error:
-            # The last character may be cut.
+            # `content` may end inside the last character.
             if error.start < len(content) - 2:
                 continue
             text = content[: error.start].decode(name)
@@ -61,8 +65,8 @@ def _japanese(content: bytes) -> str | None:
 
 
 def _cyrillic(content: bytes) -> str | None:
-    """Detection by the most frequent letters of Russian, because Greek and Hebrew use the same
-    bytes for other letters."""
+    """Windows-1251 or KOI8-R, detected from the most frequent letters of Russian, because encodings
+    of Greek and Hebrew use the same bytes for other letters."""
     high = [byte for byte in content if byte > 0x7F]
     if len(high) < 20:
         return None
@@ -80,10 +84,10 @@ def _cyrillic(content: bytes) -> str | None:
 
 
 def _western(content: bytes) -> str | None:
-    """Single letters with accents among letters without."""
+    """Windows-1252, detected from single accented letters among unaccented letters."""
     high = [byte for byte in content if byte > 0x7F]
     letters = len(re.findall(rb"[A-Za-z]", content))
     is_alone = len(high) < letters / 2 + 1 and not re.search(rb"[\x80-\xff]{4}", content)
-    # Inside of a word these are letters of MS-DOS' code pages and of old Macs.
+    # Inside a word, these bytes are letters in MS-DOS code pages and in Mac OS Roman.
     is_inside = re.search(rb"[a-z][\x80-\x91\x93-\x9b\x9d-\x9f][a-z]", content)
     return "windows-1252" if is_alone and not is_inside and set(high) <= _WESTERN else None

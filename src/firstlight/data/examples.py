@@ -1,12 +1,12 @@
-"""Prepared conversations: examples that are never split over rows and never see each other.
+"""Prepared conversations: examples that are never split over rows and never attend to each other.
 
-An example of n tokens predicts its last n - 1, and takes n - 1 positions of a row: all its tokens
-but the last are inputs. Rows of T positions are packed by `pack_best_fit`. Within a row each
-example is a separate document, so that positions restart and attention ends with it; the remaining
-positions are one more document, whose labels are -100, like those of all tokens outside the loss
-mask. The two examples of a preference pair are in one row, one after the other. The lengths and T
-decide which examples share a row; the order of the rows differs in each epoch, as with text (see
-`loader`).
+An example of n tokens takes n - 1 positions of a row: all its tokens but the last are inputs, and
+all but the first are predicted. Rows of T positions are packed by `pack_best_fit`. Within a row,
+each example is a separate document, in which positions start at 0 and to which attention is
+limited. The remaining positions are one more document. Its labels are -100, like those of all
+tokens outside the loss mask. The two examples of a preference pair are in one row, one after the
+other. Which examples share a row depends on the lengths and T alone; the order of the rows differs
+in each epoch, as with text (see `loader`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from firstlight.errors import DataError
 
 LongPolicy = Literal["refuse", "drop", "cut"]
 
-#: Origin of each example of a split, one a line.
+#: Name of the file with the origin (file and line) of each example of a split, one a line.
 ORIGINS_NAME = "{split}-examples.txt"
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The rows of a split at a row length.
+    """The rows of a split for one row length. For preference data, "example" means pair here.
 
     Attributes:
-        examples: the examples (of preference data, the pairs) of all rows, row by row [examples].
-        starts: index in `examples` of each row's first one, and the end of the last [rows + 1].
+        examples: indices of the examples of all rows, row by row, int64 [examples].
+        starts: index in `examples` of each row's first example, then their number, [rows + 1].
         num_labels: labels of an epoch.
-        num_inputs: positions of rows that examples take.
-        dropped: number of examples longer than a row, and left out.
-        cut: number of examples longer than a row, and cut to it.
+        num_inputs: positions that examples take, in all rows together.
+        dropped: number of examples that are longer than a row and left out.
+        cut: number of examples that are longer than a row and cut to its length.
         seq_len: positions of a row.
     """
 
@@ -58,16 +58,16 @@ class Packing:
         return len(self.starts) - 1
 
     def row(self, index: int) -> list[int]:
-        """The examples (of preference data, the pairs) of a row."""
+        """Indices of the examples (for preference data, of the pairs) of a row."""
         return list(map(int, self.examples[self.starts[index] : self.starts[index + 1]]))
 
     @property
     def filled(self) -> float:
-        """The share of the rows' positions that examples take."""
+        """Share of the rows' positions that examples take, from 0 to 1."""
         return self.num_inputs / (len(self) * self.seq_len)
 
     def record(self) -> dict[str, Any]:
-        """Entries of a run's record."""
+        """The entries for the run log."""
         return {
             "rows": len(self),
             "examples": len(self.examples),
@@ -81,17 +81,17 @@ class Packing:
 def pack_best_fit(
     lengths: npt.NDArray[np.int64], capacity: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Put whole items into as few rows as best-fit decreasing finds: the longest first, each into
-    the fullest row that still has room for it (Johnson et al. 1974; at most 11/9 of the fewest
-    rows there could be). The same lengths give the same rows.
+    """Pack whole items into rows by best-fit decreasing: the longest items first, each into the
+    fullest row that still has room for it (Johnson et al. 1974). The result has at most about 11/9
+    of the least possible number of rows. The same lengths give the same rows.
 
     Args:
         lengths: length of each item, from 1 to `capacity`, int64 [items].
         capacity: length of a row.
 
     Returns:
-        The items of all rows, row by row [items], and the index of each row's first one, with the
-        end of the last [rows + 1].
+        (indices of the items of all rows, row by row, int64 [items]; index in them of each row's
+        first item, then the number of items, int64 [rows + 1])
     """
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
@@ -125,13 +125,13 @@ class ExampleDataset(TokenDataset):
 
     Args:
         folder, split, verify: see `TokenDataset`.
-        long: policy for an example longer than a row: refuse all, drop it, or cut its end off
-            (and drop it if no label is left).
+        long: policy for an example longer than a row: "refuse" raises an error, "drop" leaves the
+            example out, "cut" cuts off its end (and leaves it out if no label remains).
 
     Attributes:
-        lengths: tokens of each example, int64 [examples].
+        lengths: number of tokens of each example, int64 [examples].
         num_labels: labels of all examples.
-        together: number of adjacent examples that are always in one row.
+        together: number of adjacent examples that are always in the same row, called a unit below.
 
     Raises:
         DataError: see `TokenDataset`; or the folder holds text.
@@ -141,7 +141,7 @@ class ExampleDataset(TokenDataset):
     kind: Kind = "chat"
     has_examples = True
     together = 1
-    #: Name of examples or pairs in messages.
+    #: Name of the examples, or of the pairs, in messages.
     unit = "conversations"
 
     def __init__(
@@ -169,19 +169,19 @@ class ExampleDataset(TokenDataset):
             )
 
     def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Tokens [N] and loss mask, bool [N], of an example."""
+        """(tokens, int64 [N]; loss mask, bool [N]) of an example of N tokens."""
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         base = self._starts[shard]
         return self[start:stop], self._shards[shard].loss_mask(start - base, stop - base)
 
     def origin(self, index: int) -> str:
-        """File and line of an example, for people."""
+        """File and line of an example, for messages."""
         path = self.folder / ORIGINS_NAME.format(split=self.split)
         try:
             with open(path, encoding="utf-8") as file:
                 return next(itertools.islice(file, index, None)).rstrip("\n")
-        # A folder from elsewhere may lack the file.
+        # A folder that was downloaded lacks the file: only shards and tokenizer are fetched.
         except (OSError, UnicodeDecodeError, StopIteration):
             return f"{self.folder}, example {index + 1} of '{self.split}'"
 
@@ -189,14 +189,15 @@ class ExampleDataset(TokenDataset):
         """The rows of `seq_len` positions.
 
         Raises:
-            DataError: an example is too long and `long` refuses that, or none is left.
+            DataError: an example is longer than a row and `long` is "refuse", or no example is
+                left.
         """
         if seq_len not in self._packings:
             self._packings[seq_len] = self._packed(seq_len)
         return self._packings[seq_len]
 
     def _packed(self, seq_len: int) -> Packing:
-        # Positions of each unit: of an example, or of the examples that lie together.
+        # Positions of each unit: of an example, or of both examples of a pair.
         sizes = (self.lengths - 1).reshape(-1, self.together).sum(1)
         long = np.flatnonzero(sizes > seq_len)
         if len(long) and self.long == "refuse":
@@ -228,7 +229,7 @@ class ExampleDataset(TokenDataset):
         )
 
     def examples_of_row(self, row: int, seq_len: int) -> list[int]:
-        """The examples of a row, in their order; of a pair the chosen one first."""
+        """Indices of the examples of a row, in their order; of each pair, the chosen one first."""
         return [i for unit in self.packing(seq_len).row(row) for i in self._of_unit(unit)]
 
     def _of_unit(self, unit: int) -> range:
@@ -315,13 +316,13 @@ class PreferenceDataset(ExampleDataset):
     rejected answer of pair i.
 
     Args:
-        folder, split, verify, long: see `ExampleDataset`; long pairs are not cut, since half of a
-            pair says nothing.
+        folder, split, verify, long: see `ExampleDataset`. A long pair is never cut, because half an
+            answer can't be compared with the other answer.
 
     Attributes:
-        references: fp64 [examples], the log-probability of each example's answer before training;
-            NaN for examples that are left out; None before they are known.
-        reference_model: name and sha256 of the model that gave `references`.
+        references: log-probability of each example's answer before training, fp64 [examples]; NaN
+            for examples that are left out. None until the run has set it.
+        reference_model: name and sha256 of the model that computed `references`.
 
     Raises:
         DataError: see `ExampleDataset`; or `long` is "cut".
@@ -367,10 +368,14 @@ class PreferenceDataset(ExampleDataset):
 def open_split(
     folder: str | Path, split: str, *, verify: bool = True, long: LongPolicy = "refuse"
 ) -> TokenDataset:
-    """A split of a prepared folder, of text, of conversations or of preference pairs.
+    """A split of a prepared folder that holds text, conversations or preference pairs.
+
+    Args:
+        folder, split, verify: see `TokenDataset`.
+        long: see `ExampleDataset`; not used for text.
 
     Raises:
-        DataError: see `TokenDataset`.
+        DataError: see `TokenDataset` and `PreferenceDataset`.
     """
     kind = kind_of(read_manifest(Path(folder).expanduser()))
     if kind == "preference":
@@ -381,12 +386,12 @@ def open_split(
 
 
 def kind_of(manifest: Mapping[str, Any]) -> Kind:
-    """The kind of data that a prepared folder holds, by its manifest."""
+    """The kind of data in a prepared folder, according to its manifest."""
     if manifest["version"] != LABELLED_VERSION:
         return "text"
     return "preference" if manifest.get("pairs") is True else "chat"
 
 
 def preference_splits(splits: Iterable[Corpus | None]) -> list[PreferenceDataset]:
-    """The splits of preference pairs, whose `references` a run has to set."""
+    """Those of the splits that hold preference pairs: a run has to set their `references`."""
     return [split for split in splits if isinstance(split, PreferenceDataset)]

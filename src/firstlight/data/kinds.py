@@ -1,4 +1,4 @@
-"""Kinds of files that hold no plain text, detected by their first bytes or by their ending, each
+"""Kinds of files that are not plain text, detected by their first bytes or by their ending, each
 with the command that extracts its text.
 """
 
@@ -10,13 +10,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-#: Bytes at the start of a file that its kind is told by.
+#: First bytes of a file from which its kind is detected.
 HEAD_BYTES = 1 << 16
 
-#: Control characters that texts don't have: not tab, newline, vertical tab, form feed, escape.
+#: Control characters that texts don't have: those below 0x20 except 0x08 to 0x0D (backspace to
+#: carriage return) and 0x1B (escape).
 _CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
-#: Fewest control characters of a binary file, and their least share of its bytes. Of compressed
-#: data they are a tenth; a text may hold single ones.
+#: A file is binary if it has at least this number of control characters and at least this share of
+#: its bytes is control characters. About a tenth of compressed data is; a text may have a few.
 _LEAST_CONTROLS, _LEAST_CONTROL_SHARE = 8, 0.02
 
 
@@ -24,19 +25,19 @@ class FileKind(NamedTuple):
     """A kind of file.
 
     Attributes:
-        name: the kind with its article, for people.
-        remedy: the way to a text, with {file}, and {text} and {folder} for a text file and a folder
-            beside it.
+        name: name of the kind with its article, for messages.
+        remedy: advice on how to get a text file, with the placeholders {file} (the file), {text} (a
+            text file beside it) and {folder} (a folder beside it).
     """
 
     name: str
     remedy: str
 
     def advice(self, path: Path) -> str:
-        """The remedy for the file at hand, as a shell takes its name."""
+        """The remedy for the file `path`, with paths quoted for a shell."""
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
-        # A document called .txt is not to be written over while it is read.
+        # The command must not write over the file that it reads.
         text = stem.with_name(f"{stem.name}.plain.txt") if text == path else text
         names = {"file": path, "text": text, "folder": stem}
         return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
@@ -92,7 +93,7 @@ _JSON = FileKind(
     "make a file of lines with jq -c '.[]' {file} > OUT.jsonl",
 )
 
-#: (offset, bytes, kind); ZIP is looked into further.
+#: (offset, bytes at this offset, kind). For a ZIP file, `_IN_ZIP` is searched, too.
 _SIGNATURES = (
     (0, b"%PDF-", _PDF),
     (0, b"PK\x03\x04", _ZIP),
@@ -122,7 +123,7 @@ _SIGNATURES = (
     (0, b"MZ", _PROGRAM),
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _OLD_OFFICE),
 )
-#: Names of entries at the beginning of a ZIP file, and the kind that they show.
+#: (pattern of the first entries of a ZIP file, the kind of such a file).
 _IN_ZIP = (
     (rb"mimetypeapplication/epub", _EPUB),
     (rb"mimetypeapplication/vnd\.oasis\.opendocument\.text", _ODT),
@@ -162,7 +163,7 @@ _BY_ENDING = {ending: kind for kind, names in _ENDINGS.items() for ending in nam
 _KEYS = re.compile(rb'"([a-z]{4,20})"\s*:')
 _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 
-#: The way to train on records, by their kind.
+#: Advice on how to train on records of each kind.
 START_FROM = {
     "chat": "to teach a model to answer with them, start from one: firstlight train FILE "
     "--init-from MODEL",
@@ -172,7 +173,7 @@ START_FROM = {
 
 
 def kind_by_bytes(head: bytes) -> FileKind | None:
-    """The kind of a file by the signature of its first bytes; None for a text."""
+    """The kind of a file by the signature in its first bytes; None if it has no known one."""
     if head.startswith(b"%PDF-"):
         return _PDF
     # A text may begin with the letters of a signature; it has no control characters.
@@ -186,7 +187,7 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
 
 
 def is_binary(head: bytes) -> bool:
-    """True if a file has as many control characters as no text has."""
+    """True if the first bytes of a file have more control characters than a text has."""
     controls = _control_characters(head)
     return controls >= _LEAST_CONTROLS and controls >= _LEAST_CONTROL_SHARE * len(head)
 
@@ -196,22 +197,22 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """The fault of a file that is not text, but has the name of a text, for people."""
+    """The message about a file that is not text, although its ending is that of a text."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
 def kind_by_ending(ending: str) -> FileKind | None:
-    """The kind of the files with an ending, such as .tar.gz; None for one that isn't known."""
+    """The kind of files with an ending such as .tar.gz; None if the ending is unknown."""
     return _BY_ENDING.get(ending) or _BY_ENDING.get(f".{ending.rpartition('.')[2]}")
 
 
 def kind_of(path: Path, ending: str) -> FileKind:
-    """The kind of a file that is not read for its ending.
+    """The kind of a file whose ending is not supported.
 
     Raises:
         OSError: the file can't be read.
     """
-    # Archives by their ending first: .tar.gz begins as any .gz.
+    # The ending comes first, because the first bytes of a .tar.gz are those of any .gz.
     if (known := kind_by_ending(ending)) is not None:
         return known
     with open(path, "rb") as file:
@@ -235,7 +236,7 @@ def _json_kind(head: bytes) -> FileKind:
 
 
 def conversation_kind(fields: Collection[str]) -> Literal["chat", "preference"] | None:
-    """The value of `prepare --kind` that reads records of these fields; None for texts."""
+    """The value of `prepare --kind` that reads records with these fields; None for texts."""
     if {"chosen", "rejected"} <= set(fields):
         return "preference"
     chat = {"messages", "conversations", "conversation"} & set(fields)
@@ -243,7 +244,7 @@ def conversation_kind(fields: Collection[str]) -> Literal["chat", "preference"] 
 
 
 def conversation_text(fields: Collection[str]) -> str | None:
-    """The fault of records of these fields where texts were expected; None if they may be texts."""
+    """The message about records with these fields in place of texts; None if they may be texts."""
     if (kind := conversation_kind(fields)) is None:
         return None
     names = ", ".join(list(fields)[:8])

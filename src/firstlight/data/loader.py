@@ -1,11 +1,11 @@
-"""The `data` section of a recipe, and the batches for training that it gives, in an order that is a
-pure function of the seed and a position.
+"""The `data` section of a recipe, and the loader of training batches. The order of the rows is a
+pure function of the seed and the position.
 
-The loader's whole state is one number, the rows read by all ranks together. So resuming is exact at
-any step of any epoch, on any number of ranks, at no cost.
+The loader's whole state is one number: the rows read by all ranks together. So resuming is exact at
+any step of any epoch, with any number of ranks, and costs no time.
 
-Threads, not processes, read ahead: numpy copies, searches and waits for the disk without
-holding the interpreter, and nothing has to be sent from one process to another.
+Threads read ahead, not processes: numpy's copies and searches and the reads from the disk release
+Python's global interpreter lock, and no batch has to be sent from one process to another.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ from firstlight.data.mixing import whole_weights
 from firstlight.hardware.device import single_threaded_pool
 from firstlight.section import Section
 
+#: Label of a position without a prediction: `ignore_index` of PyTorch's cross entropy.
 IGNORE_INDEX = -100
 
-#: Rows of text: one stream cut into rows, or documents packed into them; see `alignment`.
+#: How text becomes rows: "stream" cuts one stream of all documents, "document" packs documents into
+#: rows (see `alignment`).
 RowAlignment = Literal["stream", "document"]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens: B rows of T positions.
+    """A batch of B rows of T positions.
 
     Attributes:
-        input_ids: int64 [B, T].
+        input_ids: token ids, int64 [B, T].
         labels: int64 [B, T]; `labels[b, t]` is the token after `input_ids[b, t]`, or -100.
         num_valid: number of labels that are not -100.
-        document_ids: int32 [B, T]: the number of each input token's document, counted from 0
-            within its row; None without document masking.
-        references: log-probability before training of each document's answer, fp64 [B, D], for
-            preference pairs: 0 if it is not known, NaN without such a document. Documents 2 i and
-            2 i + 1 are a pair.
+        document_ids: number of each input token's document, counted from 0 within its row,
+            int32 [B, T]; None without document masking.
+        references: for preference pairs, log-probability of each document's answer under the
+            reference model (the model before training), fp64 [B, D], where D is the largest number
+            of documents in a row. 0: not known; NaN: the row has no such document. Documents
+            2 i and 2 i + 1 are a pair. None for other data.
     """
 
     input_ids: Tensor
@@ -58,23 +61,24 @@ class Batch:
 
     @property
     def num_terms(self) -> int:
-        """The number of terms of the loss: valid labels, or pairs."""
+        """Number of terms of the loss: valid labels, or preference pairs."""
         if self.references is None:
             return self.num_valid
         return int(self.references.isfinite().sum()) // 2
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The arguments of a loss function."""
+        """Arguments of a loss function: input_ids, labels, document_ids and, for preference pairs,
+        references."""
         further = () if self.references is None else (self.references,)
         return self.input_ids, self.labels, self.document_ids, *further
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on `device`; asynchronously from pinned memory to a GPU."""
+        """A copy on `device`; the copy from pinned memory to a GPU is asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def uncounted(self) -> Batch:
-        """The same tokens without labels and pairs."""
+        """A batch of the same tokens that adds nothing to the loss: no labels and no pairs."""
         references = self.references
         return replace(
             self,
@@ -117,16 +121,16 @@ def rows_to_batch(
 ) -> Batch:
     """The given rows of a split as one batch.
 
-    A short row is filled up with `fill_id` and labels of -100, as a separate document. Rows of
-    examples need document masking.
+    A short row is padded with `fill_id` and labels of -100; the padding is a document of its own.
+    Rows of conversations need document masking.
 
     Args:
         dataset: the split.
         rows: numbers of the rows.
-        seq_len: predictions a row.
-        fill_id: any token.
-        document_masking: number the documents, and predict tokens from their own document
-            only (see `packing`).
+        seq_len: positions of a row.
+        fill_id: token id of the padding; any id of the vocabulary.
+        document_masking: number the documents, and predict each token from its own document
+            only (see `corpus`).
     """
     places = [(dataset, row) for row in rows]
     return _batch_of(places, seq_len, fill_id, document_masking=document_masking)
@@ -135,11 +139,11 @@ def rows_to_batch(
 def _batch_of(
     rows: list[tuple[TokenDataset, int]], seq_len: int, fill_id: int, *, document_masking: bool
 ) -> Batch:
-    """See `rows_to_batch`; each row may be of another split."""
+    """As `rows_to_batch`, but each row, (split, number of the row), may be of another split."""
     document_ids = np.empty((len(rows), seq_len), dtype=np.int32) if document_masking else None
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
-    # All rows are of one split where there are pairs.
+    # The first split can answer for all rows: preference pairs are never mixed.
     references = rows[0][0].references_of([row for _, row in rows], seq_len)
     for i, (dataset, row) in enumerate(rows):
         documents = None if document_ids is None else document_ids[i]
@@ -154,31 +158,31 @@ def _batch_of(
 
 
 class TokenLoader:
-    """Endless shuffled batches over the rows of a split, or of a mix of several; each epoch in
-    another order.
+    """Endless shuffled batches over the rows of a split, or of a mix of several corpora. The order
+    of the rows differs in each epoch.
 
     A batch may begin in one epoch and end in the next. Threads read the following batches during
-    the computation on the current one; the batches do not depend on the number of threads or of
-    batches read ahead. With several ranks, the batches of all of them, in the order of the ranks,
-    are the next `micro_batch_size` x `world_size` rows of the one order.
+    the computation on the current one. The batches do not depend on the number of threads, nor on
+    the number of batches read ahead. With several ranks, the next `micro_batch_size` x `world_size`
+    rows are a global batch, of which each rank gets consecutive rows, in the order of the ranks.
 
     Args:
         dataset: the split, or a mix.
-        seq_len: predictions a row.
-        micro_batch_size: rows a batch.
-        seed: decides the order.
-        rows_seen: position to start from, of a `state_dict()` of any rank.
-        document_masking: number the documents, and predict tokens from their own only.
+        seq_len: positions of a row.
+        micro_batch_size: rows of a batch.
+        seed: seed of the order of the rows.
+        rows_seen: rows that all ranks have read before: "rows_seen" of any rank's `state_dict()`.
+        document_masking: number the documents, and predict each token from its own document only.
         rank: index of this rank's part of each global batch.
         world_size: number of parts of a global batch.
-        workers: threads that read ahead; more than one helps where the disk is slow; 0 reads
-            in the calling thread, when a batch is asked for.
+        workers: threads that read ahead. More than one helps if the disk is slow. 0: the calling
+            thread reads each batch when it is requested.
         prefetch: batches that are read ahead.
-        pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
+        pin_memory: return page-locked tensors, for asynchronous copies to a GPU.
 
     Raises:
-        DataError: the split, or one of the mix, is shorter than one row, or has examples that
-            don't fit into one.
+        DataError: the split, or a split of the mix, is shorter than one row, or has examples that
+            don't fit into a row.
     """
 
     def __init__(
@@ -233,8 +237,8 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The loader's position, the same on every rank; batches that were read ahead but not
-        handed out do not count."""
+        """{"rows_seen": rows read by all ranks together}, the same on every rank. Batches that were
+        read ahead but not returned do not count."""
         return {"rows_seen": self.rows_seen}
 
     def _read_ahead(self) -> None:
@@ -243,7 +247,7 @@ class TokenLoader:
             self._ahead.append(self._readers.submit(self._read, first))
 
     def _read(self, global_first: int) -> Batch:
-        """This rank's part of the global batch that begins with the row of this count."""
+        """This rank's part of the global batch that begins at position `global_first`."""
         first = global_first + self.rank * self.micro_batch_size
         rows = [
             self.dataset.row_at(count, self.seq_len, self.seed)
@@ -259,84 +263,89 @@ class MixedCorpus(Section):
     dir: str = Field(min_length=1)
     """a folder that `firstlight prepare` wrote, or its URL."""
     weight: float = Field(gt=0)
-    """number of rows it gives in relation to the others' weights."""
+    """number of rows of this corpus, relative to the weights of the other corpora."""
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
-    """name in val/loss/NAME and epoch/NAME; null is the last part of `dir`."""
+    """name in the metrics val/loss/NAME and epoch/NAME; null is the last part of `dir`."""
 
     @property
     def label(self) -> str:
-        """Its name."""
+        """The corpus's name, by default the last part of `dir`."""
         return self.name or self.dir.rstrip("/").rpartition("/")[2] or self.dir
 
 
 class DataConfig(Section):
-    """The `data` section. One of `dir`, `mix` and `files` is given."""
+    """The `data` section. Exactly one of `dir`, `mix` and `files` must be set."""
 
     kind: Literal["text", "chat", "preference"] | None = None
-    """kind of the data: chat for conversations, preference for pairs of answers, text for text;
-    null is the kind of `dir`."""
+    """kind of the data: text for plain text, chat for conversations, preference for pairs of
+    answers; null is the kind of `dir`."""
     dir: str | None = Field(min_length=1)
     """a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
     https://), from which it is fetched into a cache."""
     mix: list[MixedCorpus] | None = Field(None, min_length=1)
-    """several prepared folders with one tokenizer: a list of {dir, weight}. Each gives rows in
-    proportion to its weight, exactly, in its own shuffled order, again and again. An epoch is as
-    many rows as the corpora have together. val/loss is the mean of their losses by weight; the loss
-    of each corpus is a metric, too."""
+    """several prepared folders with the same tokenizer: a list of {dir, weight, name}. Each corpus
+    gives rows in exact proportion to its weight, in a shuffled order of its own, as often as
+    needed. An epoch has as many rows as all corpora together. val/loss is the mean of the corpora's
+    losses, weighted by `weight`; the loss of each corpus is also a metric."""
     files: list[str] | None = Field(None, min_length=1)
-    """conversations (with kind preference, pairs) that are prepared when the run starts, and kept
-    in the cache: .jsonl, .json and .parquet files, folders, globs, hf:NAME[:CONFIG[:SPLIT]]."""
+    """conversations, or preference pairs with kind preference, that are prepared when the run
+    starts and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
+    hf:NAME[:CONFIG[:SPLIT]]."""
     val_files: list[str] | None = Field(None, min_length=1)
-    """files to validate on, beside `files`; null holds val_fraction of the conversations out."""
+    """files of conversations to validate on; null holds out `val_fraction` of `files`."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """share of `files` that is held out for validation; 0 is no validation."""
     format: ChatForm = "auto"
-    """format of the records of `files`: alpaca, messages, sharegpt; auto tells each by its keys."""
+    """format of the records of `files`: alpaca, messages or sharegpt; auto detects the format of
+    each record from its keys."""
     template: str | None = Field(None, min_length=1)
     """the chat template of `files`: chatml, llama2, llama3, alpaca or a .jinja file; null is the
     tokenizer's own. It is saved with the model."""
     tokenizer: str | None = Field(None, min_length=1)
-    """tokenizer of `files`, a folder or file; null is that of --init-from."""
+    """tokenizer for `files`, a folder or file; null is the tokenizer of --init-from."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """labels of `files`: the assistant's tokens with the ends of its turns, or all tokens."""
+    """labels of `files`: assistant for the assistant's tokens and the ends of its turns, all for
+    all tokens."""
     on_bad: Literal["refuse", "skip"] = "refuse"
-    """treatment of records of `files` that are no conversations: refuse all, or skip the record."""
+    """treatment of a record of `files` that is not a conversation: refuse to start, or skip the
+    record."""
     long: LongPolicy = "refuse"
-    """treatment of conversations longer than a row: refuse them all, drop them, or cut their ends
-    off."""
+    """treatment of conversations longer than a row: refuse to start, drop them, or cut off their
+    ends."""
     seq_len: int | None = Field(None, gt=0)
-    """tokens a training row; null is the model's max_position_embeddings."""
+    """tokens of a training row; null is the model's max_position_embeddings."""
     verify: bool = True
-    """comparison of the shards with their sha256 before the first step."""
+    """comparison of the shards with the sha256 in their manifest before the first step."""
     document_masking: bool = False
-    """attention within documents: tokens see only their own document; positions start at 0 in each.
-    Always so with conversations."""
+    """attention within documents: a token attends to its own document only, and positions start at
+    0 in each document. Always true for conversations."""
     row_alignment: RowAlignment = "stream"
-    """rows of text to train on: "stream" cuts all text, one document after the other, into rows
-    that begin anywhere; "document" packs documents whole into rows that begin with one, and cuts
-    only those longer than a row. Conversations are always packed; validation stays a stream."""
+    """rows of text to train on: "stream" concatenates all documents and cuts the stream into rows,
+    which may begin inside a document; "document" packs whole documents into rows that begin with a
+    document, and cuts only documents longer than a row. Conversations are always packed; text for
+    validation is always cut from the stream."""
     workers: int = Field(1, ge=0, le=64)
-    """threads that read rows ahead; the order of the rows does not depend on them. 0 reads them
-    when a step needs them."""
+    """threads that read rows ahead; the order of the rows does not depend on their number. 0 reads
+    rows when a step needs them."""
     prefetch: int = Field(2, ge=1, le=1024)
-    """micro-batches that are read ahead; at least those of one step."""
+    """micro-batches that are read ahead; never fewer than those of one step."""
     pin_memory: bool | None = None
-    """page-locked batches, from which a GPU copies while it computes; null is true with a CUDA
-    GPU."""
+    """page-locked memory for batches, so that copies to a GPU overlap with computation; null is
+    true with a CUDA GPU."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_dir(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        # One file needs no list.
+        # A single file may be written without a list.
         values = {
             name: [value] if name in ("files", "val_files") and isinstance(value, str) else value
             for name, value in values.items()
         }
         if values.get("kind") in ("chat", "preference"):
             values = {"document_masking": True, **values}
-        # `dir` is required, but where there is something in its place.
+        # `dir` is a required key unless `mix` or `files` replaces it.
         if values.get("mix") is not None or values.get("files") is not None:
             return {"dir": None, **values}
         return values
@@ -382,6 +391,6 @@ class DataConfig(Section):
             raise ValueError(PAIRS_ARE_SELF_DESCRIBING)
 
 
-#: Keys of `data` that say how `files` are prepared.
+#: Keys of `data` that apply to `files` only.
 _OF_FILES = ("val_files", "val_fraction", "format", "template", "tokenizer", "train_on", "on_bad")
 NO_MASKING = "document_masking can't be off with conversations: examples never see each other"

@@ -1,13 +1,16 @@
-"""Several corpora as one: each gives rows in proportion to its weight, exactly.
+"""Mixes of several corpora: each corpus gives rows in exact proportion to its weight.
 
-Whose turn it is, is a pure function of the position. The weights are taken as exact fractions
-(0.7 is 7/10) and brought to the smallest whole numbers in their ratio, whose sum is the period:
-7 and 3 repeat every ten rows. Within a period, row j of a corpus of share w may come from
-position j / w on, and has to have come by position (j + 1) / w; the row with the earliest
-deadline comes first. That always works out (Baruah et al., "Proportionate progress", 1996), so
-that after any n rows a corpus has given more than n * w - 1 and fewer than n * w + 1 of them.
+The corpus of a row is a pure function of the row's position in the run. The weights are taken as
+exact fractions (0.7 is 7/10) and scaled to the smallest whole numbers in the same ratio. Their sum
+is the period: weights 7 and 3 repeat every ten rows.
 
-A corpus gives its rows in the same order as alone: shuffled differently in each of its epochs.
+Positions, and the rows j of each corpus, are counted from 0 within a period. A corpus with the
+share w of the rows may give its row j from position j / w (rounded down) on, and must give it
+before position (j + 1) / w (rounded up). At each position, the row with the earliest deadline is
+drawn. All deadlines are then met (Baruah et al., "Proportionate progress", 1996), so after any n
+rows a corpus has given more than n * w - 1 and fewer than n * w + 1 of them.
+
+In a mix, a corpus gives its rows in the same order as alone: shuffled anew in each of its epochs.
 """
 
 from __future__ import annotations
@@ -24,16 +27,17 @@ import numpy.typing as npt
 from firstlight.data.corpus import Corpus, CorpusPart, Kind, TokenDataset
 from firstlight.errors import ConfigError, DataError
 
-#: Longer periods are refused: the turns of a period are worked out and held in memory.
+#: Longest period in rows: the corpus of each row of a period is computed and held in memory.
 MAX_PERIOD = 1_000_000
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the ratio of the weights, as these are written: [0.7, 0.3]
-    gives [7, 3].
+    """The smallest whole numbers in the same ratio as the weights, whose decimal notation is taken
+    as exact: [0.7, 0.3] gives [7, 3].
 
     Raises:
-        ConfigError: a weight is not above 0, or the numbers add up to more than `MAX_PERIOD`.
+        ConfigError: there is no weight, a weight is not finite and above 0, or the whole numbers
+            add up to more than `MAX_PERIOD`.
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"the weights of a mix must be above 0, not {list(weights)}")
@@ -42,7 +46,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
         math.gcd(*(share.numerator for share in exact)),
         math.lcm(*(share.denominator for share in exact)),
     )
-    # With fractions in their lowest terms this is their greatest common divisor.
+    # `unit` is the greatest common divisor of the fractions, which are in their lowest terms.
     whole = [int(share / unit) for share in exact]
     if sum(whole) > MAX_PERIOD:
         total = sum(exact)
@@ -56,10 +60,13 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class Turns:
-    """The corpus of the row at each position.
+    """Maps the position of a row in the run to the corpus that gives the row.
 
     Args:
         parts: rows of each corpus in a period, from `whole_weights`.
+
+    Attributes:
+        period: rows of a period.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
@@ -68,7 +75,8 @@ class Turns:
         self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
 
     def at(self, position: int) -> tuple[int, int]:
-        """(corpus, number of its earlier rows) of the row at a position."""
+        """(index of the corpus that gives the row at `position`, number of rows that this corpus
+        has given before)."""
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
         before = int(np.searchsorted(self._positions[corpus], within))
@@ -84,7 +92,11 @@ class Turns:
 
 
 def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """The corpus of each row of one period: see the module's docstring."""
+    """Index of the corpus of each row of one period, uint32 [period]; see the module's docstring.
+
+    `waiting` has (first position at which its next row may be drawn, corpus), `ready` has
+    (deadline of its next row, corpus).
+    """
     period = sum(parts)
     corpora = np.empty(period, dtype=np.uint32)
     given = [0] * len(parts)
@@ -104,24 +116,25 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class MixedDataset(Corpus):
-    """The same split of several corpora, drawn from by weight.
+    """The same split of several corpora, whose rows are drawn by weight.
 
-    An epoch of it is as many rows as the corpora have together: with weights in the ratio of
-    their sizes each is seen once in it, else those with more weight more than once.
+    An epoch has as many rows as all corpora together. If the weights are in the ratio of the
+    corpora's sizes, each corpus is seen once in an epoch; otherwise a corpus with a larger weight
+    is seen more than once, and a corpus with a smaller weight in part.
 
     Args:
         parts: the corpora.
 
     Attributes:
         turns: the corpus of each row.
-        has_examples: a corpus is of conversations.
-        folder: folder of the first corpus of conversations, or else of the first corpus, for the
-            tokenizer, which is the same in all.
+        has_examples: at least one corpus consists of conversations.
+        folder: folder of the first corpus of conversations, or of the first corpus if there are no
+            conversations. The tokenizer is read from it; all corpora have the same tokenizer.
         manifest: manifests of all corpora, with their weights.
         num_tokens: tokens of all corpora together.
 
     Raises:
-        DataError: a corpus is in it twice, or tokenizers or chat templates differ.
+        DataError: a corpus is in the mix twice, or tokenizers or chat templates differ.
     """
 
     kind: Kind = "mix"

@@ -1,8 +1,8 @@
-"""Open files of text: their compression and their encoding.
+"""Opening of text files: decompression and decoding.
 
-UTF-8, and UTF-16 and UTF-32 with a byte-order mark are read, and the mark is never part of the
-text. Any other encoding is refused with the command that converts the file; which encoding it is
-can be told for certain in some cases only (`likely_encoding`).
+UTF-8, and UTF-16 and UTF-32 with a byte-order mark (BOM), are read; the BOM is never part of the
+text. A file in any other encoding is refused with the command that converts it. The command names
+the encoding if it can be detected (`likely_encoding`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from firstlight.data.encodings import likely_encoding
 from firstlight.data.kinds import HEAD_BYTES, binary_file, is_binary, kind_by_bytes
 from firstlight.errors import MissingDependencyError
 
-#: Limits of an unpacked file: text has 3 to 10 times its compressed bytes, logs 50.
+#: A file may unpack to the larger of this number of bytes and this multiple of its own size. Text
+#: has 3 to 10 times its compressed bytes, log files up to 50 times.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
-#: Bytes that a line counts for beside its own: it may be a document, which takes time.
+#: Bytes that a line counts in addition to its own: each line may be a document, which takes time.
 _LINE_BYTES = 16
+#: Bytes of a decompressed file that are read at a time.
 _PIECE_BYTES = 1 << 17
-#: Bytes of a .zst file that are unpacked at once: three of them can stand for 128 KiB.
+#: Bytes of a .zst file that are unpacked at a time. Few, because 3 bytes can unpack to 128 KiB.
 _ZST_PIECE_BYTES = 1 << 11
-#: Limits of one document of an unpacked file.
+#: One document may have the larger of this number of bytes and this multiple of its file's size.
 _LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES = 1 << 26, 10
+#: Bytes that `read_at_most` reads at a time.
 _BLOCK_BYTES = 1 << 20
-#: UTF-32 begins as UTF-16 does.
+#: Byte-order marks. UTF-32's come first, because that of little-endian UTF-32 begins with UTF-16's.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -40,7 +43,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: Commands of a decompressor and its compressor, by the ending of a file.
+#: (command that decompresses, command that compresses) for each ending of a compressed file.
 _PROGRAMS = {
     ".gz": ("gzip -dc", "gzip"),
     ".bz2": ("bzip2 -dc", "bzip2"),
@@ -49,11 +52,11 @@ _PROGRAMS = {
 
 
 class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document, not an error
-    """A file, or a part of it, that is not text in an encoding that is read.
+    """A file, or a part of a file, is not text in a supported encoding.
 
     Attributes:
         reason: a key of `records.REASONS`.
-        line: first bad line, counted from 1.
+        line: first line with invalid bytes, counted from 1.
     """
 
     def __init__(self, reason: str, detail: str, line: int = 1) -> None:
@@ -62,21 +65,21 @@ class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document
 
 
 def head_of(path: Path) -> bytes:
-    """The beginning of a file, decompressed.
+    """The first `HEAD_BYTES` bytes of a file, decompressed.
 
     Raises:
-        OSError, EOFError, zlib.error: it can't be read.
+        OSError, EOFError, zlib.error: the file can't be read or decompressed.
     """
     with open_compressed(path) as file:
         return file.read(HEAD_BYTES)
 
 
 def encoding_of(head: bytes, path: Path) -> str:
-    """The codec of a file by its first bytes: utf-8-sig, which is UTF-8 with or without a mark,
-    utf-16 or utf-32.
+    """Python's name of a file's encoding, from its first bytes: utf-8-sig (UTF-8 with or without a
+    BOM), utf-16 or utf-32. The bytes after the BOM are not checked.
 
     Raises:
-        EncodingProblem: the content is not text, or is UTF-16 or UTF-32 without a mark.
+        EncodingProblem: the content is not text, or is UTF-16 or UTF-32 without a BOM.
     """
     head = head[:HEAD_BYTES]
     marked = next((name for mark, name in _MARKS if head.startswith(mark)), None)
@@ -92,13 +95,14 @@ def encoding_of(head: bytes, path: Path) -> str:
 
 
 def _without_mark(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 in which every ASCII character has zeros beside it."""
+    """UTF-16 or UTF-32 without a BOM, detected from the zero bytes of its ASCII characters; None if
+    the bytes show neither."""
     for width, names in ((4, ("utf-32le", "utf-32be")), (2, ("utf-16le", "utf-16be"))):
         size = len(head) // width
         zeros = [head[place::width].count(0) for place in range(width)]
         if size < 2:
             continue
-        # The first byte of little-endian ASCII is the character, the last of big-endian.
+        # An ASCII character's own byte is the first one in little-endian, the last in big-endian.
         for name, others, own in (
             (names[0], zeros[1:], zeros[0]),
             (names[1], zeros[:-1], zeros[-1]),
@@ -109,10 +113,11 @@ def _without_mark(head: bytes) -> str | None:
 
 
 def decoded(content: bytes, path: Path) -> str:
-    """The text of a whole file, without its mark.
+    """The text of a whole file, without its BOM.
 
     Raises:
-        EncodingProblem: it is in no encoding that is read; names the first byte.
+        EncodingProblem: the file is not in a supported encoding; the message names the first
+            invalid byte.
     """
     encoding = encoding_of(content, path)
     try:
@@ -129,14 +134,15 @@ def decoded(content: bytes, path: Path) -> str:
 
 
 def largest_document(path: Path) -> int:
-    """Bytes that one document of a file may have once it is unpacked: 64 MiB, or ten times the
-    file's size, which a file that is not compressed never reaches."""
+    """Largest size in bytes of one document of a file, unpacked: 64 MiB, or ten times the file's
+    size if that is more. A document of an uncompressed file can't be larger."""
     return max(_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES * path.stat().st_size)
 
 
 def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
-    """All of a file; of one longer than `most_bytes`, its beginning, which is longer, too."""
-    # A read of the greatest length would allocate that for the shortest file.
+    """All bytes of a file. If the file is longer than `most_bytes`, only its beginning is returned,
+    which is longer than `most_bytes`, too, so that the caller sees the excess."""
+    # In blocks, because one read of `most_bytes` would allocate that much for the shortest file.
     content = io.BytesIO()
     while content.tell() <= most_bytes and (block := file.read(_BLOCK_BYTES)):
         content.write(block)
@@ -144,10 +150,17 @@ def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
 
 
 def first_bytes(file: IO[bytes], most_bytes: int | None, largest: int) -> bytes:
-    """The complete lines in the first `most_bytes` bytes of a file, or the first `most_bytes` bytes
-    of a longer line, without an incomplete character. A file in UTF-16 or UTF-32, whose line ends
-    are not single bytes, is read whole, and so is any file without a limit; of a file longer than
-    `largest` bytes its beginning is read, which is longer than that, too."""
+    """The complete lines in the first `most_bytes` bytes of a file.
+
+    If the first line is longer, its first `most_bytes` bytes are returned, without an incomplete
+    character at their end. Read whole, as by `read_at_most(file, largest)`, are files without a
+    limit, and files in UTF-16 or UTF-32, whose line ends are not single bytes.
+
+    Args:
+        file: the file from its beginning, decompressed.
+        most_bytes: the limit in bytes; None is no limit.
+        largest: largest size in bytes of one document.
+    """
     if most_bytes is None:
         return read_at_most(file, largest)
     content = file.read(most_bytes)
@@ -158,7 +171,8 @@ def first_bytes(file: IO[bytes], most_bytes: int | None, largest: int) -> bytes:
         return content
     if end := content.rfind(b"\n") + 1:
         return content[:end]
-    # The last character begins with the last byte that is no continuation.
+    # The last character, which may be incomplete, begins at the last byte that is not one of
+    # UTF-8's continuation bytes (0x80 to 0xBF).
     end = len(content) - 1
     while end > 0 and 0x80 <= content[end] < 0xC0:
         end -= 1
@@ -166,16 +180,17 @@ def first_bytes(file: IO[bytes], most_bytes: int | None, largest: int) -> bytes:
 
 
 def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
-    """The bytes of a file's text in UTF-8, without its mark.
+    """The bytes of a file's text in UTF-8, without its BOM.
 
-    UTF-8 is not checked: its readers reject single lines. Invalid UTF-16 or UTF-32 raises
-    EncodingProblem, after what stands before it.
+    A UTF-8 file is not checked, because the callers reject single lines of it. At invalid UTF-16 or
+    UTF-32, reading raises EncodingProblem after the text before the invalid bytes.
 
     Args:
-        file: the file from its beginning, as `open_compressed` gives it.
+        file: the file from its beginning, as `open_compressed` returns it.
+        path: the path of `file`.
 
     Raises:
-        EncodingProblem: it is in no encoding that is read.
+        EncodingProblem: the file is not in a supported encoding.
     """
     head = head_of(path)
     if (encoding := encoding_of(head, path)) != "utf-8-sig":
@@ -186,7 +201,7 @@ def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
-    """Chunks of a UTF-16 or UTF-32 file with a mark, as UTF-8 without one."""
+    """The text of a UTF-16 or UTF-32 file with a BOM, in chunks of UTF-8 without a BOM."""
     first = file.read(4 if encoding == "utf-32" else 2)
     codec = f"{encoding}-{'le' if first.startswith(codecs.BOM_UTF16_LE) else 'be'}"
     decoder = codecs.getincrementaldecoder(codec)()
@@ -195,7 +210,7 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
         try:
             yield decoder.decode(read, final=not read).encode("utf-8")
         except UnicodeDecodeError as error:
-            # The text before the error is good.
+            # The text before the invalid bytes is valid and passed on.
             yield error.object[: error.start].decode(codec).encode("utf-8")
             problem = f"not valid {encoding.upper()}: {error.reason}"
             raise EncodingProblem("bad_utf16", problem) from None
@@ -204,7 +219,8 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
 
 
 def bad_byte(byte: int, path: Path) -> str:
-    """The message about a byte of a file that is not UTF-8, with the command for conversion."""
+    """The message about a byte of a file that is not UTF-8, with the command that converts the
+    file."""
     return f"byte 0x{byte:02x} is not UTF-8{_advice(path, _likely_encoding_of(path))}"
 
 
@@ -216,7 +232,7 @@ def _likely_encoding_of(path: Path) -> str | None:
 def _advice(path: Path, encoding: str | None) -> str:
     """The command that converts a file to UTF-8, as the end of a message."""
     name = "ENCODING" if encoding is None else encoding.upper()
-    # A file that is UTF-8 except for some bytes loses these.
+    # "-c" drops the invalid bytes of a file that is UTF-8 otherwise.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
     read, write = shlex.quote(str(path)), shlex.quote(str(_converted(path)))
     iconv = f"iconv {options} -t utf-8"
@@ -240,10 +256,11 @@ def _converted(path: Path) -> Path:
 
 
 def open_compressed(path: Path) -> IO[bytes]:
-    """The content of a file, decompressed as its name says.
+    """Open a file for reading, decompressed according to its ending (.gz, .bz2, .zst).
 
     Raises:
-        OSError: the file can't be opened, or unpacks to far more than text does while it is read.
+        OSError: the file can't be opened; or, from a later read, it unpacks to far more than text
+            does (see `require_unpacked_size`).
         MissingDependencyError: the package for .zst is not installed.
     """
     suffix = path.suffix.lower()
@@ -259,7 +276,7 @@ def open_compressed(path: Path) -> IO[bytes]:
 
 
 class _ChunkFile(io.RawIOBase):
-    """An iterator of chunks of bytes as a file; `source` is closed with it."""
+    """A file whose content is an iterator of chunks of bytes; closing it closes `source`, too."""
 
     def __init__(self, chunks: Iterator[bytes], source: IO[bytes] | None = None) -> None:
         self._chunks, self._source = chunks, source
@@ -286,7 +303,8 @@ class _ChunkFile(io.RawIOBase):
 
 
 def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """The content of a compressed file, up to a multiple of its own size."""
+    """`chunks`, the decompressed content of the file at `path`, limited by
+    `require_unpacked_size`."""
     total = 0
     for chunk in chunks:
         total += len(chunk) + _LINE_BYTES * chunk.count(b"\n")
@@ -297,8 +315,12 @@ def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
 def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
     """Refuse a file that unpacks to far more than text does.
 
+    Args:
+        path: the compressed file.
+        unpacked_bytes: bytes that the file unpacks to, or has unpacked to so far.
+
     Raises:
-        OSError: the file does.
+        OSError: `unpacked_bytes` is more than 50 MB and more than 100 times the file's size.
     """
     if unpacked_bytes <= _MOST_UNPACKED_BYTES:
         return
@@ -310,8 +332,15 @@ def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
 
 
 def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
-    """The content of a .zst file; an error if it is cut short, unlike the library's own reader."""
-    # Windows of 2 GiB are what `zstd --long=31` writes; the default refuses them.
+    """The decompressed content of a .zst file, in chunks.
+
+    The library's own reader takes a truncated file for a complete one.
+
+    Raises:
+        OSError: the file is damaged.
+        EOFError: the file is truncated.
+    """
+    # `zstd --long=31` writes windows of 2 GiB, which the default limit refuses.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
     try:
@@ -329,12 +358,12 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
 
 
 def optional(package: str, purpose: str, extra: str = "data") -> Any:
-    """An optional package.
+    """Import an optional package.
 
     Args:
         package: the module to import.
-        purpose: the work that needs it, as the beginning of a sentence.
-        extra: the extra of firstlight that installs it.
+        purpose: the work that needs the package, as the beginning of the error message.
+        extra: the extra of firstlight that installs the package.
 
     Raises:
         MissingDependencyError: the package is not installed.

@@ -1,9 +1,10 @@
-"""Parquet files: their rows as objects.
+"""Reader of Parquet files: each row is one object. The memory that reading takes is bounded.
 
-A Parquet file stores a value that many rows share once, so a small file can hold more text than any
-memory: a column's dictionary of values, or beginnings that texts share (DELTA_BYTE_ARRAY). The
-header of a column's first page bounds the length of such a value. If it is long, fewer rows are
-read at a time, or the rows share the value in memory, too, which takes longer to read.
+Parquet can store a value that many rows share once: in a column's dictionary of values, or as a
+common prefix of texts (DELTA_BYTE_ARRAY). So a small file can hold more text than fits into memory.
+The header of a column's first page bounds the length of such a value. If the value may be long,
+either fewer rows are read at a time, or the rows share the value in memory, too (pyarrow's
+`read_dictionary`), which is slower.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from firstlight.data.opening import optional, require_unpacked_size
 from firstlight.data.tables import without_text
 from firstlight.errors import InputError, first_line
 
-#: Rows that are read at a time: the most, and the fewest before rows share values in memory.
+#: Most rows that are read at a time. If memory allows fewer than `_FEW_ROWS`, the rows share values
+#: in memory instead.
 _BATCH_ROWS, _FEW_ROWS = 1024, 8
-#: Rows of a batch with more than this number of bytes become objects one by one.
+#: The rows of a batch of more bytes than this are converted to objects one at a time.
 _BATCH_BYTES = 1 << 24
-#: Bytes of a batch in which each row has a value of its own.
+#: Most bytes of a column in a batch in which each row has its own copy of a value.
 _COPIED_BYTES = 1 << 26
-#: Bytes of a page's head that hold its type and its size; bytes that are read at a time to see one.
+#: First bytes of a page's header, which hold its type and size; bytes of pyarrow's read buffer.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: Least bytes that a row, and a value in a list, count as: in a file they may take no bytes.
+#: Bytes that a row, and an element of a list, count at least: in the file, they may take none.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
+#: Values of Parquet's `PageType`: data page and data page v2; dictionary page.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 
 
@@ -40,12 +43,14 @@ def read_parquet(
         origin: the file's name in messages.
         text_key: the column that is read; None reads all columns.
 
-    Returns:
-        (number, object or the reason why the row is rejected) of each row.
+    Yields:
+        (number of the row, counted from 1; the row as {column: value}, or the reason why it is
+        rejected).
 
     Raises:
         InputError: the file is damaged.
-        OSError: the file can't be read, or unpacks to far more than text does.
+        OSError: the file can't be read, or unpacks to far more than text does (see
+            `require_unpacked_size`).
         MissingDependencyError: pyarrow is not installed.
     """
     parquet = optional("pyarrow.parquet", f"reading {path}")
@@ -81,18 +86,20 @@ def read_parquet(
 
 
 def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:
-    """Plan for reading a file whose rows may share values.
+    """The way to read a file in bounded memory.
 
     Args:
         path: the file.
-        footer: its metadata.
-        columns: the columns that are read; None reads all.
+        footer: the file's metadata (`pyarrow.parquet.FileMetaData`).
+        columns: the columns that are read; None reads all columns.
 
     Returns:
-        (rows that are read at a time, paths of the columns whose rows share values in memory)
+        (number of rows that are read at a time, paths of the columns whose rows share values in
+        memory)
 
     Raises:
-        InputError: a column could take any memory.
+        InputError: no limit on the memory of a column can be given.
+        OSError: a column unpacks to far more than text does.
     """
     rows, shared = _BATCH_ROWS, []
     for index in range(footer.num_columns):
@@ -102,7 +109,7 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
         encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
-        # pyarrow shares texts alone, and those of no page that stores differences.
+        # pyarrow can share values of text columns only, and not those of DELTA encodings.
         can_share = is_text and "DELTA" not in encodings
         longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
         if can_share and not is_nested and "." not in leaf.path:
@@ -116,7 +123,7 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
                 shared.append(leaf.path)
             else:
                 rows = max(1, min(rows, copies))
-        # A row may have any number of a nested column's values.
+        # A row may hold any number of values of a nested column, so a limit on rows does not help.
         elif not is_text:
             require_unpacked_size(path, values * _width(leaf))
         elif can_share and copies < values:
@@ -130,18 +137,22 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
 
 
 def _width(leaf: Any) -> int:
-    """Bytes of a value of a column that holds no texts."""
+    """Bytes of a value of a column (`leaf`, a `ColumnSchema`) that does not hold texts."""
     if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
         return int(leaf.length)
     return 12 if leaf.physical_type == "INT96" else 8
 
 
 def _longest_shared(path: Path, chunk: Any) -> int:
-    """The most bytes that a value which rows share can have, by the head of the first page.
+    """Upper bound on the bytes of a value that rows share, from the header of the first page.
 
     Args:
         path: the Parquet file.
-        chunk: metadata of a column in a row group.
+        chunk: metadata of a column in a row group (`ColumnChunkMetaData`).
+
+    Returns:
+        the bytes of the dictionary's page; all bytes of the column for DELTA_BYTE_ARRAY or an
+        unreadable header; 0 if rows share no values
     """
     offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
     with path.open("rb") as file:
@@ -153,16 +164,17 @@ def _longest_shared(path: Path, chunk: Any) -> int:
 
 
 def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
-    """The bytes of the longest text of a dictionary.
+    """The bytes of the longest text in a dictionary, which is read for this.
 
     Args:
         path: the Parquet file.
-        column: the column of texts.
-        group: the row group.
+        column: path of the column of texts.
+        group: index of the row group.
         page_bytes: bytes of the dictionary's page.
 
     Returns:
-        the bytes; `page_bytes` where they make no difference or the dictionary is not seen whole
+        the bytes of the longest text; `page_bytes` if the exact number would not change the plan,
+        or if pyarrow does not return the whole dictionary
     """
     if not _COPIED_BYTES // _BATCH_ROWS < page_bytes <= _COPIED_BYTES // _FEW_ROWS:
         return page_bytes
@@ -172,7 +184,7 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
         for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=[column]):
             texts = batch.column(0).dictionary
             sizes = compute.binary_length(texts)
-            # The page has four bytes more for each text.
+            # The page holds four bytes (the length) and the bytes of each text, if it is plain.
             if 4 * len(texts) + (compute.sum(sizes).as_py() or 0) == page_bytes:
                 return int(compute.max(sizes).as_py())
             break
@@ -180,8 +192,10 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
 
 
 def _page_head(head: bytes) -> tuple[int | None, int]:
-    """(type of a page, bytes of it once unpacked), the first fields of Thrift's `PageHeader` in its
-    compact protocol, each one byte and a zigzag number; the type is None where they are not there.
+    """(type of a page, bytes of the page once unpacked); the type is None for an invalid header.
+
+    These are the first two fields of the Thrift struct `PageHeader` in the compact protocol: each a
+    byte 0x15 (next field, 32-bit integer) and a number in zigzag encoding, 7 bits in each byte.
     """
     values, place = [], 0
     for _ in range(2):
@@ -202,7 +216,7 @@ def _page_head(head: bytes) -> tuple[int | None, int]:
 
 
 def _batch_rows(batch: Any) -> list[Any]:
-    """The rows of a batch; a row with invalid UTF-8 is a BadRecordError."""
+    """The rows of a batch as objects; a BadRecordError in place of a row with invalid UTF-8."""
     try:
         rows: list[Any] = batch.to_pylist()
     except UnicodeDecodeError as error:
@@ -213,7 +227,7 @@ def _batch_rows(batch: Any) -> list[Any]:
 
 
 def _value_bytes(column: Any, arrow: Any) -> int:
-    """Bytes of a column's texts, those that rows share counted for each row, and of its numbers."""
+    """Bytes of a column's values. A text that rows share is counted once for each row."""
     kind = column.type
     if arrow.types.is_dictionary(kind):
         compute = optional("pyarrow.compute", "reading Parquet")

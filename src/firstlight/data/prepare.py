@@ -1,7 +1,7 @@
-"""Turn documents into token shards: read, split, encode in parallel, write in order.
+"""Preparation of texts as token shards: read, split, encode in parallel, write in order.
 
-The result depends on the inputs and the tokenizer only, not on the engine: documents are read in
-one order, encoded by any free process, and written in the first order.
+The result depends on the inputs, the tokenizer and the options, not on the engine or the number of
+processes: documents are encoded by any free process, and written in the order they were read.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.tokenizer import Tokenizer
 
 Engine = Literal["local", "ray"]
-#: The split of a document by its text; "tail" holds its last `val_fraction` out, None rejects it
-#: as a duplicate.
+#: A function from a document's text to its split. "tail": the last `val_fraction` of the document
+#: is held out; None: the document is rejected as a duplicate.
 SplitOf = Callable[[str], Literal["train", "val", "tail"] | None]
 
-#: Corpora below this many bytes are encoded in this process: starting others takes longer.
+#: A corpus of fewer bytes is encoded in this process, because starting others would take longer.
 _SMALL_CORPUS_BYTES = 16 << 20
-#: Characters that are read ahead to count the documents before they are split.
+#: Most characters that `look_ahead` holds in memory. If they are fewer than 1/fraction documents,
+#: the corpus counts as one of few documents.
 _LOOKAHEAD_CHARACTERS = 1 << 28
 
 
@@ -71,32 +72,32 @@ def prepare(
     shard_tokens: int = 100_000_000,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write the token shards of a corpus into the folder `out`; return their manifest.
+    """Write the token shards of a corpus into the folder `out`; return the folder's manifest.
 
     Args:
-        inputs: names of texts as for `find_sources`, its results, or "random:TOKENS[:SEED]" alone.
-        tokenizer: a tokenizer, or the folder or file of one.
+        inputs: INPUTs as for `find_sources`, its results, or "random:TOKENS[:SEED]" alone.
+        tokenizer: a tokenizer, or a folder or file that holds one.
         out: the folder to write.
         val_fraction: share of the text's bytes that is held out for validation, in whole
             documents; of fewer than 1/val_fraction documents, the last part of each document.
         split_of: see `SplitOf`; None splits by `val_fraction` alone.
-        workers: number of processes that encode; None chooses. More than one import the caller's
-            script (`if __name__ == "__main__":`).
+        workers: number of processes that encode; None chooses. With more than one, each imports the
+            caller's script, which needs `if __name__ == "__main__":`.
         engine: "local" encodes in `workers` processes, "ray" on a Ray cluster.
         ray_address: address of the Ray cluster; None is Ray's own choice.
-        text_key: the field with the text in JSONL lines, Parquet columns and datasets.
+        text_key: the field with the text in JSONL lines, tables and datasets.
         max_documents: number of documents after which nothing further is read; None is no limit.
         max_tokens: largest number of tokens, separators included, `val_fraction` of them for
             validation; each split's last document is cut between two characters. None: no limit.
         strip_gutenberg: leave out Project Gutenberg's header, credits and licence around a text.
         overwrite: replace `out` if it is a prepared corpus.
-        shard_tokens: tokens after which the next shard is begun.
+        shard_tokens: tokens after which the next shard begins.
         progress: show a progress bar on stderr.
 
     Raises:
         InputError, TokenizerError: an input or the tokenizer can't be read, or there is no text.
         ConfigError, MissingDependencyError: an argument is invalid, a package or cluster missing.
-        DataError, StorageError: encoding or writing failed for good; nothing is left behind.
+        DataError, StorageError: encoding or writing failed; nothing is left behind.
     """
     _require_valid(engine, ray_address, workers=workers, shard_tokens=shard_tokens)
     chosen = _Selection(val_fraction, split_of, max_documents, max_tokens, strip_gutenberg)
@@ -118,10 +119,10 @@ def prepare(
 def _sources_of(
     inputs: Sequence[str | Path | DataSource],
 ) -> tuple[list[str | Path], list[DataSource]]:
-    """(the inputs that are names, all sources)."""
+    """(the inputs that are names, the sources of all inputs)."""
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
-    if names or not sources:  # `find_sources` refuses to find nothing
+    if names or not sources:  # without any input, `find_sources` raises the error
         sources += find_sources(names)
     return names, sources
 
@@ -164,7 +165,7 @@ def _encoder(
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """(there are at least 1/fraction documents, all documents again)."""
+    """(True if there are at least 1/fraction documents, all documents from the first on)."""
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []
     characters = 0
@@ -179,7 +180,7 @@ def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, I
 
 @dataclass(frozen=True)
 class _Selection:
-    """The documents that are written, and their splits.
+    """Options that select the documents to write, and their splits.
 
     Attributes:
         val_fraction, split_of, max_documents, max_tokens, strip_gutenberg: see `prepare`.
@@ -200,19 +201,19 @@ class _Selection:
 
     @property
     def fraction(self) -> Fraction:
-        """The share that is held out, exactly as it is written."""
+        """`val_fraction` as the exact value of its decimal notation."""
         return Fraction(str(self.val_fraction))
 
     def require_all_of(self, name: str) -> None:
-        """Refuse what random tokens do not know: documents that are left out."""
+        """Raise a ConfigError if a limit is set, which random tokens (`name`) can't have."""
         if self != _Selection(self.val_fraction):
             raise ConfigError(f"{name} takes no limits: its name has the number of tokens")
 
 
 class _Preparation:
-    """The state of one run of `prepare`: the split by bytes, the document being put together.
+    """The state of one run of `prepare`.
 
-    Documents are numbered in the order in which they are read, from 1, rejected ones left out.
+    Documents are numbered from 1 in the order in which they are read, without the rejected ones.
     """
 
     def __init__(self, writer: CorpusWriter, chosen: _Selection) -> None:
@@ -222,10 +223,11 @@ class _Preparation:
         self.strip_gutenberg = chosen.strip_gutenberg
         self.separators = len(self._with_separators([]))
         self.accepted = self.written = self.last_written = 0
-        #: Numbers of the documents that had a header, and how many of them were written.
+        #: Numbers of the documents with a Gutenberg header, and how many of them were written.
         self.with_header: set[int] = set()
         self.stripped = 0
-        #: Rejected records that were read ahead, with the number of the document before each.
+        #: With `max_tokens`, rejected records that are not counted yet, each with the number of the
+        #: document before it.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
         self.gzip_bytes = 0
@@ -233,24 +235,24 @@ class _Preparation:
     def run(
         self, sources: Sequence[DataSource], text_key: str, encode: Encode, *, progress: bool
     ) -> None:
-        """Write everything.
+        """Write all documents.
 
         Args:
-            sources: the texts.
+            sources: the sources of the texts.
             text_key, progress: see `prepare`.
             encode: encodes pieces of text, in their order.
 
         Raises:
             InputError: there is no text.
-            ConfigError: `max_tokens` are too few for any text.
+            ConfigError: `max_tokens` is too small for any text.
         """
-        # The same container as gzip -9 writes, to compare a model's bits per byte with.
+        # The size after gzip -9 is a baseline for a model's bits per byte; wbits 31 is gzip.
         compressor = zlib.compressobj(9, wbits=31)
         with (
             progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
             closing(read_documents(sources, text_key)) as records,
             self.writer.open(),
-            # Closed on the way out of an error: what works elsewhere ends before the folder goes.
+            # Closed after an error, too: other processes end before the folder is removed.
             closing(encode(self._pieces(self._accepted(records)))) as encoded,
         ):
             total = None if self.max_documents or self.max_tokens else text_bytes(sources)
@@ -297,7 +299,7 @@ class _Preparation:
                 continue
             self.accepted += 1
             yield record
-            # Here, not after the next record: that may have to be downloaded.
+            # Checked before the next record is read, because reading it may need a download.
             if self.accepted == self.max_documents:
                 return
 
@@ -312,20 +314,20 @@ class _Preparation:
         return record._replace(value=text)
 
     def _reject(self, record: Record, error: BadRecordError) -> None:
-        """Count a record as rejected; with max_tokens, once a document behind it is written."""
+        """Count a record as rejected; with max_tokens, only once a later document is written."""
         if self.max_tokens is None:
             self.writer.reject(record, error)
         else:
             self.waiting.append((self.accepted, record, error))
 
     def _reject_before(self, document: float) -> None:
-        """Count the rejected records before the document of a number."""
+        """Count the waiting rejected records that come before document number `document`."""
         while self.waiting and self.waiting[0][0] < document:
             _, record, error = self.waiting.popleft()
             self.writer.reject(record, error)
 
     def _within_limits(self, encoded: Encoded) -> Iterator[tuple[TextPiece, TokenArray]]:
-        """The pieces that are written, each counted."""
+        """The pieces to write, within `max_tokens`; their documents are counted as written."""
 
         def to_the_end() -> Iterator[tuple[TextPiece, TokenArray]]:
             yield from encoded
@@ -346,7 +348,7 @@ class _Preparation:
             yield piece, tokens
 
     def _pieces(self, documents: Iterator[Record]) -> Iterator[TextPiece]:
-        """Assign each document to a split and cut long ones into pieces."""
+        """The documents in pieces: each is assigned to a split, and a long one is cut."""
         cuttable = self.tokenizer.splits_at_newline_after_letter
         for number, (document, split) in enumerate(self._assigned(documents), start=1):
             if split is None:
@@ -380,8 +382,8 @@ class _Preparation:
                 yield document, "tail"
                 continue
             size = len(document.value.encode("utf-8"))
-            # Held out whenever validation has fallen behind its share of the bytes: the share is
-            # kept all along the corpus, whatever comes and however it is sorted.
+            # A document is held out whenever validation has less than its share of the bytes so
+            # far. So the share is kept in every part of the corpus, however the corpus is sorted.
             split = "val" if held_out < self.fraction * seen else "train"
             seen += size
             held_out += size if split == "val" else 0

@@ -1,5 +1,5 @@
 """Random tokens in place of a corpus: `random:TOKENS[:SEED]`, for measurements of speed and memory
-that need no text. They are prepared like texts, so whatever takes a prepared folder takes them.
+that need no text. They are written as a prepared folder, so every command for one accepts them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from firstlight.files.atomic import new_folder
 from firstlight.tokenizer import Tokenizer
 
 PREFIX = "random:"
-#: Tokens of a document, its separators included; the last one of a split may be shorter.
+#: Tokens of a document, its separators included; the last document of a split may be shorter.
 _DOCUMENT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Random tokens that were asked for.
+    """A request for random tokens.
 
     Attributes:
-        name: the input as it was written.
-        tokens: number of tokens of both splits, separators included.
-        seed: seed of their generator.
+        name: the input as the user wrote it.
+        tokens: number of tokens of both splits together, separators included.
+        seed: seed of the random generator.
     """
 
     name: str
@@ -40,7 +40,7 @@ class RandomTokens:
 
 
 def requested_tokens(inputs: Sequence[object]) -> RandomTokens | None:
-    """The random tokens that inputs ask for; None where they ask for none.
+    """The random tokens that the inputs request; None if they request none.
 
     Raises:
         InputError: random tokens are combined with other inputs, or their number or seed is not a
@@ -71,22 +71,22 @@ def prepare_random(
     overwrite: bool,
     shard_tokens: int,
 ) -> dict[str, Any]:
-    """Write shards of uniformly random tokens, in documents of 1,024; return their manifest.
+    """Write shards of uniformly random tokens, in documents of 1,024 tokens; return the manifest.
 
-    The text's bytes are those of the tokens one by one. Control tokens stand between documents
-    only.
+    The manifest's bytes of text are the sum of the bytes of each token alone. Control tokens occur
+    only between documents.
 
     Args:
-        drawn: number and seed.
-        tokenizer: its vocabulary is drawn from.
+        drawn: number of tokens, and seed.
+        tokenizer: the tokenizer, from whose vocabulary the tokens are drawn.
         out: the folder to write.
-        val_fraction: share of the tokens that is held out.
-        overwrite: replace `out`.
-        shard_tokens: tokens after which the next shard is begun.
+        val_fraction: share of the tokens that is held out for validation.
+        overwrite: replace `out` if it exists.
+        shard_tokens: tokens after which the next shard begins.
 
     Raises:
         StorageError: the disk is full or not writable.
-        InputError: the tokenizer has control tokens only.
+        InputError: the tokenizer has only control tokens.
     """
     vocabulary = set(tokenizer.backend.get_vocab(with_added_tokens=True).values())
     plain = np.array(sorted(vocabulary - tokenizer.special_token_ids), np.int64)
@@ -116,7 +116,14 @@ def _documents(
     tokenizer: Tokenizer,
     generator: np.random.Generator,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Documents of `count` tokens in all, int64."""
+    """Documents that have `count` tokens together: token ids, int64 [tokens of the document].
+
+    Args:
+        count: number of tokens, separators included.
+        plain: ids of the vocabulary's tokens that are not control tokens, int64 [ids].
+        tokenizer: the tokenizer, for the ids of the separators.
+        generator: the random generator, advanced by each document.
+    """
     before = [tokenizer.bos_token_id] if tokenizer.add_bos else []
     after = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     while count:

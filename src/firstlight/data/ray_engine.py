@@ -1,13 +1,13 @@
-"""Encode on a Ray cluster: text goes out in blocks, and its ids come back in the same order.
+"""Encoding on a Ray cluster: text is sent in blocks, and its token ids return in the same order.
 
-Documents are read, and shards written, by the process that calls `prepare`; the cluster does
-the encoding, which is nearly all of the work. So files need to be visible on one machine only, and
-failures of other machines can't change the written files: Ray runs a block again where its process
-or its node is killed, also when its ids were ready and are lost with the node.
+The process that calls `prepare` reads the documents and writes the shards; the cluster does the
+encoding, which is nearly all of the work. So files need to be visible on one machine only, and
+failures of other machines can't change the written files: if a process or node is killed, Ray
+encodes its blocks again, even blocks whose ids were ready and are lost with the node.
 
-Ray Data works on datasets that are known from the beginning. A corpus of any size goes
-through as one after another of bounded size, of which some are worked on at a time so that no
-processor waits for the next. Text that is not needed yet stays on the disk.
+Ray Data needs all of a dataset at its start. A corpus of any size is therefore encoded as a
+sequence of datasets of bounded size. Two datasets are encoded at a time, so that no processor waits
+for the next one. Text that is not needed yet stays on the disk.
 
 Each node needs firstlight with its extra `ray`, and the same release of `tokenizers`.
 """
@@ -43,16 +43,17 @@ from firstlight.data.opening import optional
 from firstlight.errors import ConfigError, DataError
 from firstlight.tokenizer import Tokenizer
 
-#: A task encodes about this many characters: half a second or more of work.
+#: Characters that a task encodes, about: half a second or more of work.
 _BLOCK_CHARACTERS = 1 << 22
-#: Blocks of a dataset: so many for each processor, and no more than half a gigabyte of text,
-#: which lasts longer than one process takes to read the next.
+#: Blocks of a dataset: this number for each processor, but not more than `_MAX_BLOCKS` (half a
+#: gigabyte of text), which take longer to encode than to read the next ones.
 _BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 128
-#: Datasets that are worked on at a time: the second begins where the first one is running out.
+#: Datasets that are encoded at a time: the second keeps processors busy that the first has no more
+#: blocks for.
 _DATASETS_AT_ONCE = 2
-#: Timeout of a connection to a cluster's address.
+#: Timeout for connecting to a cluster's address.
 _SECONDS_TO_ANSWER = 10.0
-#: Timeout of a dataset that is no longer waited for.
+#: Longest time to wait for a dataset that is being stopped.
 _SECONDS_TO_STOP = 5.0
 
 _PURPOSE = "preparing with engine ray"
@@ -64,17 +65,18 @@ _NO_CLIENT = (
 
 @contextlib.contextmanager
 def encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
-    """Encoding on a Ray cluster, as long as the block lasts.
+    """Connect to a Ray cluster until the end of the block; the value is the function that encodes.
 
     Args:
-        address: HOST:PORT of a cluster that this machine belongs to, "auto" (one that runs here)
-            or "local" (one that is started here and ends with the block). None leaves the
-            choice to Ray (`RAY_ADDRESS`, else "auto", else "local"). A connection that the caller
-            has is used, and kept.
+        tokenizer: the tokenizer.
+        address: HOST:PORT of a cluster that this machine belongs to, "auto" (a cluster that runs
+            on this machine) or "local" (a cluster that is started here and ends with the block).
+            None leaves the choice to Ray (`RAY_ADDRESS`, otherwise "auto", otherwise "local"). If
+            the caller is already connected, address must be None, and the connection is kept.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: there is no cluster at the address.
+        ConfigError: there is no cluster at the address, or it can't be used.
     """
     ray = optional("ray", _PURPOSE, "ray")
     optional("ray.data", _PURPOSE, "ray")
@@ -111,12 +113,12 @@ def _connect(ray: Any, address: str | None) -> None:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
                 raise ValueError("it is not auto, local or HOST:PORT")
-            # Ray would wait minutes for an address at which nobody answers.
+            # A quick check, because Ray would wait minutes for an address without a cluster.
             place = (host.strip("[]"), int(port))
             socket.create_connection(place, timeout=_SECONDS_TO_ANSWER).close()
         with _signal_handlers_kept(), _no_usage_statistics():
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    # A cluster's problems are raised as nearly any kind of error.
+    # Ray raises a cluster's problems as errors of many unrelated classes.
     except Exception as error:
         raise ConfigError(
             f"no ray cluster can be used at '{address or 'local'}' ({_reason(error)}): start "
@@ -126,7 +128,8 @@ def _connect(ray: Any, address: str | None) -> None:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Ray would have SIGTERM end the process in the middle of whatever it does."""
+    """Restore the SIGTERM handler that `ray.init` replaces: Ray's handler would end the process at
+    any moment, without a chance to clean up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -139,7 +142,8 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_usage_statistics() -> Iterator[None]:
-    """A cluster started here reports to nobody, unless its user has asked for it."""
+    """Disable Ray's usage statistics for a cluster started in the block, unless the user has set
+    the environment variable."""
     name = "RAY_USAGE_STATS_ENABLED"
     if name in os.environ:
         yield
@@ -153,7 +157,7 @@ def _no_usage_statistics() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(ray: Any) -> Iterator[None]:
-    """Ray Data without its logs and progress bars, and with blocks in their order."""
+    """Ray Data without logs and progress bars, and with blocks in their original order."""
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -177,7 +181,7 @@ def _encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any
     blocks = batches(pieces, _BLOCK_CHARACTERS)
     waiting: deque[tuple[list[list[TextPiece]], AsyncResult[list[Any]]]] = deque()
     stopped = threading.Event()
-    # Its threads don't keep an interrupted process from ending.
+    # Not a ThreadPoolExecutor: its threads would keep an interrupted process from ending.
     threads = ThreadPool(_DATASETS_AT_ONCE)
     try:
         while window := list(itertools.islice(blocks, _window_size(ray))):
@@ -195,18 +199,28 @@ def _encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any
 
 
 def _window_size(ray: Any) -> int:
-    """Number of blocks of a dataset, by the cluster's present size, which may change."""
+    """Number of blocks of the next dataset, from the cluster's current size, which may change."""
     return max(1, min(_BLOCKS_PER_CPU * int(ray.cluster_resources().get("CPU", 1)), _MAX_BLOCKS))
 
 
 def _run_dataset(
     ray: Any, window: list[list[TextPiece]], arguments: dict[str, Any], stopped: threading.Event
 ) -> list[Any]:
-    """The encoded tables of a dataset of these blocks, in order; their memory is the cluster's."""
+    """Encode the blocks as one dataset.
+
+    Args:
+        ray: the module.
+        window: the blocks, each a list of pieces.
+        arguments: keyword arguments of `_encode_table`.
+        stopped: if set, the remaining blocks are dropped.
+
+    Returns:
+        the results of `_encode_table`, in the order of the blocks, in the cluster's shared memory
+    """
     arrow = optional("pyarrow", _PURPOSE, "ray")
     texts = ([piece.text for piece in block] for block in window)
     tables = [arrow.table({"text": arrow.array(block, arrow.large_string())}) for block in texts]
-    # The dataset holds its texts until all is done: lost ids are made from them again.
+    # The dataset holds its texts until it is finished: lost ids are encoded from them again.
     dataset = ray.data.from_arrow(tables)
     encoded = dataset.map_batches(
         _encode_table, batch_size=None, batch_format="pyarrow", fn_kwargs=arguments
@@ -220,12 +234,21 @@ def _run_dataset(
 
 
 def _encode_table(table: Any, *, tokenizer: Any, library: str) -> Any:
-    """On a node: the tokens of each text of a table, or the error that is for people."""
+    """Encode a block on a node.
+
+    Args:
+        table: the block, with the column "text".
+        tokenizer: reference to the result of `Tokenizer.backend.to_str()`.
+        library: the required release of `tokenizers`.
+
+    Returns:
+        a table with the column "tokens", a list of ids for each text, or "error", one message
+    """
     arrow = optional("pyarrow", _PURPOSE, "ray")
     try:
         _require_library(library)
         arrays = encode(table.column("text").to_pylist(), _tokenizer(tokenizer))
-    # As data: an exception would come back as the text of a traceback.
+    # Returned as data, because an exception would arrive as the text of a traceback.
     except DataError as error:
         return arrow.table({"error": [str(error)]})
     ends = np.cumsum([len(tokens) for tokens in arrays])
@@ -244,16 +267,16 @@ def _require_library(release: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(reference: Any) -> Tokenizer:
-    """A process of a node builds it once, and keeps it."""
+    """The tokenizer on a node; each process builds it once and keeps it."""
     return tokenizer_from_json(optional("ray", _PURPOSE, "ray").get(reference))
 
 
 def _results(waiting: deque[tuple[list[list[TextPiece]], AsyncResult[list[Any]]]]) -> Encoded:
-    """Wait for the oldest dataset, and take it away: its pieces with their tokens."""
+    """Wait for the oldest dataset, and remove it: each of its pieces with its tokens."""
     window, job = waiting[0]
     try:
         tables = job.get()
-    # A cluster fails in many ways, and tasks with whatever their nodes lack.
+    # The cluster, and tasks on nodes that lack a package, fail with errors of many classes.
     except Exception as error:
         raise DataError(
             f"the ray cluster failed ({_reason(error)}): see that its nodes run, and have "
@@ -275,7 +298,8 @@ def _tokens_of(tables: list[Any]) -> Iterator[Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The cause's one line: Ray's errors are tracebacks of another process, the cause first."""
+    """One line with the cause of an error. Ray's errors are tracebacks of another process, in which
+    the original exception comes first."""
     first = str(error).partition("The above exception was the direct cause")[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,9 +1,9 @@
-"""Records of text, JSONL, JSON, CSV and Parquet files and of Hugging Face datasets, each with its
-place: `read_records` gives conversations and preference pairs, `read_documents` gives texts.
+"""Readers of text, JSONL, JSON, CSV and Parquet files and of Hugging Face datasets: `read_records`
+gives conversations and preference pairs, `read_documents` gives texts, each with file and line.
 
 A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet). A
-document that cannot be read is a `Record` with an error, so that documents in = documents out +
-rejected.
+document that cannot be read is a `Record` with an error, so that the number of documents read is
+that of the accepted plus that of the rejected documents.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ RECORD_SUFFIXES = (
     ".parquet",
 )
 
-#: A longer line of records is not read into memory, nor is a larger JSON file, which is read as a
-#: whole.
+#: Longest line of a JSONL file of records, and largest JSON file. A longer line is skipped instead
+#: of read into memory; a JSON file, which is read as a whole, is refused.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-#: Lists and objects of a JSON value, each of which takes 64 bytes and more, and bytes of JSON for
-#: each beyond that number.
+#: Lists and objects that any JSON text may hold, each of which takes 64 bytes of memory or more. A
+#: longer text may hold more: one for each `_VALUE_BYTES` bytes.
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
-#: The kind of a longer JSON file is told by so many first bytes; it is also read in such blocks.
+#: First bytes of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Bytes that a rejected document counts as in a part of a source.
+#: Bytes that a rejected document counts against `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
 
-#: First records of a source that tell its kind: some may be damaged.
+#: Number of first records in which the kind of a source is looked for: some may be damaged.
 _TOLD_BY = 10
 
 _REPLACE = "replace it, or leave it out"
@@ -82,15 +82,15 @@ REASONS = {
 }
 
 
-class Record(NamedTuple):  # a tuple takes a quarter of a frozen dataclass's time to make
+class Record(NamedTuple):  # creating a tuple takes a quarter of the time of a frozen dataclass
     """One record or document, or the reason why it cannot be read.
 
     Attributes:
         origin: the file, or `hf:NAME`.
-        line: line of a JSONL file or a table, else the record's number; counted from 1.
-        value: the JSON value, or the text of a document; None with an error.
-        error: the fault; None if there is none.
-        is_line: `line` is a line of the file, not a number of a record.
+        line: line of a JSONL file or a table, otherwise the number of the record; counted from 1.
+        value: the JSON value, or the text of a document; None if there is an error.
+        error: the reason why the record cannot be read; None if it can.
+        is_line: True if `line` is a line of the file, False if it is the number of a record.
     """
 
     origin: str
@@ -101,7 +101,7 @@ class Record(NamedTuple):  # a tuple takes a quarter of a frozen dataclass's tim
 
     @property
     def place(self) -> str:
-        """File and line, for people."""
+        """File and line (or number of the record), for messages."""
         return f"{self.origin}:{self.line}" if self.is_line else f"{self.origin} record {self.line}"
 
 
@@ -117,17 +117,17 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
 def read_records(
     sources: Sequence[DataSource], text_key: str | None = None
 ) -> Generator[Record, None, None]:
-    """Every record of the sources, in order. Closing it closes the file that is being read.
+    """Every record of the sources, in order. Closing the generator closes the file being read.
 
     Args:
-        text_key: the field that holds the text where only that is read, which may have the bytes
-            of `largest_document`; then text files and tables are read too, and blank lines are bad
-            records.
+        text_key: the field that holds the text, if only texts are needed. Text files and tables are
+            then read, too, a blank line is a bad record, and a line may have the bytes of
+            `largest_document`. None: whole records are needed.
 
     Raises:
         InputError: a file as a whole can't be read (permissions, damaged compression), or a JSON
             file is not a list.
-        MissingDependencyError: a package for it is not installed.
+        MissingDependencyError: a package that a source needs is not installed.
     """
     for source in sources:
         if source.dataset is not None:
@@ -163,8 +163,9 @@ def read_records(
 
 
 def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
-    """The value of `prepare --kind` that reads a source, by the fields of its first records; None
-    for texts, and for a source that can't be read. Only the head of a JSON file is read."""
+    """The value of `prepare --kind` that reads a source, detected from the fields of its first
+    records; None for texts, and for a source that can't be read. Of a long JSON file, only the
+    first MiB is read."""
     damage = (OSError, EOFError, zlib.error, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
         path = source.path
@@ -182,8 +183,8 @@ def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
 
 
 def _first_fields(text: str) -> list[str]:
-    """The fields of the first object in a JSON list that may be cut short; none without an object
-    among the first values."""
+    """The fields of the first object in a JSON list whose text may be truncated; [] if there is no
+    object among its first values."""
     fields: list[str] = []
     read = json.JSONDecoder().raw_decode
     with contextlib.suppress(ValueError, RecursionError):
@@ -199,16 +200,16 @@ def _first_fields(text: str) -> list[str]:
             place = _past(text, ":", place)
             fields.append(str(field))
             _, place = read(text, place)
-            # Another mark follows the last field and ends the loop.
+            # After the last field, "}" in place of "," raises the ValueError that ends the loop.
             place = _past(text, ",", place)
     return fields
 
 
 def _past(text: str, mark: str, place: int) -> int:
-    """The place after a mark at `place` and the white space around it.
+    """The position after the punctuation mark at `place` and the white space around the mark.
 
     Raises:
-        ValueError: something else stands there.
+        ValueError: there is another character at `place`.
     """
     found = re.compile(rf"\s*{re.escape(mark)}\s*").match(text, place)
     if found is None:
@@ -219,13 +220,13 @@ def _past(text: str, mark: str, place: int) -> int:
 def read_documents(
     sources: Sequence[DataSource], text_key: str = "text"
 ) -> Generator[Record, None, None]:
-    """Every document of the sources, in order. Closing it closes the file that is being read.
+    """Every document of the sources, in order. Closing the generator closes the file being read.
 
     Args:
         text_key: the field of JSONL lines, or column of tables and datasets, that holds the text.
 
     Raises:
-        InputError: see `read_records`; also a file that was changed while it was read.
+        InputError: see `read_records`; or a file was changed while it was read.
         MissingDependencyError: see `read_records`.
     """
     for source in sources:
@@ -238,7 +239,7 @@ def read_documents(
                     yield Record(origin, line, text, error)
                 except BadRecordError as bad:
                     yield Record(origin, line, None, bad)
-                    # A dataset without the field is not read to its end.
+                    # So that a dataset without the field is not read to its end.
                     left -= _REJECTED_BYTES
                     text = None
                 if source.most_bytes is not None and text is not None:
@@ -252,8 +253,8 @@ def read_documents(
 
 
 def _mark_of(source: DataSource) -> tuple[int, int, int] | None:
-    """Inode, size and time of change of a source's file; None without one. Any program can set back
-    the time of the last write, but not this one."""
+    """(inode, size, ctime in ns) of a source's file; None if the source has no file. The ctime is
+    compared because any program can set back the mtime, but not the ctime."""
     try:
         found = None if source.path is None else source.path.stat()
     except FileNotFoundError:
@@ -262,7 +263,11 @@ def _mark_of(source: DataSource) -> tuple[int, int, int] | None:
 
 
 def _text_of(record: object, text_key: str) -> str:
-    """The text of a record, or a BadRecordError if there is none."""
+    """The text of a record.
+
+    Raises:
+        BadRecordError: the record has no text.
+    """
     if not isinstance(record, dict):
         raise BadRecordError("no_text", f"not an object with a '{text_key}' field")
     if text_key not in record:
@@ -280,8 +285,8 @@ def _text_of(record: object, text_key: str) -> str:
 
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
-    """The message about inputs without a usable document, from the number of rejected ones by their
-    reason, and the place and fault of the first."""
+    """The message about inputs without a usable document, from the number of rejected documents
+    for each reason, and the place and reason of the first rejected one."""
     if not rejected:
         return "the corpus is empty: the inputs hold no documents"
     if rejected.total() == 1:
@@ -339,10 +344,10 @@ def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> R
 
 
 def _require_few_values(content: bytes) -> None:
-    """Refuse JSON that would take far more memory than it is long.
+    """Refuse JSON whose parsed value would take far more memory than its text.
 
     Raises:
-        ValueError: the content would.
+        ValueError: the content has too many lists and objects.
     """
     if len(content) <= _MAX_VALUES:
         return
@@ -378,7 +383,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
 
 
 def _dataset_rows(source: DataSource) -> Iterator[object]:
-    """Stream a split of a Hugging Face dataset: `NAME[:CONFIG[:SPLIT]]`, by default "train"."""
+    """Stream a split of the Hugging Face dataset `NAME[:CONFIG[:SPLIT]]`, "train" by default."""
     assert source.dataset is not None
     datasets = optional("datasets", f"reading {source.name}")
     name, config, split = (*source.dataset.split(":", 2), "", "")[:3]
@@ -386,10 +391,10 @@ def _dataset_rows(source: DataSource) -> Iterator[object]:
         yield from datasets.load_dataset(
             name, config or None, split=split or "train", streaming=True
         )
-    # Names, networks, servers and file formats fail here, each library with its own errors.
+    # Unknown names, networks, servers and formats: each library raises errors of its own.
     except Exception as error:
         raise InputError(f"dataset {source.name} can't be read: {first_line(error)}") from error
     finally:
-        # A scan that is not read to its end and lives on in a cycle until Python ends has pyarrow
-        # abort the process (https://github.com/apache/arrow/issues/45214).
+        # If a scan is not read to its end and a reference cycle keeps it alive until Python exits,
+        # pyarrow aborts the process (https://github.com/apache/arrow/issues/45214).
         gc.collect()

@@ -1,14 +1,14 @@
-"""Prepared corpora that lie elsewhere: fetched into a cache on this machine, and verified.
+"""Prepared corpora at a URL: downloaded into a cache on this machine, and verified.
 
-A place is a URL of any protocol that fsspec knows: s3://BUCKET/FOLDER, gs://,
-hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials and endpoints
-are those of the protocol's own program (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
+Any protocol that fsspec supports can be used: s3://BUCKET/FOLDER, gs://,
+hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials and endpoints are
+configured as for the protocol's own program (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
 HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
 
-The cache is $FIRSTLIGHT_CACHE, else $XDG_CACHE_HOME/firstlight, else ~/.cache/firstlight; in its
-data/ each corpus has a folder whose name is the hash of its URL and its manifest, so that a corpus
-that was prepared again has another folder. A file appears in it whole, with the size and SHA-256 of
-the manifest, or not at all; a file that is there and correct is not downloaded again.
+The cache is $FIRSTLIGHT_CACHE, otherwise $XDG_CACHE_HOME/firstlight, otherwise
+~/.cache/firstlight. In its folder data/, each corpus has a folder named by the hash of URL and
+manifest, so a corpus that was prepared again has another folder. A file appears there complete,
+with the size and SHA-256 of the manifest, or not at all. A correct file is not downloaded again.
 """
 
 from __future__ import annotations
@@ -51,27 +51,28 @@ from firstlight.files.atomic import (
 from firstlight.tokenizer import Tokenizer
 
 _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-#: Names of shards: nothing that leads out of a folder, or that a URL gives a meaning to.
+#: Names of shards: without "/" and without characters that have a meaning in a URL, so that no name
+#: leads out of the folder.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.bin")
-#: The manifest has a fingerprint of the last of them.
+#: The tokenizer's files; the manifest has a fingerprint of tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-#: The largest known tokenizer.json has 40 MB.
+#: Largest file of a tokenizer; the largest known tokenizer.json has 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
-#: Seconds before the second attempt and the further ones.
+#: Seconds to wait before the second, third and fourth attempt.
 _WAITS_SECONDS = (1.0, 4.0, 15.0)
 _LOCK_NAME = ".lock"
-#: Options by which a file is read as one stream (no block size), and by which HTTP does not ask for
-#: the size in a request before (any size).
+#: fsspec's options for reading a file as one stream (`block_size` 0) and, for HTTP, without a
+#: request for the file's size beforehand (any `size`).
 _STREAMED = {"http": {"block_size": 0, "size": 1}, "hf": {"block_size": 0}}
-#: A server that says nothing for so long is given up; a long file may take its time.
+#: Timeout for connecting, and between two arrivals of data; a download as a whole has no timeout.
 _SILENCE_SECONDS = 60.0
 
 Found = TypeVar("Found")
 
 
 class _TransferError(Exception):
-    """A transfer that failed, and may not the next time."""
+    """A transfer failed, and may succeed when it is repeated."""
 
 
 #: A shard's entry in the manifest: "file", "bytes", "sha256", "tokens".
@@ -79,12 +80,12 @@ _Entry: TypeAlias = dict[str, Any]
 
 
 def is_url(location: str | Path) -> bool:
-    """True if this is the URL of a place, not the path of a folder."""
+    """True if `location` is a URL, False if it is the path of a folder."""
     return _URL.match(str(location)) is not None
 
 
 def cache_folder() -> Path:
-    """The folder of fetched corpora: see the module's docstring."""
+    """The cache's folder: see the module's docstring."""
     if own := os.environ.get("FIRSTLIGHT_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"
@@ -97,19 +98,21 @@ def local_folder(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """The folder of a prepared corpus on this machine: of a URL, that in the cache, once all of
-    it has been fetched. Any number of processes may ask at once: one of them fetches.
+    """The folder of a prepared corpus on this machine. A corpus at a URL is downloaded into the
+    cache first. Several processes may call this at the same time: one of them downloads, the others
+    wait.
 
     Args:
-        location: a folder, which is returned as it is, or a URL.
-        splits: the needed splits, as far as the corpus has them; None is all.
-        verify: compare the files in the cache with the manifest's SHA-256, not only with its sizes,
-            and download damaged ones again.
+        location: the path of a folder, which is returned without any check, or a URL.
+        splits: names of the splits to download; a split that the corpus lacks is ignored. None is
+            all splits.
+        verify: compare the files in the cache with the SHA-256 in the manifest, not only with the
+            sizes, and download damaged files again.
         progress: show a progress bar on stderr.
 
     Raises:
-        DataError: the URL is invalid, no prepared corpus is there, or it did not arrive
-            whole in several attempts.
+        DataError: the URL is invalid, there is no prepared corpus at the URL, or it could not be
+            downloaded completely in several attempts.
         MissingDependencyError: the protocol's package is not installed.
         StorageError: the cache can't be written, or the disk is too small.
     """
@@ -133,20 +136,21 @@ def local_folder(
     if missing or not _is_tokenizer(folder, fingerprint):
         with held(folder / _LOCK_NAME, f"fetching {store.url}", progress):
             remove_leftovers(folder)
-            missing = _missing(folder, missing, verify)  # another process may have been here
+            missing = _missing(folder, missing, verify)  # another process may have fetched some
             _fetch_tokenizer(store, folder, fingerprint)
             _fetch_shards(store, folder, missing, progress)
     return folder
 
 
 class _Store:
-    """A place that files are read from."""
+    """The folder at `url`, which has the path `root` in fsspec's file system `system`; `options`
+    are those of `system.open`."""
 
     def __init__(self, url: str, system: Any, root: str, options: dict[str, Any]) -> None:
         self.url, self._system, self._root, self._options = url, system, root, options
 
     def parts(self, name: str) -> Generator[bytes, None, None]:
-        """The bytes of a file, piece by piece.
+        """The bytes of a file, in chunks of at most 1 MiB.
 
         Raises:
             DataError: the file does not exist, or access is denied.
@@ -165,7 +169,7 @@ class _Store:
         except ImportError as error:
             raise _missing_package(self.url, error) from error
         except Exception as error:
-            # Each protocol's package has errors of its own.
+            # Each protocol's package raises errors of its own.
             where, said = f"{self.url}/{name}", first_line(error)
             if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
                 raise DataError(
@@ -201,16 +205,17 @@ def _open_store(url: str) -> _Store:
     is_http = parsed.scheme.lower() in ("http", "https")
     if is_http and (parsed.query or parsed.fragment):
         raise DataError(f"{url} names no folder: leave out what begins with ? or #")
-    options: dict[str, Any] = {"skip_instance_cache": True}  # a listing of before may be outdated
+    # A cached file system may have an outdated listing of the folder.
+    options: dict[str, Any] = {"skip_instance_cache": True}
     try:
         if is_http:
             aiohttp = importlib.import_module("aiohttp")
             timeout = aiohttp.ClientTimeout(
                 total=None, sock_connect=_SILENCE_SECONDS, sock_read=_SILENCE_SECONDS
             )
-            # Proxies of the environment, and passwords of ~/.netrc.
+            # `trust_env`: proxies from environment variables, passwords from ~/.netrc.
             options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
-        # It has no types.
+        # Imported by name, because fsspec has no type annotations.
         system, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
     except ImportError as error:
         raise _missing_package(url, error) from error
@@ -228,14 +233,19 @@ def _missing_package(url: str, error: ImportError) -> MissingDependencyError:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True if a server refused a request for good, so that a retry is useless."""
+    """True for an HTTP status by which a server refuses a request for good: 400 to 499, except 408
+    (timeout) and 429 (too many requests)."""
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
 
 
 def _retried(work: Callable[[], Found]) -> Found:
-    """The result of `work`; a failed transfer is tried again, a bounded number of times."""
+    """The result of `work`, which is repeated after a `_TransferError`, four attempts in all.
+
+    Raises:
+        DataError: the last attempt failed, too.
+    """
     for seconds in _WAITS_SECONDS:
         try:
             return work()
@@ -250,7 +260,11 @@ def _retried(work: Callable[[], Found]) -> Found:
 
 
 def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Entry]:
-    """The shards of the splits; a DataError if one has a name that no shard has."""
+    """The manifest's entries of the splits' shards, each once; `splits` None is all splits.
+
+    Raises:
+        DataError: a shard has an invalid name, or two different shards have the same name.
+    """
     chosen = [name for name in manifest["splits"] if splits is None or name in splits]
     found: dict[str, _Entry] = {}
     for shard in (shard for name in chosen for shard in manifest["splits"][name]["shards"]):
@@ -264,7 +278,8 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """The wanted files that are missing in the folder or differ from their entry."""
+    """The wanted shards that are missing in the folder or differ from their entry in size or, with
+    `verify`, in SHA-256."""
 
     def is_there(file: _Entry) -> bool:
         path = folder / file["file"]
@@ -327,7 +342,11 @@ def _fetch_shards(store: _Store, folder: Path, files: Sequence[_Entry], progress
 
 
 def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None]) -> None:
-    """Fetch one shard; `show` gets the number of bytes that have arrived."""
+    """Download one shard; `show` is called with the number of bytes received so far.
+
+    Raises:
+        DataError, _TransferError: see `_Store.parts`; or the shard differs from the manifest.
+    """
     digest, received, shard = hashlib.sha256(), 0, f"{store.url}/{file['file']}"
     with (
         replacing(folder / file["file"]) as target,
@@ -349,12 +368,14 @@ def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None
 
 @contextlib.contextmanager
 def held(path: Path, work: str, progress: bool) -> Iterator[None]:
-    """Hold a lock of the cache, as soon as nobody else does; it goes with the process.
+    """Hold a lock of the cache, after waiting for any other process that holds it.
+
+    The lock is released at the end of the block, and by the kernel if the process ends (`flock`).
 
     Args:
-        path: the lock's file, which is made.
-        work: the work under the lock, as in "which is fetching X".
-        progress: name the work while waiting for another process.
+        path: the lock file, which is created if necessary and never deleted.
+        work: the work under the lock, for the message "waiting for another process, which is ...".
+        progress: print this message while waiting.
 
     Raises:
         StorageError: the lock's file can't be made or locked.

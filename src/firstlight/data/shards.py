@@ -1,5 +1,5 @@
-"""Token shards: the format of a prepared corpus on disk, and how a shard is read. `writer.py`
-writes them.
+"""Token shards: the format of a prepared corpus on disk, and the reader of shards. `writer.py` has
+the writer.
 
 A prepared folder holds
 
@@ -7,7 +7,7 @@ A prepared folder holds
     tokenizer.json, tokenizer_config.json
     train-00000.bin ...     shards of the training split
     val-00000.bin ...       shards of the validation split, if there is one
-    rejected.jsonl          documents that were not taken, with file, line and reason
+    rejected.jsonl          rejected documents, with file, line and reason, if there are any
 
 A shard is, little-endian:
 
@@ -22,18 +22,19 @@ A shard is, little-endian:
     ...     0 to 7        zeros, up to a multiple of 8
     ...     (D + 1) * 8   document offsets (uint64): document i is tokens[offsets[i]:offsets[i+1]]
 
-Manifest and shards of conversations (see `examples`) have version 2. A document is one example
-there, and the shard ends with its loss mask:
+Manifest and shards of conversations (see `examples`) have version 2. Each document of such a shard
+is one example, and the shard ends with a loss mask:
 
     ...     N             one byte for each token: 1 if it is a label, else 0
 
-uint16 is used while every id of the tokenizer fits in it. A document is its tokens between
-the tokenizer's bos (if it adds one) and eos, and lies in one shard whole.
+Tokens are uint16 if every id of the tokenizer fits. The tokens of a document include the bos before
+its text (if the tokenizer adds one) and the eos after it (if there is one). A document is never
+split over shards.
 
-A file that is mapped into memory and then cut short ends the process with SIGBUS, and one that is
-overwritten gives other bytes in silence. A shard is read by `pread` in blocks instead, and each
-block is compared with the checksum from when the file was verified (from when the block was first
-read, if the file was not verified).
+Shards are not mapped into memory, because a mapped file that is truncated ends the process with
+SIGBUS, and one that is overwritten silently gives other bytes. Instead, `pread` reads a shard in
+blocks, and each block is compared with its checksum from when the file was verified (or, without
+verification, from when the block was first read).
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ HEADER = struct.Struct("<8sIIQQ32x")
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "firstlight-tokens"
-#: Records that were not taken, one JSON object a line.
+#: List of rejected records, one JSON object a line.
 REJECTED_NAME = "rejected.jsonl"
-#: Files of folders that were not read, one a line.
+#: List of the files in input folders that were not read, one a line.
 UNREAD_NAME = "unread.txt"
 ADVICE = "prepare the corpus again"
 
@@ -75,15 +76,15 @@ _SHARD_FIELDS = {"file": str, "tokens": int, "bytes": int, "sha256": str}
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-#: Bytes of a block: small, since a row of tokens costs the checksum of its whole block (13 µs at
-#: the 5 GB/s of zlib's CRC-32 with carry-less multiplication); large enough that the checksums of
-#: 100 GB take 12 MB.
+#: Bytes of a block. Small, because reading any token takes the checksum of its whole block (13 µs
+#: at the 5 GB/s of zlib's CRC-32 with carry-less multiplication); but large enough that the
+#: checksums of 100 GB take only 12 MB of memory.
 BLOCK_BYTES = 1 << 16
-#: Document offsets that are checked together when a shard is opened.
+#: Document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: One document offset of this number is held in memory; the others in between are read.
+#: One document offset of this number is held in memory; those in between are read when needed.
 _OFFSETS_HELD = 512
-#: Tokens of a shard that are compared with the vocabulary together.
+#: Tokens of a shard that are compared with the vocabulary at a time.
 _CHECKED_AT_ONCE = 1 << 17
 
 
@@ -125,7 +126,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _require_fields(path: Path, entry: Any, fields: Mapping[str, type]) -> None:
     for name, kind in fields.items():
         value = entry.get(name) if isinstance(entry, dict) else None
-        # A bool is an int to Python, and no number of a manifest is negative.
+        # `type`, not `isinstance`, because a bool is an instance of int.
         if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise DataError(f"{path} is damaged ('{name}'): {ADVICE}")
 
@@ -134,7 +135,7 @@ class BlockFile:
     """A file that is read in checked blocks, by any number of threads.
 
     Args:
-        path: the file; opened once, so that a file that takes its name later is not seen.
+        path: the file. It is opened once, so another file that gets its name later is not read.
 
     Attributes:
         size: bytes of the file when it was opened.
@@ -154,11 +155,11 @@ class BlockFile:
             raise DataError(f"{describe_os_error(error)}{advice}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
-        # CRC-32 of each block; -1 where a block has not been read yet.
+        # CRC-32 of each block; -1 for a block that has not been read yet.
         self._checksums = np.full(-(-self.size // BLOCK_BYTES), -1, dtype=np.int64)
 
     def sha256(self) -> str:
-        """SHA-256 of all bytes, in hexadecimal; the checksum of each block is taken on the way.
+        """SHA-256 of all bytes, in hexadecimal. The checksum of each block is stored, too.
 
         Raises:
             DataError: see `read`.
@@ -169,10 +170,10 @@ class BlockFile:
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes `start:stop`, which lie inside the file.
+        """The bytes `start:stop`, which must be inside the file.
 
         Raises:
-            DataError: the file was changed or cut short since it was opened, or can't be read.
+            DataError: the file was changed or truncated since it was opened, or can't be read.
         """
         assert 0 <= start <= stop <= self.size
         first = start // BLOCK_BYTES
@@ -205,8 +206,8 @@ class BlockFile:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of the file; the soft limit of open files is raised when it is reached."""
-    # A corpus may have more shards than the usual limit of 1,024.
+    """A descriptor of the file. If the soft limit of open files is reached, it is raised to the
+    hard limit: a corpus may have more shards than the usual soft limit of 1,024."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -218,23 +219,23 @@ def _opened(path: Path) -> int:
 
 
 class Shard:
-    """The header of a shard, and access to its tokens, document offsets and loss mask.
+    """A shard's header, and access to its tokens, document offsets and loss mask.
 
-    Every method that reads raises a DataError if the file was changed or cut short meanwhile.
+    Every method that reads raises a DataError if the file was changed or truncated meanwhile.
 
     Args:
         path: the shard's file.
-        version: the version that the header has to have.
-        sha256: the SHA-256 that the file has to have, in hexadecimal; None to leave it unverified.
+        version: the required version of the shard.
+        sha256: the required SHA-256 of the file, in hexadecimal; None does not verify the file.
 
     Attributes:
         file: the file, read in checked blocks.
         num_tokens: number of tokens N.
         num_documents: number of documents D.
-        itemsize: bytes of a token.
+        itemsize: bytes of a token, 2 or 4.
 
     Raises:
-        DataError: the file is not a shard, is of another version, is cut short or damaged.
+        DataError: the file is not a shard, is of another version, or is truncated or damaged.
     """
 
     def __init__(self, path: Path, version: int = VERSION, sha256: str | None = None) -> None:
@@ -260,14 +261,14 @@ class Shard:
         self._held_offsets = np.empty(0, dtype=np.uint64)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Tokens `start:stop` (cut at the end, like any slice) [stop - start], read-only."""
+        """Token ids `start:stop`, read-only [stop - start] (fewer at the end, as for slices)."""
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
         at = HEADER.size
         data = self.file.read(at + start * self.itemsize, at + stop * self.itemsize)
         return np.frombuffer(data, dtype=f"<u{self.itemsize}")
 
     def offsets(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64]:
-        """Document offsets `start:stop` of the D + 1 (cut at the end), read-only."""
+        """Document offsets `start:stop` of all D + 1, read-only [stop - start]."""
         stop = self.num_documents + 1 if stop is None else min(stop, self.num_documents + 1)
         data = self.file.read(self._offsets_at + start * 8, self._offsets_at + stop * 8)
         return np.frombuffer(data, dtype="<u8")
@@ -279,8 +280,9 @@ class Shard:
         return np.frombuffer(data, dtype=np.uint8).astype(bool)
 
     def documents_before(self, token: int) -> int:
-        """Number of documents that begin before a token; needs `check_documents` once before."""
-        # The answer is between the last held offset before the token and the next held one.
+        """Number of documents that begin before a token; call `check_documents` first."""
+        # Only the offsets between two held ones are read: from the last held offset before the
+        # token to the next held offset.
         held = int(np.searchsorted(self._held_offsets, np.uint64(token)))
         if held == 0:
             return 0
@@ -291,7 +293,8 @@ class Shard:
         return first + int(np.searchsorted(self.offsets(first, stop), np.uint64(token)))
 
     def check_documents(self) -> None:
-        """Require document offsets that lead from 0 to the last token, never back.
+        """Require document offsets that begin with 0, never decrease and end with N. Every 512th
+        offset is then held in memory, for `documents_before`.
 
         Raises:
             DataError: the offsets are damaged.
@@ -312,17 +315,17 @@ class Shard:
 def open_shard(
     folder: Path, entry: Mapping[str, Any], version: int, vocab_size: int, verify: bool
 ) -> Shard:
-    """A shard as its folder's manifest names it, checked against that.
+    """Open a shard, and check it against its entry in the manifest.
 
     Args:
         folder: the prepared folder.
         entry: the shard's entry in the manifest.
         version: version of the folder.
         vocab_size: number of ids of the tokenizer.
-        verify: True compares all bytes with the sha256, and all ids with the vocabulary.
+        verify: compare all bytes with the sha256 of the entry, and all ids with the vocabulary.
 
     Raises:
-        DataError: the shard is missing or damaged, or is not as its manifest says.
+        DataError: the shard is missing or damaged, or differs from its entry.
     """
     if Path(entry["file"]).name != entry["file"]:
         raise DataError(f"{folder}: the manifest names a shard outside: {entry['file']}")
@@ -347,10 +350,15 @@ def open_shard(
 
 
 def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
-    """Refuse ids beyond the vocabulary: a model has no row for them.
+    """Refuse token ids beyond the vocabulary, for which a model has no embedding.
+
+    Args:
+        tokens: token ids, of any integer dtype.
+        vocab_size: number of ids of the tokenizer.
+        where: description of the tokens, for the message.
 
     Raises:
-        DataError: there is such an id; `where` names its place.
+        DataError: there is such an id.
     """
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise DataError(

@@ -1,5 +1,7 @@
 """Sources of text and records: files, folders, globs, the standard library, Hugging Face datasets.
-`records` reads them; files of another kind are counted by `unread_files`.
+
+This module finds the sources; `records` reads them. `unread_files` lists the files in folders and
+globs that are of no supported kind.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from firstlight.data.kinds import kind_by_ending, kind_of
 from firstlight.errors import InputError, describe_os_error, nearest
 from firstlight.files.atomic import read_json, write_json
 
-#: Endings of the files that are one document each: texts, and the source code of programs.
+#: Endings of files that are one document each: text and source code.
 TEXT_SUFFIXES = tuple(
     ".txt .md .py .text .markdown .rst .adoc .org .tex .pyi .c .h .cc .cpp .hpp .cs .f90 .go .hs "
     ".java .jl .js .jsx .kt .lua .ml .php .pl .r .rb .rs .scala .sh .sql .swift .ts .tsx".split()
@@ -32,40 +34,41 @@ SUFFIXES = (
     ),
     ".parquet",
 )
-#: Suffixes of files with one record a line.
+#: Endings of files with one record a line.
 LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
-#: File in a prepared corpus with the names of its inputs.
+#: File in a prepared corpus with the names of the corpus's inputs.
 SOURCES_NAME = "sources.json"
-#: The input that means the source of the running Python's standard library.
+#: The input that means the source code of the running Python's standard library.
 STANDARD_LIBRARY = "stdlib"
-#: Endings in a message, and ways to make text of such files.
+#: Most endings that a message lists, and most commands for converting such files to text.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
-#: Folders that hold no text of a person's corpus.
+#: Folders that are not searched, because their files are not the user's own text.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
-#: Files at the top of a run folder.
+#: Files by which a run folder is recognised.
 _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
 #: Parts of the standard library's folder that are left out of the default corpus.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
-#: Bytes of text for each byte of a compressed file, about.
+#: Estimated bytes of text for each byte of a compressed file.
 _UNPACKED = 3.0
-#: A larger text file is read in part where a corpus is read in part.
+#: Largest text file that `limited_sources` takes whole or not at all; of a larger one it takes a
+#: part.
 _WHOLE_BYTES = 1 << 20
-#: Endings of files that hold more than one document, or whose size is not that of their text.
+#: Endings of files that hold several documents, or whose size is not that of their text.
 _MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_FILE_SUFFIXES, *COMPRESSIONS[1:], ".parquet")
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One file, or one dataset, to read documents from.
+    """One file, or one Hugging Face dataset, from which documents are read.
 
     Attributes:
-        name: name for people.
+        name: name in messages.
         path: the file; None for a dataset.
-        dataset: NAME[:CONFIG[:SPLIT]] of a dataset; None for a file.
+        dataset: NAME[:CONFIG[:SPLIT]] of the dataset; None for a file.
         most_bytes: UTF-8 bytes of text after which no further document is read; None is no limit.
     """
 
@@ -85,14 +88,19 @@ def find_sources(
 ) -> list[DataSource]:
     """Resolve INPUTs to files and datasets, in a deterministic order, each file once.
 
-    An INPUT is a file, a folder (searched recursively, hidden folders left out), a glob
-    (`**` crosses folders), the word `stdlib` (the source of the running Python's standard
-    library without its tests; a folder of that name is `./stdlib`) or `hf:NAME[:CONFIG[:SPLIT]]`
-    (without SPLIT, the split "train"; without CONFIG, the default one: `hf:NAME::SPLIT`).
+    An INPUT is one of:
+
+        a file
+        a folder                        searched recursively, without hidden files and folders
+        a glob                          `**` matches any number of folders
+        stdlib                          source code of the running Python's standard library without
+                                        its tests (a folder of that name is `./stdlib`)
+        hf:NAME[:CONFIG[:SPLIT]]        a Hugging Face dataset; the default of SPLIT is "train"; an
+                                        empty CONFIG, as in `hf:NAME::SPLIT`, is the default one
 
     Args:
-        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
-        suffixes: endings of the files to find; `stdlib` needs the default ones.
+        inputs: the INPUTs.
+        suffixes: endings of the files to find; `stdlib` is known with the default endings only.
 
     Raises:
         InputError: an input does not exist, matches nothing, or is of an unknown kind.
@@ -103,7 +111,7 @@ def find_sources(
     for item in inputs:
         try:
             found = _resolve(str(item), suffixes)
-        # RuntimeError: the home folder of an unknown user.
+        # `Path.expanduser` raises RuntimeError for the home folder of an unknown user.
         except (OSError, RuntimeError) as error:
             reason = describe_os_error(error) if isinstance(error, OSError) else error
             raise InputError(f"input {item} can't be found: {reason}") from error
@@ -114,7 +122,8 @@ def find_sources(
 
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
-    """A sentence about an input that could mean something else; "" if there is none."""
+    """A message if "stdlib" is an input and also the name of an existing file or folder; otherwise
+    ""."""
     if STANDARD_LIBRARY in map(str, inputs) and Path(STANDARD_LIBRARY).exists():
         return "stdlib is Python's standard library; for what lies here under that name: ./stdlib"
     return ""
@@ -159,7 +168,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
 
 
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
-    """The message about a folder without a file of a known kind."""
+    """The message about a folder without a file of a supported kind."""
     others = unread_files([folder], suffixes)
     if not others:
         return f"folder {item} holds no {_kinds(suffixes)}: put some there"
@@ -170,7 +179,7 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
-    """The kind of a file that is not read, and advice on it."""
+    """The kind of a file that can't be read, and advice on how to convert it, for a message."""
     if suffixes != SUFFIXES:
         return f"{path} is of an unknown kind: known are {', '.join(_main_suffixes(suffixes))}"
     kind = kind_of(path, _ending(path.name.lower()))
@@ -195,7 +204,7 @@ def _kinds(suffixes: tuple[str, ...]) -> str:
 
 
 def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """The files of no known kind in the folders and globs among INPUTs, hidden ones left out.
+    """The files of no supported kind in the folders and globs among INPUTs, except hidden files.
 
     Raises:
         InputError: a folder can't be read.
@@ -212,9 +221,12 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
 
 
 def neutral_name(item: str) -> str:
-    """The name of an input without this machine's folders and without secrets: of an absolute path,
-    of one that leads up, or of a file:// URL, the last part; of another URL all but its user,
-    password and query. Names of datasets and other paths are returned as they are."""
+    """The name of an input without this machine's folders and without secrets.
+
+    Of an absolute path, a path that begins with `~`, `..` or `./`, and a file:// URL, this is the
+    last part. Of another URL it is all but user, password, query and fragment. Names of datasets
+    and other relative paths are returned unchanged.
+    """
     if "://" in item:
         url = urlsplit(item)
         if url.scheme != "file":
@@ -226,16 +238,19 @@ def neutral_name(item: str) -> str:
 
 
 def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[str] = ()) -> None:
-    """Write the neutral names of the INPUTs of a prepared corpus beside its manifest, whose content
-    is the identity of the data and does not depend on names. Without names nothing is written.
+    """Write `sources.json`: the `neutral_name` of each INPUT of a prepared corpus. Without inputs
+    nothing is written.
+
+    The names are not in the manifest, because the manifest identifies the data, which do not depend
+    on names.
 
     Args:
-        folder: the corpus.
-        inputs: files, folders, globs and names of datasets.
+        folder: the folder of the corpus.
+        inputs: the INPUTs (see `find_sources`).
         options: options of `firstlight prepare` for reading the inputs, which the manifest lacks.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error.
     """
     if inputs:
         names = [neutral_name(str(item)) for item in inputs]
@@ -243,7 +258,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 
 def read_sources(folder: Path) -> tuple[list[str], list[str]]:
-    """The names and the options that `write_sources` wrote; empty without such a file."""
+    """(names, options) that `write_sources` wrote; ([], []) if there is no such file."""
     try:
         found = read_json(folder / SOURCES_NAME)
     except InputError:
@@ -256,13 +271,13 @@ def read_sources(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:
-    """The number of files by ending (lower case, "" for none), the most frequent first."""
+    """Number of files with each ending (in lower case, "" for none), most frequent first."""
     counts = Counter(_ending(file.name.lower()) for file in files)
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _ending(name: str) -> str:
-    """The last ending of a file's name, with that before a compression's: .tar.gz."""
+    """The last ending of a file's name; of a compressed file also the one before it: .tar.gz."""
     stem, dot, last = name.rpartition(".")
     if not stem or not dot or not last.isalnum() or len(last) > 10:
         return ""
@@ -272,7 +287,8 @@ def _ending(name: str) -> str:
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """`by_ending` for people: "7 .pdf, 2 without an ending"; and how such become text."""
+    """`by_ending` in words, "7 .pdf, 2 without an ending", with commands that convert such files to
+    text."""
     kinds = (kind_by_ending(end) for end in unread)
     ways = [
         kind.advice(Path(f"FILE{end}"))
@@ -295,19 +311,19 @@ def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
         if set(names) >= _RUN_FILES:
-            # A run's samples and metrics are JSONL files, but not texts.
+            # The samples and metrics of a run are JSONL files, but not text to train on.
             folders.clear()
             continue
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
         for name in names:
             file = Path(root) / name
-            # Not links to nothing, and not pipes, which would be waited for without end.
+            # `is_file` excludes broken links, and named pipes, which a read would wait for forever.
             if name.lower().endswith(suffixes) and not name.startswith(".") and file.is_file():
                 yield file
 
 
 def _standard_library() -> list[DataSource]:
-    """The .py files of the running interpreter's standard library, tests left out."""
+    """The .py files of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -322,16 +338,19 @@ def _standard_library() -> list[DataSource]:
 
 
 def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[DataSource]:
-    """The sources, with a limit on the bytes of text that are read from all: some of the small text
-    files, whole, an equal share of each other file, and the same limit for datasets, whose size is
-    unknown."""
+    """Sources from which about `most_bytes` bytes of text are read in all.
+
+    If the files are larger together, an evenly spaced part of the small text files is taken, each
+    file whole, and the same fraction of every other file. A dataset, whose size is unknown, gets
+    the whole limit.
+    """
     known = [text_size(source) for source in sources]
     total = sum(known)
     if total <= most_bytes and all(source.dataset is None for source in sources):
         return list(sources)
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # For a share of a fifth, each fifth small file is taken, the first one among them.
+    # If the share is a fifth, every fifth small file is taken, beginning with the first file.
     due = 1.0 - share
     for source, size in zip(sources, known, strict=True):
         if 0 < size <= _WHOLE_BYTES and not source.name.lower().endswith(_MANY_DOCUMENTS):
@@ -346,13 +365,13 @@ def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[Data
 
 
 def text_size(source: DataSource) -> float:
-    """Bytes of text in a file, about; 0 for a dataset."""
+    """Estimated bytes of text in a file; 0 for a dataset."""
     packed = (*COMPRESSIONS[1:], ".parquet")
     return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)
 
 
 def text_bytes(sources: Sequence[DataSource]) -> int | None:
-    """The bytes of text to encode; None if a source does not show them by its size."""
+    """Bytes of the sources' files; None if the size of a source is not that of its text."""
     plain = (*TEXT_SUFFIXES, ".jsonl")
     if all(s.path is not None and s.path.suffix in plain for s in sources):
         return sum(source.size for source in sources)

@@ -1,4 +1,4 @@
-"""Tables: the rows of CSV and TSV files, one document each."""
+"""Reader of CSV and TSV files: each row is one document."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ from firstlight.data.opening import (
 )
 from firstlight.errors import nearest
 
-#: Spreadsheets write semicolons where the decimal mark is a comma.
+#: Delimiters of .csv files. Spreadsheets write semicolons in locales whose decimal mark is a comma.
 _DELIMITERS = (",", ";", "\t")
 
 
 def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
-    """The error that none of the fields or columns (`what`) is `text_key`."""
+    """The error that no field is called `text_key`.
+
+    Args:
+        names: the names of the fields.
+        text_key: the missing name.
+        what: "field" or "column", for the message.
+    """
     if (problem := conversation_text(names)) is not None:
         return BadRecordError("conversation", problem)
     listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -42,18 +48,18 @@ def read_table(
 
     Args:
         file: the table's bytes, decompressed.
-        path: the file, for messages and its ending.
-        text_key: the column that holds the text.
+        path: the file. Its ending and size are used, and its name in messages.
+        text_key: name of the column that holds the text.
 
-    Returns:
-        (first line, text or the reason why the row is rejected) of each row.
+    Yields:
+        (first line of the row, its text or the reason why the row is rejected).
     """
-    # The limit is the module's, not the reader's.
+    # csv has one limit for the process, none for each reader.
     csv.field_size_limit(largest_document(path))
     line = 0
     try:
         stream = utf8_stream(file, path)
-        # Bytes that are not UTF-8 come through marked, so that the row is rejected, not the file.
+        # Invalid UTF-8 becomes lone surrogates, so that its row alone is rejected, not the file.
         text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         try:
             for line, found in _table_rows(text, path, text_key):
@@ -62,7 +68,7 @@ def read_table(
                 else:
                     yield line, found
         finally:
-            text.detach()  # the file is closed by who opened it
+            text.detach()  # the caller, who opened the file, closes it
     except EncodingProblem as problem:
         yield line + 1, BadRecordError(problem.reason, str(problem))
 
@@ -77,7 +83,7 @@ def _table_rows(
         yield 1, error
         return
     delimiter = _delimiter(first, path, text_key)
-    # The header may go on over lines: a quoted name may hold a newline.
+    # The header may take several lines: a quoted name may hold a newline.
     reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     column = 0
@@ -112,10 +118,15 @@ def _table_rows(
 
 
 class _Lines:
-    """The lines of a table, with a limit on the characters of a row.
+    """Iterator over the lines of a table, with a limit on the characters of a row.
+
+    Args:
+        text: the table.
+        most: largest number of characters of a row; a longer row raises BadRecordError.
 
     Attributes:
-        row_characters: characters of the lines since the row began.
+        row_characters: characters read of the current row, which the reader sets to 0 for a new
+            row: a quoted field may hold newlines, so a row may take several lines.
     """
 
     def __init__(self, text: io.TextIOWrapper, most: int) -> None:
@@ -157,7 +168,8 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
 
 
 def _undecoded(text: str) -> int | None:
-    """The first byte that could not be decoded; None where all could."""
+    """The first byte that is not UTF-8, from its lone surrogate (PEP 383); None if all bytes are
+    UTF-8."""
     if text.isascii():
         return None
     found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)

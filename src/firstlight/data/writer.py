@@ -1,4 +1,4 @@
-"""The writer of prepared folders: of text, conversations and preference pairs (see `shards`)."""
+"""Writer of prepared folders of text, conversations and preference pairs (format: see `shards`)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ from firstlight.tokenizer import Tokenizer
 
 
 def require_replaceable(out: Path, overwrite: bool) -> None:
-    """Refuse to write to a place that is taken.
+    """Refuse an output folder that must not be replaced.
+
+    Args:
+        out: the folder to write.
+        overwrite: an existing prepared folder may be replaced.
 
     Raises:
-        InputError: the folder exists, and `overwrite` is not set, or the folder is not a prepared
-            one.
+        InputError: `out` exists and `overwrite` is False; or `out` is a file, or a folder that is
+            neither empty nor a prepared corpus.
     """
     if not overwrite:
         require_free(out, "choose another --out, or add --overwrite")
@@ -60,8 +64,8 @@ class ShardWriter:
     Args:
         folder: the folder of the shards; a temporary one until the whole corpus is written.
         split: "train" or "val".
-        dtype: type of the tokens, from `shards.token_dtype`.
-        shard_tokens: a shard is closed once it holds at least this many tokens.
+        dtype: dtype of the token ids, from `shards.token_dtype`.
+        shard_tokens: a shard is closed once it holds at least this number of tokens.
         labelled: each document comes with its loss mask, which is held in memory until the shard
             is closed.
 
@@ -101,7 +105,12 @@ class ShardWriter:
             self._stack.__exit__(kind, error, traceback)
 
     def write(self, tokens: TokenArray, loss_mask: npt.NDArray[np.bool_] | None = None) -> None:
-        """Append one document: its tokens [N], and its loss mask, bool [N], if `labelled`."""
+        """Append one document.
+
+        Args:
+            tokens: token ids, of the writer's dtype [N].
+            loss_mask: True for each token that is a label, bool [N]; None unless `labelled`.
+        """
         assert tokens.dtype == self._dtype
         assert (loss_mask is None) is (self._loss_mask is None)
         if loss_mask is not None and self._loss_mask is not None:
@@ -148,16 +157,16 @@ class CorpusWriter:
 
     Args:
         folder: a temporary folder until all is written.
-        tokenizer: the tokenizer of the tokens.
-        shard_tokens: tokens after which the next shard is begun.
+        tokenizer: the tokenizer that gave the token ids; its files are written, too.
+        shard_tokens: tokens after which the next shard begins.
         labelled: each document comes with its loss mask.
 
     Attributes:
-        dtype: type of the tokens.
-        counts: documents, tokens and UTF-8 bytes of text of each split; with `labelled` also the
-            labels, as "learned".
-        rejected: number of rejected documents by reason.
-        first_rejected: place and fault of the first rejected document; "" if there is none.
+        dtype: dtype of the token ids.
+        counts: for each split, numbers by name: "documents", "tokens", "text_bytes" (UTF-8 bytes)
+            and, with `labelled`, "learned" (labels).
+        rejected: number of rejected documents for each reason.
+        first_rejected: place and reason of the first rejected document; "" if there is none.
     """
 
     def __init__(
@@ -177,7 +186,7 @@ class CorpusWriter:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The files, open for `write` and `reject`."""
+        """A context in which the files are open for `write` and `reject`."""
         with ExitStack() as stack:
             self._log = stack.enter_context(OutputFile(self.folder / REJECTED_NAME))
             for shards in self._shards.values():
@@ -194,14 +203,20 @@ class CorpusWriter:
         *,
         text_bytes: int = 0,
     ) -> None:
-        """Append one document to a split: its tokens [N], and its loss mask, bool [N]."""
+        """Append one document to a split.
+
+        Args:
+            split: "train" or "val".
+            tokens, loss_mask: see `ShardWriter.write`.
+            text_bytes: UTF-8 bytes of the document's text, added to `counts`.
+        """
         self._shards[split].write(tokens, loss_mask)
         self.counts[split].update(documents=1, tokens=len(tokens), text_bytes=text_bytes)
         if loss_mask is not None:
             self.counts[split]["learned"] += int(loss_mask.sum())
 
     def reject(self, record: Record, error: BadRecordError) -> None:
-        """List a record as not taken, with the fault."""
+        """Count a record as rejected, and write it to the list of rejected records."""
         self.rejected[error.reason] += 1
         self.first_rejected = self.first_rejected or f"{record.place}: {error}"
         entry = {"file": record.origin, "line": record.line}
@@ -209,7 +224,11 @@ class CorpusWriter:
         self._log.write((json.dumps(entry) + "\n").encode())
 
     def rejections(self, names: Mapping[str, str]) -> str:
-        """The number of rejected records for each reason, called by `names`."""
+        """The numbers of rejected records in words.
+
+        Args:
+            names: description of each reason.
+        """
         return ", ".join(f"{count} {names[reason]}" for reason, count in self.rejected.items())
 
     def finish(
@@ -225,15 +244,15 @@ class CorpusWriter:
         """Complete the folder; return its manifest.
 
         Args:
-            written: number of whole documents in the shards.
-            fraction: share of the documents that was to be held out.
-            split_by: the way in which documents were held out.
-            unread: files that were not read.
-            gzip_bytes: bytes of the validation text after gzip -9, where they were counted.
-            further: more entries of the manifest.
+            written: number of input documents or records in the shards.
+            fraction: requested share of validation.
+            split_by: how validation was held out: "document", "tail", "example", "files" or "none".
+            unread: files of the inputs that were not read, because of their kind.
+            gzip_bytes: bytes of the validation text after gzip -9; None if not counted.
+            further: further entries of the manifest.
 
         Raises:
-            StorageError: the disk refuses.
+            StorageError: a file system error.
         """
         splits: dict[str, dict[str, Any]] = {
             split: {**self.counts[split], "shards": writer.shards}
