@@ -162,7 +162,7 @@ def _sources(
 
 def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
     """Refuse weights that are not plain floating point, such as quantised ones, which need their
-    scales, and tensors that share stored numbers among their elements (see `is_whole`)."""
+    scales, and tensors whose storage is smaller than their shape says (see `is_whole`)."""
     others = [
         f"{name} is {str(value.dtype).removeprefix('torch.') if is_tensor else 'no tensor'}"
         for name, value in weights.items()

@@ -27,13 +27,13 @@ from firstlight.models.rope import yarn_magnitude
 #: Shapes of the tensors in a file by name, outermost dimension first.
 Shapes = Mapping[str, tuple[int, ...]]
 
-#: Fewest tensors of a layer.
+#: Minimum number of tensors in a layer of any family.
 _LAYER_TENSORS = 5
 
-#: expert_gating_func of scores by sigmoids, llama.cpp's `llama_expert_gating_func_type`.
+#: Value of expert_gating_func for sigmoid scores (llama.cpp's `llama_expert_gating_func_type`).
 _SIGMOID = 2
 
-#: The frequency factors of all published Llama 3.1, 3.2 and 3.3 models.
+#: Rotary settings that all published Llama 3.1, 3.2 and 3.3 models have.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -42,21 +42,21 @@ _LLAMA3 = {
 
 
 class _Values:
-    """The metadata of one architecture, checked when it is read."""
+    """Metadata entries `ARCHITECTURE.KEY` of a GGUF file; `whole` and `real` check their types."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A count; a list with one count a layer is not supported."""
+        """An integer; anything else, such as a list with one integer per layer, is a ModelError."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not a whole number")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A number, with the digits that fp32 keeps."""
+        """A finite float, rounded to the decimal digits that fp32, its format in GGUF, has."""
         value = self.get(key, default)
         if not isinstance(value, float) or not math.isfinite(value):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not a number")
@@ -74,8 +74,8 @@ def config_of(
 
     Args:
         metadata: the file's entries.
-        stored: shapes of its tensors but the rotary factors.
-        factors: divisors of the rotary frequencies, by the tensors' names.
+        stored: shapes of the file's tensors, without those in `factors`.
+        factors: the file's tensors with divisors of the rotary frequencies, by name.
 
     Raises:
         ModelError: the file is damaged, or its model's family or settings are not supported.
@@ -90,7 +90,7 @@ def config_of(
     rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
     kept = _kept(metadata, architecture)
     layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
-    # Checked before the table of all tensors is made, which a damaged count would make endless.
+    # `tensor_rules` yields several tensors for each layer: a damaged count would make that endless.
     if embedding is None or layers > len(stored) // _LAYER_TENSORS:
         raise ModelError(f"the file holds {len(stored)} tensors, too few for {layers} layers")
     config: dict[str, Any] = {
@@ -103,7 +103,7 @@ def config_of(
         if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
             config[name] = token_id
     if rotary:
-        # Some of transformers' classes have an id of their own, maybe beyond the vocabulary.
+        # Some of transformers' config classes have a default id, maybe beyond the vocabulary.
         config["pad_token_id"] = None
         config |= _rope_config(values, kept, factors, config)
     family = FAMILIES[config["model_type"]].spec
@@ -116,7 +116,7 @@ def config_of(
 
 
 def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The entries of firstlight.config; empty in files of other programs."""
+    """The JSON object in firstlight.config; empty in files of other programs."""
     try:
         kept = json.loads(metadata.get(KEPT, "{}"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -146,7 +146,7 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
-    """The config of a rotary family under our names, without its rotary settings."""
+    """The config of a family with rotary positions, without these, under firstlight's keys."""
     hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
     window, experts = values.whole("attention.sliding_window", 0), values.whole("expert_count", 0)
@@ -157,7 +157,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
     value_dim = values.whole("attention.value_length", head_dim)
     if is_latent:
-        # llama.cpp's head is the compressed vector, Hugging Face's the rotated part.
+        # llama.cpp's key length is that of the KV latent with the rotated part, Hugging Face's
+        # head_dim the rotated part alone.
         head_dim = rotary_dim
     elif value_dim != head_dim or not is_whole:
         raise ModelError("heads whose keys, values and rotary part differ in size: not supported")
@@ -175,7 +176,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         family.activation_key: family.activation,
         "max_position_embeddings": values.whole("context_length"),
         "rms_norm_eps": values.real(f"attention.{eps}"),
-        # Written even as None: Mistral's default is a window.
+        # None is written as well, since Mistral's default is a window.
         "sliding_window": window or None,
     }
     if "attention_bias" in family.own_keys:
@@ -203,7 +204,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
 
 
 def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
-    """Entries of DeepSeek's latent attention, and of how tokens choose experts."""
+    """Config entries of DeepSeek's latent attention and of its routing of tokens to experts."""
     return {
         "qk_nope_head_dim": values.whole("attention.key_length_mla") - rotary_dim,
         "qk_rope_head_dim": rotary_dim,
@@ -214,7 +215,7 @@ def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
 
 
 def _linear_config(values: _Values) -> dict[str, Any]:
-    """Entries of Qwen3-Next's linear attention."""
+    """Config entries of Qwen3-Next's linear attention."""
     layers, kinds = values.whole("block_count"), values.get("attention.recurrent_layers")
     if not isinstance(kinds, list):
         period = max(values.whole("full_attention_interval", 4), 1)
@@ -231,7 +232,7 @@ def _linear_config(values: _Values) -> dict[str, Any]:
 def _layer_config(
     values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Entries of families whose layers differ from Llama's, or among each other."""
+    """Config entries of families whose layers differ from Llama's, or from each other."""
     own, found = family.own_keys, dict[str, Any]()
     if "query_pre_attn_scalar" in own:
         wide = config["num_hidden_layers"] == family.gguf.wide_scale_layers
@@ -240,7 +241,7 @@ def _layer_config(
     if "qk_layernorm" in own:
         norm = stored.get("blk.0.attn_q_norm.weight")
         found["qk_layernorm"] = norm is not None
-        # Checked before the table of all tensors is made, as the number of layers is.
+        # `tensor_rules` yields a norm for each head: checked first, as the number of layers is.
         if norm is not None and norm[0] != config["num_attention_heads"]:
             raise ModelError(f"the file is damaged: norms of {norm[0]} heads")
     if "use_parallel_residual" in own:
@@ -259,7 +260,8 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
-    """The first family of an architecture with the file's experts, their gating and its window."""
+    """The `model_type` of the architecture's first family that can have the file's number of
+    experts, gating function and window (0 is none); the architecture's first family if none can."""
     named = _families_of(values.architecture)
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
     for name in named:
@@ -276,11 +278,11 @@ def _family_of(values: _Values, experts: int, window: int) -> str:
 def _expert_config(
     values: _Values, stored: Shapes, names: ExpertNames | None, experts: int
 ) -> dict[str, Any]:
-    """The config entries of a mixture of experts."""
+    """Config entries of a mixture of experts."""
     layers = values.whole("block_count")
     routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
     router = next((shape for shape in routers if shape is not None), None)
-    # Checked before the table of all tensors is made, as the number of layers is.
+    # `tensor_rules` yields tensors for each expert: checked first, as the number of layers is.
     numbers = sum(math.prod(shape) for shape in stored.values())
     if router is None or router[0] != experts or 3 * layers * experts > numbers:
         raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
@@ -304,7 +306,7 @@ def _rope_config(
     factors: Mapping[str, Tensor],
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The rotary settings, in the spellings of transformers 5 and 4."""
+    """Config entries of rotary positions, under the keys of transformers 5 and 4."""
     family, found = FAMILIES[config["model_type"]].spec, dict[str, Any]()
     theta = values.real("rope.freq_base", 10_000.0)
     kind = values.get("rope.scaling.type", "none")
@@ -334,7 +336,7 @@ def _rope_config(
 
 
 def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """LongRoPE's settings: firstlight's own note, or else from the file's entries."""
+    """LongRoPE's settings: `known` (from firstlight.config), or else from the file's entries."""
     if isinstance(known, dict):
         return {**known, "rope_type": "longrope"}
     return {
@@ -347,7 +349,7 @@ def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]
 
 
 def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
-    """YaRN's settings: firstlight's own note, or else from the file's entries."""
+    """YaRN's settings: `known` (from firstlight.config), or else from the file's entries."""
     if isinstance(known, dict):
         return {**known, "rope_type": "yarn"}
     factor = values.real("rope.scaling.factor")
@@ -361,17 +363,18 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
         if own != 1:
             raise ModelError(f"yarn with an attn_factor of {own} is not supported: only 1 is")
-        # See `yarn_factors`; llama.cpp divides the multiplier by 0.1.
+        # The inverse of `yarn_factors`. The file has 0.1 times m: llama.cpp divides it by 0.1.
         multiplier = round(multiplier / 0.1, 6)
         if multiplier:
             return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
         return {**scaling, "attention_factor": yarn_magnitude(factor), "mscale_all_dim": 1.0}
-    # llama.cpp multiplies it by YaRN's own magnitude.
+    # llama.cpp multiplies attn_factor by YaRN's own magnitude.
     return scaling if own == 1 else {**scaling, "attention_factor": own * yarn_magnitude(factor)}
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
-    """The settings of the factors: firstlight's own note, or else the published ones."""
+    """Llama 3's rotary settings: `known` (from firstlight.config), or else `_LLAMA3`. They must
+    give the file's divisors of the frequencies, `factors`, fp32 [rotary_dim / 2]."""
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
     config = {"model_type": "llama", "rope_theta": theta, "rope_scaling": scaling}

@@ -1,4 +1,4 @@
-"""The shape and the rotary settings of a model as a GGUF file has them, and the models that
+"""The shape and the rotary settings of a model in a GGUF file, and checks that refuse models which
 llama.cpp does not compute."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ARCHITECTURES = {
     if family.spec.gguf.architecture
 }
 
-#: The tensor of `Rope.factors`.
+#: GGUF's tensor of Llama 3's frequency divisors, `Rope.factors`.
 ROPE_FACTORS = "rope_freqs.weight"
 
-#: The tensors of LongRoPE's factors.
+#: GGUF's tensors of LongRoPE's frequency divisors.
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 _LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -40,8 +40,8 @@ class Rope:
     Attributes:
         theta: base of the frequencies.
         kind: "default", "linear", "llama3", "yarn" or "longrope".
-        scaling: settings of the kind: `factor` and, for llama3, the two frequency factors and
-            `original_max_position_embeddings`.
+        scaling: numbers of the kind: `factor` for "linear" and "yarn"; for "llama3" also
+            `low_freq_factor`, `high_freq_factor` and `original_max_position_embeddings`.
     """
 
     theta: float
@@ -49,7 +49,8 @@ class Rope:
     scaling: Mapping[str, float]
 
     def factors(self, rotary_dim: int) -> Tensor | None:
-        """The divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2]; None unless llama3.
+        """Divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2]; None unless `kind` is
+        "llama3".
 
         Source: the rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
         """
@@ -65,11 +66,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide which tensors a model has, and their shapes.
+    """The sizes from which a model's tensors and their shapes follow.
 
-    `family` is the entry of `model_type`; `rotary` positions are rotated, not learned.
-    `expert_size` is the width inside an expert; 0 for dense models, as `num_experts`.
-    A `tied` head is the embedding, and has no separate tensor. `model` is the whole config.
+    `family` is the entry of `model_type`. `rotary` is True for rotary positions, False for learned
+    ones. `expert_size` is the width inside an expert; it and `num_experts` are 0 for dense models.
+    `tied` is True if the head is the embedding and has no tensor of its own. `model` is the whole
+    config.
     """
 
     model_type: str
@@ -96,8 +98,8 @@ class ModelShape:
 
     @property
     def attention_bias(self) -> bool:
-        """True if the attention's projections have biases, except in families that leave some
-        out."""
+        """True if the attention's projections have biases; `FamilySpec.output_bias` can exempt the
+        output projection."""
         return bool(getattr(self.model, "attention_bias", True))
 
     @property
@@ -107,12 +109,12 @@ class ModelShape:
 
     @property
     def qk_norm(self) -> str | None:
-        """Norm of queries and keys, see `DecoderConfig.qk_norm`."""
+        """Kind of the norm of queries and keys, see `DecoderConfig.qk_norm`."""
         return getattr(self.model, "qk_norm", None)
 
     @property
     def parallel(self) -> bool:
-        """True if attention and MLP are side by side."""
+        """True if attention and MLP read the same input (`use_parallel_residual`)."""
         return bool(getattr(self.model, "use_parallel_residual", False))
 
     @property
@@ -122,7 +124,8 @@ class ModelShape:
 
     @property
     def cached_sizes(self) -> tuple[int, int, int]:
-        """Heads in llama.cpp's cache, and the sizes of their keys and values."""
+        """(heads, size of a key, size of a value) in llama.cpp's cache. Latent attention caches one
+        head: the KV latent and the key's rotated part as the key, the KV latent as the value."""
         if self.family.gguf.layer == "latent":
             rank = self.model.kv_lora_rank
             return 1, rank + self.rotary_dim, rank
@@ -151,7 +154,11 @@ def require_known(config: Mapping[str, Any]) -> str:
 
 
 def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
-    """The shape of a Hugging Face config.json's model.
+    """The shape of the model of a Hugging Face config.json.
+
+    Args:
+        config: the config.json as an object.
+        tied: True if the head is the embedding.
 
     Raises:
         ModelError: llama.cpp does not support the family or one of its settings, or a number is
@@ -169,7 +176,7 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
                 "put into GGUF"
             )
 
-    # Some families' classes do not read keys that follow from others.
+    # Derived keys follow from other keys, and some families' config classes do not know them.
     config = {key: value for key, value in config.items() if key not in family.derived_keys}
 
     def size(ours: str, default: Any = None) -> int:
@@ -179,7 +186,7 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
     head_dim = family.hf_defaults.get("head_dim") if "head_dim" not in config else None
     experts = expert_size = 0
     if "num_experts" in config_class.model_fields:
-        # transformers 5 writes num_local_experts for most.
+        # transformers 5 writes num_local_experts for most families.
         key = family.json_names.get("num_experts", "num_local_experts")
         experts = _positive(config, key, config.get("num_experts"))
         inside = "intermediate_size" if family.experts is None else family.experts.size
@@ -209,7 +216,8 @@ def shape_of(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
 def _fixed_rotary(family: FamilySpec) -> dict[str, tuple[Any, ...]]:
     """Settings that llama.cpp fixes for a rotary family; see `GGUFSpec.fixed`."""
     fixed: dict[str, tuple[Any, ...]] = {}
-    # llama.cpp computes one of GELU's forms, which is near the others: see `gguf_notes`.
+    # llama.cpp computes the tanh approximation of GELU, which is near the exact one: the
+    # difference is a note (`gguf_notes`), not an error.
     if family.activation != "gelu":
         fixed[family.activation_key] = (family.activation,)
     if "partial_rotary_factor" not in family.own_keys:
@@ -218,11 +226,14 @@ def _fixed_rotary(family: FamilySpec) -> dict[str, tuple[Any, ...]]:
 
 
 def _check_computed(family: FamilySpec, model: Any) -> None:
-    """Refuse settings that llama.cpp computes otherwise.
+    """Refuse settings for which llama.cpp computes something else.
 
     Args:
         family: facts of the family.
         model: the model's config.
+
+    Raises:
+        ModelError: there is such a setting; the message names it.
     """
     spec, name = family.gguf, model.model_type
     wrong = ""
@@ -266,9 +277,9 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
 
 
 def _wrong_latents(model: Any, spec: GGUFSpec) -> str:
-    """Differences of llama.cpp's computation of latent attention; "" if there are none."""
+    """A setting of latent attention for which llama.cpp computes something else; "" if none."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
-    # By these it knows models that have none, and does not read it.
+    # By these sizes llama.cpp recognises models without q_lora_rank, and does not read the key.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
     if model.q_lora_rank is not None and lacks_rank:
         return f"q_lora_rank in {layers} layers: only null"
@@ -280,7 +291,7 @@ def _wrong_latents(model: Any, spec: GGUFSpec) -> str:
 
 
 def _check_sizes(sizes: Mapping[str, int], *, rotary: bool) -> None:
-    """Refuse invalid combinations of sizes, and those that llama.cpp refuses."""
+    """Refuse combinations of sizes that are invalid or that llama.cpp refuses."""
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ModelError(
             f"config.json: num_attention_heads {sizes['num_heads']} is not a multiple of "
@@ -301,21 +312,21 @@ def _check_sizes(sizes: Mapping[str, int], *, rotary: bool) -> None:
 
 
 def rope_of(config: Mapping[str, Any]) -> Rope:
-    """The rotary settings of a config.json, in the spelling of transformers 5 or 4.
+    """The rotary settings of a config.json, under the keys of transformers 5 or 4.
 
     Raises:
-        ModelError: llama.cpp lacks the kind for the family, or a number is missing.
+        ModelError: llama.cpp lacks the kind of scaling for the family, or a number is missing.
     """
-    # The order of transformers, if a file has both spellings.
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     usual_settings = {} if family is None else family.spec.rope.default
+    # If a file has both keys, rope_scaling takes precedence, as in transformers.
     settings = config.get("rope_scaling") or config.get("rope_parameters") or usual_settings
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json: the rotary settings are {settings!r}, not an object")
-    # Settings of the layers without a window, where each kind of layer has its own.
+    # Where each kind of layer has its own settings, those of layers without a window.
     settings = settings.get("full_attention", settings)
-    # The first Llamas' config.json leaves it out; the other families' always have it.
+    # The config.json of early Llamas lacks rope_theta; that of other families always has it.
     usual = 10_000.0 if model_type == "llama" else None
     names = {} if family is None else family.spec.json_names
     usual = 10_000.0 if "rope_theta" in names else usual
@@ -341,7 +352,8 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
 
 
 def rope_factors(shape: ModelShape, rope: Rope) -> dict[str, Tensor]:
-    """Tensors of the divisors of the rotary frequencies, by name."""
+    """Tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF's names; none
+    for kinds other than "llama3" and "longrope"."""
     if rope.kind == "longrope":
         scaling = shape.model.rope_scaling
         return {
@@ -353,9 +365,12 @@ def rope_factors(shape: ModelShape, rope: Rope) -> dict[str, Tensor]:
 
 
 def yarn_factors(shape: ModelShape) -> tuple[float, float]:
-    """YaRN's factor of cos and sin for llama.cpp, and the logarithm's factor m of DeepSeek's
-    scores. llama.cpp multiplies the first by YaRN's own magnitude, unless m is other than 0. It
-    multiplies the scores by the square of the factor of cos and sin and of 1 + 0.1 m ln(factor)."""
+    """YaRN's numbers for llama.cpp: (attn_factor, m).
+
+    attn_factor is the factor of cos and sin. If m is 0, llama.cpp multiplies it by YaRN's own
+    magnitude. m is a factor of DeepSeek's attention scores: llama.cpp multiplies the scores by the
+    square of attn_factor and the square of 1 + 0.1 m ln(factor).
+    """
     model, rope = shape.model, shape.model.rope_scaling
     wanted, own = rope_magnitude(rope, shape.max_positions), yarn_magnitude(rope.factor)
     if shape.family.gguf.layer != "latent" or rope.factor == 1:

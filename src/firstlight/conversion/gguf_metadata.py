@@ -1,4 +1,4 @@
-"""The entries of a GGUF file that describe a model's shape: all but its tokenizer."""
+"""The entries of a GGUF file that describe a model's shape. `gguf_writer` adds the tokenizer's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firstlight.models.rope import rope_magnitude
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-#: Keys of config.json that GGUF has no key for; firstlight.config has them unchanged.
+#: Keys of config.json without a GGUF key; their values are kept in the entry `KEPT`.
 KEPT_KEYS = (
     "model_type",
     "activation_function",
@@ -32,19 +32,20 @@ KEPT_KEYS = (
     "topk_group",
     "use_sliding_window",
 )
+#: GGUF entry of firstlight's own: a JSON object with settings that have no GGUF key.
 KEPT = "firstlight.config"
 
 
 def add_model(
     writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape, rope: Rope | None
 ) -> None:
-    """Add what llama.cpp reads of a model's shape.
+    """Add the entries from which llama.cpp reads a model's shape, and firstlight.config.
 
     Args:
-        writer: gguf's writer of the file.
+        writer: the writer of the GGUF file.
         config: Hugging Face's config.json as an object.
         shape: shape of the model.
-        rope: rotary positions; None for learned ones.
+        rope: settings of rotary positions; None for learned positions.
 
     Raises:
         ModelError: a number is missing or invalid.
@@ -96,14 +97,15 @@ def add_model(
 
 
 def _add_rope_scaling(writer: GGUFWriter, shape: ModelShape, rope: Rope) -> dict[str, Any]:
-    """Add the rescaling of rotary positions; the entries of firstlight.config for it."""
+    """Add the entries for the rescaling of rotary positions. Return the settings as an entry of
+    firstlight.config if GGUF's entries do not hold all of them."""
     import gguf
 
     if rope.kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope.scaling["factor"])
     if rope.kind == "llama3":
-        # They can't be computed from the tensor of the factors.
+        # The file has the divisors of the frequencies, from which the settings can't be computed.
         return {"rope_scaling": {"rope_type": rope.kind, **rope.scaling}}
     if rope.kind not in ("longrope", "yarn"):
         return {}
@@ -113,7 +115,7 @@ def _add_rope_scaling(writer: GGUFWriter, shape: ModelShape, rope: Rope) -> dict
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling.factor)
         if multiplier:
-            # llama.cpp divides it by 0.1 for DeepSeek.
+            # For DeepSeek, llama.cpp divides the entry by 0.1.
             writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
     else:
         magnitude = rope_magnitude(scaling, shape.max_positions)
@@ -123,7 +125,7 @@ def _add_rope_scaling(writer: GGUFWriter, shape: ModelShape, rope: Rope) -> dict
 
 
 def _add_latent(writer: GGUFWriter, shape: ModelShape) -> None:
-    """Latent attention's head, and how tokens choose experts."""
+    """Add the entries for latent attention's heads and for the routing of tokens to experts."""
     from gguf import ExpertGatingFuncType
 
     model, gating = shape.model, shape.family.gguf.gating
@@ -136,12 +138,12 @@ def _add_latent(writer: GGUFWriter, shape: ModelShape) -> None:
 
 
 def _add_kinds_of_layers(writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape) -> None:
-    """The window, and the rotary base of the layers that have it."""
+    """Add the entries for the sliding window and for the rotary base of layers that have it."""
     window, spec, model = window_of(config), shape.family.gguf, shape.model
     if spec.has_windows:
         window = model.sliding_window
         if window is None and spec.needs_window:
-            # One that covers all tokens.
+            # llama.cpp needs a window for this family: one that covers the whole context.
             window = shape.max_positions
     if window is not None:
         writer.add_sliding_window(window)
@@ -158,7 +160,7 @@ def _epsilon(config: Mapping[str, Any], key: str) -> float:
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
-    """The sliding window of attention, if the model has one and uses it."""
+    """The sliding window in tokens that a config.json has in use; None if there is none."""
     window = config.get("sliding_window")
     family = FAMILIES[config["model_type"]].spec
     always = "sliding_window" in family.own_keys and not family.has_window_switch

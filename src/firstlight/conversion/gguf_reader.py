@@ -1,8 +1,8 @@
 """Read a GGUF file back into a Hugging Face config and tensors.
 
-All of llama.cpp's quantised formats can be read, though only four are written: the package gguf
-dequantises them. Every length is checked against the file's size, so that a damaged file is an
-error, never a hang or a demand for all of the memory. Format: ggml-org/ggml `docs/gguf.md`.
+All quantised formats that the package gguf can dequantise are read. Every length is checked against
+the file's size before it is used: a damaged file is an error, and can't make the reader hang or
+take all memory. Format: ggml-org/ggml `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from firstlight.conversion.gguf_writer import import_gguf
 from firstlight.errors import ModelError, describe_os_error
 
 _VERSIONS = (2, 3)
+#: Ids of GGUF's value types "string" and "array".
 _STRING, _ARRAY = 8, 9
-#: GGUF's number types -> struct's letters
+#: Ids of GGUF's scalar value types -> format characters of `struct`.
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
-#: Values in a file's metadata, some 100 bytes each once they are read: those of a vocabulary of
-#: 262,144 tokens and its merges are 1.3 million.
+#: Maximum number of values in a file's metadata. Each takes about 100 bytes of memory; a vocabulary
+#: of 262,144 tokens with its merges has 1.3 million.
 _MOST_VALUES = 2_000_000
-#: Tensors of a file, experts stacked: models have up to 3,000.
+#: Maximum number of tensors in a file. Models have up to 3,000, since their experts are stacked.
 _MOST_TENSORS = 20_000
 
 
@@ -48,8 +49,8 @@ class GGUFModel:
     Attributes:
         config: Hugging Face's config.json as an object.
         tensors: fp32 tensors by their Hugging Face names, without a tied head.
-        tokens: every token's text by id; None if the file has no vocabulary.
-        chat_template: the Jinja template of a conversation, if there is one.
+        tokens: texts of all tokens in the order of their ids; None if the file has no vocabulary.
+        chat_template: the Jinja chat template; None if there is none.
     """
 
     config: dict[str, Any]
@@ -107,7 +108,13 @@ def read_gguf(path: Path) -> GGUFModel:
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor's place: shape with the outermost dimension first, ggml type, offset in the data."""
+    """A tensor's entry in a GGUF file.
+
+    Attributes:
+        shape: sizes, outermost dimension first (the reverse of the file's order).
+        kind: id of the ggml type.
+        offset: position of the tensor's first byte after the start of the data section.
+    """
 
     shape: tuple[int, ...]
     kind: int
@@ -115,14 +122,19 @@ class GGUFTensor:
 
 
 class GGUFParser:
-    """Reads a little-endian GGUF file of `size` bytes, open for reading at its beginning."""
+    """Reads a little-endian GGUF file of `size` bytes, open for reading at its beginning.
+
+    Raises:
+        ModelError: raised by every method: the file is damaged, cut short or not supported.
+        UnicodeDecodeError: raised by `parse`: a text is not UTF-8.
+    """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
         self._position = self._values = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
-        """Metadata, tensors by name, and the position of the tensors' data."""
+        """The metadata, the tensors' entries by name, and the position of the data section."""
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is no GGUF file")
         version = self._number("I")
@@ -150,7 +162,7 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Refuse overlapping tensors, which could take any amount of memory.
+        """Refuse overlapping tensors, with which a small file could take any amount of memory.
 
         Raises:
             ModelError: the tensors together have more bytes than the file.
@@ -166,7 +178,7 @@ class GGUFParser:
 
     @staticmethod
     def _kind_of(name: str, stored: GGUFTensor) -> tuple[Any, int]:
-        """A tensor's type, and the bytes of its rows."""
+        """A tensor's ggml type, and the number of bytes of one row."""
         gguf = import_gguf()
         try:
             kind = gguf.GGMLQuantizationType(stored.kind)
@@ -178,7 +190,13 @@ class GGUFParser:
         return kind, stored.shape[-1] // block * block_bytes
 
     def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
-        """A tensor's numbers as fp32, in torch's order of dimensions (the file's, reversed)."""
+        """A tensor's numbers, dequantised to fp32, in the shape `stored.shape`.
+
+        Args:
+            name: the tensor's name, for messages.
+            stored: the tensor's entry.
+            data_start: position of the data section, from `parse`.
+        """
         gguf = import_gguf()
         kind, row_bytes = self._kind_of(name, stored)
         self._position = self._file.seek(min(data_start + stored.offset, self._size))
@@ -190,14 +208,14 @@ class GGUFParser:
         return torch.from_numpy(values.astype(np.float32)).reshape(stored.shape)
 
     def _take(self, count: int) -> bytes:
-        # Checked before reading: a damaged length must not demand all of the memory.
+        # Checked before reading: `read` would allocate memory for a damaged length.
         if count > self._size - self._position:
             raise ModelError("the file is damaged or cut short")
         self._position += count
         return self._file.read(count)
 
     def _count(self, values: int) -> None:
-        """Count values of the metadata before they are read."""
+        """Add to the count of metadata values, before they are read, and refuse too many."""
         self._values += values
         if self._values > _MOST_VALUES:
             raise ModelError(

@@ -1,7 +1,8 @@
 """The tensors of a GGUF file, and the Hugging Face tensors that each is made of.
 
-Each family has one table for both directions: `gguf_writer` applies it, `gguf_reader` undoes it.
-Names and layouts are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`).
+`gguf_writer` applies the rules of `tensor_rules`, `gguf_reader` reverses them. Names and layouts
+are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the functions below,
+`theirs` is a prefix of GGUF's names, `ours` of Hugging Face's.
 """
 
 from __future__ import annotations
@@ -35,19 +36,22 @@ class TensorRule:
 
     Attributes:
         gguf: name in the file.
-        sources: Hugging Face name; for experts, the names of all, stacked in this order.
+        sources: Hugging Face names; several (such as all experts) are stacked in this order.
         shape: shape of each source.
-        change: "none"; "transposed", in the last two dimensions; "rotary", a reordering of rows,
-            since llama.cpp's Llama rotates neighbouring pairs where Hugging Face rotates halves;
-            "interleaved", one from the rows of each head's query, key and value to all queries, all
-            keys and all values; "one_plus", a norm's weight to which Hugging Face's class adds 1;
-            "negative_exp", -exp of the source; or "by_head", rows with a dimension of their own for
-            the heads, also "by_head_transposed" in the other two.
-        heads: number of attention heads in the rows, where `change` depends on them.
+        change: transformation from source to file:
+
+            - "none", or "transposed" in the last two dimensions;
+            - "rotary": rows reordered from rotary pairs (i, i + D/2) of a head to (2i, 2i + 1);
+            - "interleaved": rows q, k, v of each head reordered to all q, all k, all v;
+            - "one_plus": 1 added to a norm's weight (Hugging Face's class adds it in `forward`);
+            - "negative_exp": -exp of the source;
+            - "by_head": rows [H x N, ...] as [H, N, ...];
+            - "by_head_transposed": the same, with the last two dimensions swapped.
+        heads: number of attention heads in the rows; 0 if `change` does not depend on it.
         stacked: True if the file's tensor has a first dimension for the sources.
-        taken: indices of the source's part that the tensor holds; () is the whole source.
-        axis: dimension of the source that `taken` counts.
-        dropped: dimension of the source, of size 1, that the file's tensor lacks; None is none.
+        taken: indices of the slices of the source that the file's tensor holds; () is all of them.
+        axis: dimension of the source that `taken` indexes.
+        dropped: dimension of size 1 that the file's tensor lacks; None if there is none.
     """
 
     gguf: str
@@ -76,8 +80,8 @@ class TensorRule:
 
     @property
     def small(self) -> bool:
-        """True if llama.cpp needs the tensor in fp32 in every format: vectors, biases, routers,
-        learned positions, convolutions and the norms of heads."""
+        """True if llama.cpp needs the tensor in fp32 whatever the format of the file: vectors,
+        biases, routers, learned positions, convolutions and the norms of heads."""
         small_tables = (
             *("position_embd.weight", "ffn_gate_inp.weight", "_norm.weight"),
             *(".bias", "ssm_conv1d.weight"),
@@ -85,7 +89,7 @@ class TensorRule:
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
-        """A source tensor in the file's layout."""
+        """A source tensor, of shape `shape`, in the file's layout (one of several if `stacked`)."""
         if self.taken:
             source = source.index_select(self.axis, torch.tensor(self.taken))
         if self.change == "transposed":
@@ -105,7 +109,8 @@ class TensorRule:
         return (source if self.dropped is None else source.squeeze(self.dropped)).contiguous()
 
     def put_into(self, tensors: MutableMapping[str, Tensor], source: str, stored: Tensor) -> None:
-        """Put a tensor of the file, or one of those stacked in it, where its source was."""
+        """Add to `tensors` the source named `source`, or its slices `taken`, from the file's tensor
+        `stored` (its part for this source if `stacked`)."""
         values = self.from_gguf(stored)
         if not self.taken:
             tensors[source] = values.clone()
@@ -114,7 +119,7 @@ class TensorRule:
         whole.index_copy_(self.axis, torch.tensor(self.taken), values)
 
     def from_gguf(self, stored: Tensor) -> Tensor:
-        """The inverse of `to_gguf`: the source, or the part of it that is `taken`."""
+        """The inverse of `to_gguf`: the source, or its slices `taken`."""
         if self.change == "transposed":
             return stored.mT.contiguous()
         if self.change in ("by_head", "by_head_transposed"):
@@ -132,7 +137,7 @@ class TensorRule:
 
 
 def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
-    """All tensors of a model but its rotary factors, in the order of the file."""
+    """All tensors of a model, except its rotary factors, in the order of the file."""
     model, spec = FAMILIES[shape.model_type].model, shape.family
     table = (shape.vocab_size, shape.hidden_size)
     yield TensorRule("token_embd.weight", (f"{model.embedding_name}.weight",), table)
@@ -151,7 +156,7 @@ def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
 
 
 def _layer_rules(shape: ModelShape, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of a layer, counted from 0."""
+    """The tensors of layer number `layer`, counted from 0."""
     model, kind = shape.model, shape.family.gguf.layer
     if kind == "named":
         yield from _named_rules(shape, theirs, ours)
@@ -182,7 +187,7 @@ def _layer_rules(shape: ModelShape, layer: int, theirs: str, ours: str) -> Itera
 
 
 def _norm_rules(shape: ModelShape, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
-    """A norm over `size` numbers; 0 is hidden_size."""
+    """The tensors of a norm over `size` numbers; 0 stands for hidden_size."""
     kind: Change = "one_plus" if shape.family.norm_kind == "one_plus" else "none"
     sizes = (size or shape.hidden_size,)
     yield TensorRule(f"{theirs}.weight", (f"{ours}.weight",), sizes, kind)
@@ -191,7 +196,7 @@ def _norm_rules(shape: ModelShape, theirs: str, ours: str, size: int = 0) -> Ite
 
 
 def _named_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """A layer with biases everywhere, whose parts the family names."""
+    """The tensors of a layer with biases everywhere, whose parts `GGUFSpec.block` names."""
     C, F, config = shape.hidden_size, shape.intermediate_size, FAMILIES[shape.model_type].config
     sizes = {"attn_qkv": (3 * C, C), "attn_output": (C, C), "ffn_up": (F, C), "ffn_down": (C, F)}
     for word, name in shape.family.gguf.block.items():
@@ -211,7 +216,7 @@ def _named_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRu
 
 
 def _block_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """A layer of the Llama-like families."""
+    """The tensors of a layer of the Llama-like families."""
     spec = shape.family
     norms = spec.norms
     for word, name in (
@@ -236,7 +241,7 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
         rows = sum(counts.values()) * D
         yield TensorRule(f"{theirs}attn_qkv.weight", (f"{ours}qkv_proj.weight",), (rows, C))
         counts = {}
-    # Beside each head's query Qwen3-Next has the gate of its output.
+    # Qwen3-Next's q_proj also computes a gate for each head's output: twice the rows.
     wide = 2 if spec.gguf.layer == "delta" else 1
     for letter, heads in counts.items():
         change: Change = "rotary" if spec.gguf.rotates_pairs and letter != "v" else "none"
@@ -255,7 +260,7 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
 def _head_norm_rules(
     shape: ModelShape, theirs: str, ours: str, letter: str, heads: int
 ) -> Iterator[TensorRule]:
-    """The norm of queries or keys."""
+    """The norm of queries or keys, if the model has one."""
     D = shape.head_dim
     if shape.qk_norm == "own":
         names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))
@@ -291,13 +296,14 @@ def _expert_rules(
 
 
 def _two_norm_rules(shape: ModelShape, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
-    """The norms before attention and MLP, the latter under llama.cpp's name for it."""
+    """The norms before attention and MLP; `second` is llama.cpp's name of the latter."""
     yield from _norm_rules(shape, f"{theirs}attn_norm", f"{ours}input_layernorm")
     yield from _norm_rules(shape, theirs + second, f"{ours}post_attention_layernorm")
 
 
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Multi-head latent attention, with keys and values apart."""
+    """The tensors of multi-head latent attention; kv_b_proj, with the rows of each head's key and
+    value, is split in two. H heads; L and Q are the ranks of the KV and query latents."""
     C, H, L, Q = (
         model.hidden_size,
         model.num_attention_heads,
@@ -318,7 +324,7 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
         yield TensorRule(f"{theirs}{word}.weight", (f"{ours}{name}.weight",), sizes)
     rows, source = torch.arange(H * (keys + values)).view(H, -1), (f"{ours}kv_b_proj.weight",)
     shape = (rows.numel(), L)
-    # llama.cpp multiplies queries by the keys' matrices, and wants those transposed.
+    # llama.cpp multiplies queries by the keys' matrices, and needs these transposed.
     split: tuple[tuple[str, Tensor, Change], ...] = (
         ("attn_k_b", rows[:, :keys], "by_head_transposed"),
         ("attn_v_b", rows[:, keys:], "by_head"),
@@ -331,7 +337,7 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 def _shared_expert_rules(
     shape: ModelShape, theirs: str, ours: str, shared: str
 ) -> Iterator[TensorRule]:
-    """A layer's experts, and those that every token visits, as one MLP."""
+    """A layer's routed experts, and its shared experts, which are one MLP."""
     if shape.family.experts is not None:
         yield from _expert_rules(shape, shape.family.experts, theirs, ours)
     C, model = shape.hidden_size, shape.model
@@ -348,7 +354,8 @@ def _shared_expert_rules(
 
 
 def _biased_expert_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """gpt-oss' router and experts, whose gates and ups take turns in one tensor."""
+    """gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate between the
+    gate's and the up projection's."""
     C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
     for kind, router in (("weight", (E, C)), ("bias", (E,))):
         yield TensorRule(f"{theirs}ffn_gate_inp.{kind}", (f"{ours}router.{kind}",), router)
@@ -365,7 +372,9 @@ def _biased_expert_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[
 
 
 def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Linear attention, with each key head's queries, keys, values and gates apart."""
+    """The tensors of Qwen3-Next's linear attention. Rows of in_proj_qkvz, which has queries, keys,
+    values and gates of each key head, are split into all q, k, v, and all gates. G key heads of
+    size D, H value heads of size E."""
     C, G, H = model.hidden_size, model.linear_num_key_heads, model.linear_num_value_heads
     D, E = model.linear_key_head_dim, model.linear_value_head_dim
     channels, V = 2 * G * D + H * E, H * E

@@ -1,7 +1,10 @@
-"""GGUF's description of a tokenizer, for two kinds that get the same ids from llama.cpp.
+"""GGUF's description of a tokenizer, for the two kinds to which llama.cpp gives the same ids.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's "gpt2" kind: tokens, merges, and the
-name of the split. BPE with byte fallback (Llama 2) becomes "llama": tokens and scores.
+- Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's kind "gpt2": tokens, merges, and the
+  name of the pattern that splits texts into pieces.
+- BPE with byte fallback (Llama 2) becomes the kind "llama": tokens and scores.
+
+Any other tokenizer, or one that llama.cpp would treat differently, is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from tokenizers import models
 from firstlight.errors import TokenizerError
 from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, Tokenizer
 
-#: the split's pattern -> (its name in tokenizer.ggml.pre, True if llama.cpp then looks up whole
-#: pieces before it merges)
+#: Pattern that splits texts -> (its name in tokenizer.ggml.pre, True if llama.cpp takes a piece
+#: that is a token as it is, without merging: `ignore_merges` of Hugging Face's BPE).
 _SPLITS = {
     GPT2_PATTERN: ("gpt-2", False),
     LLAMA3_PATTERN: ("llama-bpe", True),
@@ -43,15 +46,16 @@ class GGUFTokenizer:
         model: tokenizer.ggml.model, "gpt2" or "llama".
         pre: tokenizer.ggml.pre.
         tokens: every token, by id.
-        types: the kind of each token.
-        scores: scores, for "llama" only: the pair whose joint token scores highest is merged first.
-        merges: merges, for "gpt2" only: pairs in order, each "left right".
-        special_ids: the tokens that begin and end a document, "bos" and "eos", and "unknown", the
-            unknown token, if there is one.
+        types: tokenizer.ggml.token_type of every token, by id.
+        scores: score of every token, by id; None for "gpt2". llama.cpp merges the two neighbours
+            whose joint token has the highest score first.
+        merges: merges in order, each "left right"; None for "llama".
+        special_ids: ids of "bos" and "eos", the tokens that begin and end a document, and of
+            "unknown", the unknown token, if there is one.
         add_bos: True if a prompt begins with "bos".
-        add_space_prefix: True if a text is read as if it began with a space.
-        chat_template: the Jinja template of a conversation, if there is one.
-        notes: possible differences to firstlight's ids.
+        add_space_prefix: True if a space is put before a text.
+        chat_template: the Jinja chat template; None if there is none.
+        notes: cases in which llama.cpp's ids differ, for the user.
     """
 
     model: str
@@ -70,7 +74,7 @@ class GGUFTokenizer:
 def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
     """Describe a tokenizer for a model with `vocab_size` embedding rows.
 
-    Rows beyond the tokenizer's last token become unused tokens `[PAD<id>]`.
+    Ids without a token, within the vocabulary or after its end, become unused tokens `[PAD<id>]`.
 
     Raises:
         TokenizerError: llama.cpp would give other ids, or the tokenizer doesn't fit the model.
@@ -95,7 +99,7 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
             raise _refused(f"its token '{content}' takes in white space or needs word borders")
     tokens = _tokens(tokenizer, vocab_size)
     types = _types(tokens, added, model)
-    # llama.cpp's default for a missing bos or eos is some ordinary token.
+    # llama.cpp would take an ordinary token for a missing bos or eos.
     bos = tokenizer.separator_id
     eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     name = model.get("unk_token")
@@ -124,12 +128,12 @@ def _refused(reason: str) -> TokenizerError:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Every id's token; ids without a token, inside the vocabulary or after it, get a name."""
+    """Texts of all tokens, by id; `[PAD<id>]` for ids without a token."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
     if len(set(tokens)) != vocab_size or "" in by_id.values():
-        # llama.cpp aborts the whole program on two tokens of the same text.
+        # llama.cpp aborts the whole process if two tokens have the same text.
         raise _refused("a token is empty, or is called [PAD..] as unused tokens are")
     return tokens
 
@@ -152,13 +156,21 @@ def _types(
 
 
 def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The merges, which older files write as one text each."""
+    """The merges as pairs (left, right); older tokenizer.json files have "left right"."""
     pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
     return [(left, right) for left, right in pairs]
 
 
 def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """tokenizer.ggml.pre of a byte-level BPE tokenizer, and notes."""
+    """tokenizer.ggml.pre of a byte-level BPE tokenizer, and notes for the user.
+
+    Args:
+        state: content of tokenizer.json.
+        added: added tokens by text.
+
+    Raises:
+        TokenizerError: llama.cpp would split texts differently, or merge them into other tokens.
+    """
     normalizer = state.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
         raise _refused(f"its normalizer is {json.dumps(normalizer, ensure_ascii=False)}")
@@ -185,7 +197,8 @@ def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str
 
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Refuse tokens whose id depends on whether a piece is looked up or merged."""
+    """Refuse a vocabulary with a token that its own text does not merge into: its id would depend
+    on `ignore_merges`, in which this tokenizer and llama.cpp differ."""
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
         if token not in added and len(bpe.tokenize(token)) != 1:
@@ -193,7 +206,11 @@ def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> No
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """(True if a tokenizer with byte fallback puts a space before a text, notes)."""
+    """(True if a tokenizer with byte fallback puts a space before a text, notes for the user).
+
+    Raises:
+        TokenizerError: the tokenizer treats spaces in another way than Llama 2's.
+    """
     normalizer, splitter = state.get("normalizer"), state.get("pre_tokenizer")
     steps = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
     if splitter is None and steps == [_PREPEND, _REPLACE]:
@@ -211,12 +228,20 @@ def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
 def _scores(
     tokens: Sequence[str], types: Sequence[int], model: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Scores with which llama.cpp merges in the order of the BPE's merges.
+    """Score of every token, by id, with which llama.cpp merges in the order of the BPE's merges.
 
-    llama.cpp joins any two neighbours whose joint text is a token, highest score first, then
-    leftmost. That is this BPE where every cut of a token into two tokens is a merge, and where
-    the merges come token by token: then a token's score is minus the rank of its first merge.
-    Runs of spaces may come mixed, as in Llama 2, where they have one score.
+    llama.cpp joins any two neighbours whose joint text is a token: the highest score first, and
+    the leftmost pair among equals. This gives the same ids as the BPE under two conditions:
+
+    - every pair of tokens whose joint text is a token is a merge of the BPE;
+    - all merges into one token follow each other in the list of merges.
+
+    The score of a token is then minus the rank of its first merge. Tokens of spaces alone are
+    exempt from the second condition (Llama 2's merges of spaces are mixed): those whose merges
+    overlap share a score.
+
+    Raises:
+        TokenizerError: a condition is not met, or a byte token is missing.
     """
     if sum(kind == BYTE for kind in types) != 256:
         raise _refused("it has byte fallback without all 256 byte tokens")

@@ -1,9 +1,11 @@
-"""Write a model as a GGUF file, the format of llama.cpp and the programs around it.
+"""Write a model as a GGUF file, the format of llama.cpp and of programs that use it.
 
-header      magic, version, counts
-metadata    general.*, <architecture>.*, tokenizer.*; firstlight.config, a JSON object of the
-            config.json entries without a GGUF key (KEPT_KEYS, rope_scaling of Llama 3)
-tensors     names, shapes, types; then the data, one tensor after the other
+Parts of the file, in order:
+
+    header      magic, version, counts
+    metadata    general.*, <architecture>.*, tokenizer.*; firstlight.config, a JSON object of the
+                config.json entries without a GGUF key (see `gguf_metadata`)
+    tensors     names, shapes, types; then the data of each tensor in the same order
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ GGUFDtype = Literal["f32", "f16", "bf16", "q8_0"]
 #: general.file_type of each format (llama.cpp's `llama_ftype`).
 _FILE_TYPES: dict[GGUFDtype, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 
-#: Numbers that share a scale in q8_0.
+#: Number of weights that share a scale in q8_0.
 _BLOCK = 32
 
 
@@ -56,25 +58,25 @@ def write_gguf(
     dtype: GGUFDtype,
     name: str = "",
 ) -> None:
-    """Write a model as one GGUF file, with about twice its largest tensor of memory.
+    """Write a model as one GGUF file. The memory needed is about twice that of its largest tensor.
 
     Args:
-        path: the file, which is replaced once the new one is complete.
+        path: the file; an old one is replaced once the new one is complete.
         config: Hugging Face's config.json as an object.
-        tensors: tensors by their Hugging Face names; a tied head may be absent. Each is read
-            twice and released, so that the mapping may read it from a file each time.
+        tensors: tensors by their Hugging Face names; a tied head may be absent. Each is looked up
+            twice and not kept, so that the mapping may read it from a file each time.
         tokenizer: the tokenizer; None writes a file without a vocabulary.
-        dtype: format of matrices. Vectors, routers and GPT-2's positions are always f32, and in
-            q8_0 a matrix whose rows are not a multiple of 32 is f16.
-        name: name of the model for other programs.
+        dtype: format of matrices. Vectors, routers, convolutions and learned positions are always
+            f32. With q8_0, matrices whose row length is not a multiple of 32 are f16.
+        name: name of the model for other programs (general.name).
 
     Raises:
-        ModelError: llama.cpp does not support the model (see `gguf_notes` for small differences),
-            a tensor is missing, extra, misshapen or not finite, or the format can't hold its
-            numbers.
+        ModelError: llama.cpp does not support the model (small differences are no error, see
+            `gguf_notes`); a tensor is missing, extra, misshapen or not finite; or a number is too
+            large for the format.
         TokenizerError: llama.cpp would give other ids than the tokenizer.
         MissingDependencyError: the package gguf is not installed.
-        StorageError: the operating system refuses, as when the disk is full.
+        StorageError: the file system refuses a write, for instance because the disk is full.
     """
     gguf = import_gguf()
     is_rotary = FAMILIES[require_known(config)].config.has_rotary
@@ -109,8 +111,11 @@ def write_gguf(
 
 
 def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
-    """The model's name; in names with "phi3" llama.cpp looks for the special tokens of that
-    model's tokenizer, and does not load a file without them."""
+    """The model's name, with which llama.cpp loads the file.
+
+    If the name contains "phi3" or "phi-3", llama.cpp requires the special tokens of Phi-3's
+    tokenizer. With another tokenizer, they become "phi 3".
+    """
     phi3 = {"</s>", "<s>", "<unk>", "<|endoftext|>"}
     if tokenizer is None or phi3 <= set(tokenizer.tokens):
         return name
@@ -118,7 +123,8 @@ def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
 
 
 def _header(writer: Any) -> bytes:
-    """Everything before the tensors' data, in memory: the package gguf writes files only."""
+    """The file up to the tensors' data: header, metadata, names and shapes of the tensors."""
+    # The package gguf only writes to files that it opens: its writer gets a buffer instead.
     import gguf
 
     memory = io.BytesIO()
@@ -130,11 +136,11 @@ def _header(writer: Any) -> bytes:
 
 
 def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> list[str]:
-    """Differences between llama.cpp and the model, one line each, for people.
+    """Small differences between llama.cpp's computation and the model's, as notes for the user.
 
     Raises:
         ModelError: the model can't be put into GGUF at all.
-        TokenizerError: the tokenizer can't.
+        TokenizerError: the tokenizer can't be put into GGUF.
     """
     shape = shape_of(config, tied=True)
     notes = []
@@ -191,7 +197,7 @@ def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
         ModelError: config.json and the tensors contradict each other.
     """
     family = FAMILIES[config["model_type"]]
-    # Old files lack keys at their default in transformers: GPT-2's head is tied.
+    # Old config.json files lack keys whose value is transformers' default; GPT-2's is a tied head.
     usual = family.config.model_fields["tie_word_embeddings"].default
     usual = family.spec.hf_defaults.get("tie_word_embeddings", usual)
     tied = config.get("tie_word_embeddings", usual)
@@ -210,8 +216,16 @@ def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _check_tensors(rules: list[TensorRule], tensors: Mapping[str, Tensor], unused: str) -> None:
-    """Refuse, by name, tensors that are missing, extra, misshapen, or not finite; one may be
-    `unused`."""
+    """Refuse tensors that are missing, extra, misshapen or not finite, and name them.
+
+    Args:
+        rules: the tensors of the file.
+        tensors: the model's tensors by Hugging Face name.
+        unused: name of a tensor that may be there and is not checked (a tied head); "" for none.
+
+    Raises:
+        ModelError: there are such tensors.
+    """
     shapes, broken = {}, []
     for name in tensors:
         if name.endswith(COMPUTED_BUFFERS) or name == unused:
@@ -274,7 +288,12 @@ def _add_tensor_info(
 def _encoded(
     rule: TensorRule, tensors: Mapping[str, Tensor], kind: GGMLQuantizationType
 ) -> Iterator[NDArray[Any]]:
-    """The data of a tensor, source by source.
+    """The bytes of a tensor, as one numpy array for each of its sources.
+
+    Args:
+        rule: the tensor.
+        tensors: the model's tensors by Hugging Face name.
+        kind: format of the tensor in the file.
 
     Raises:
         ModelError: a number is too large for the format.
@@ -284,7 +303,7 @@ def _encoded(
     formats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     for source in rule.sources:
         tensor = rule.to_gguf(tensors[source].detach().cpu())
-        # q8_0 is int8 times one f16 scale a block.
+        # A block of q8_0 is int8 numbers up to 127 and one f16 scale.
         packed = kind.name == "Q8_0"
         largest = tensor.abs().max() / 127 if packed else tensor.abs().max()
         if largest.to(torch.float16 if packed else formats[kind.name]).isinf():

@@ -1,7 +1,8 @@
-"""Modelfiles for Ollama: the chat template in Go's syntax, stop texts and the context.
+"""Modelfiles for Ollama: the chat template in Go's syntax, stop texts and the context length.
 
-Ollama renders conversations with a template of Go's `text/template`, not with the tokenizer's.
-A tokenizer's template is recognised by the text that it renders, not by its source.
+Ollama renders conversations with a template of Go's `text/template`, not with the tokenizer's Jinja
+template. Three common templates are known here in both forms. A tokenizer's template is compared
+with them by the texts that it renders, not by its source.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from firstlight.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, str]]
 
-#: Longest context that a Modelfile asks for: Ollama reserves its memory at once.
+#: Maximum context length in tokens that a Modelfile sets, since Ollama allocates the cache for the
+#: whole context when it loads a model.
 _MOST_CONTEXT = 32_768
 
-#: Conversations by whose rendering a template is known, each with the beginning of an answer.
+#: Conversations by which a template is recognised; each is rendered with the start of an answer.
 _CONVERSATIONS: tuple[Messages, ...] = (
     ({"role": "user", "content": "When does the sun rise?"},),
     (
@@ -34,10 +36,10 @@ class OllamaTemplate:
     """A known chat template.
 
     Attributes:
-        name: name for people.
-        go: the template for Ollama, without the token that begins texts, which llama.cpp adds.
-        render: the text of a conversation, as `go` gives it.
-        stops: texts that end an answer.
+        name: name of the template, for messages.
+        go: the template in Go's syntax, without the token that begins a text (llama.cpp adds it).
+        render: function from a conversation to the text that `go` renders.
+        stops: texts at which Ollama ends an answer.
     """
 
     name: str
@@ -98,7 +100,8 @@ OLLAMA_TEMPLATES = (
 
 
 def known_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
-    """The known template that renders conversations as the tokenizer's does; None if none does."""
+    """The known template that renders the same texts as the tokenizer's template; None if there is
+    none."""
     begin = tokenizer.bos_token or ""
     try:
         rendered = [
@@ -115,12 +118,12 @@ def known_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
 
 
 def modelfile(file: str, tokenizer: Tokenizer | None, context: int) -> tuple[str, list[str]]:
-    """The Modelfile of a GGUF file, and notes.
+    """The text of the Modelfile for a GGUF file, and notes for the user.
 
     Args:
         file: name of the GGUF file in the same folder.
-        tokenizer: the model's tokenizer.
-        context: the model's context in tokens.
+        tokenizer: the model's tokenizer, if any.
+        context: the model's context length in tokens.
     """
     lines, notes = [f"FROM ./{file}"], []
     template = None
@@ -138,7 +141,7 @@ def modelfile(file: str, tokenizer: Tokenizer | None, context: int) -> tuple[str
         else:
             begins = tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
             begin = tokenizer.bos_token or ""
-            # llama.cpp adds the token itself where the tokenizer does.
+            # llama.cpp adds the token itself if the tokenizer does (`add_bos`).
             written = begin if begin and not tokenizer.add_bos and begins.startswith(begin) else ""
             lines.append(f'TEMPLATE """{written}{template.go}"""')
     end = None if tokenizer is None else tokenizer.eos_token

@@ -1,9 +1,10 @@
 """Pickled weights: files of `torch.save`, and model folders with `pytorch_model.bin`.
 
-This is the only module that reads pickles: with torch's unpickler for weights, after a check that
-the pickle's opcodes build nothing but tensors, numbers, texts and containers. torch alone would
-also call functions that take any amount of memory (`bytearray`, `torch.FloatTensor`), and take for
-ever on tuples that hold one tuple many times.
+This is the only module that reads pickles. It uses torch's unpickler with `weights_only=True`,
+after a check that the pickle's opcodes build nothing but tensors, numbers, strings and containers.
+`weights_only` alone would also call functions that allocate any amount of memory (`bytearray`,
+`torch.FloatTensor`), and would practically never finish on nested tuples that repeat one tuple many
+times.
 """
 
 from __future__ import annotations
@@ -29,40 +30,45 @@ from firstlight.weights.stored import (
     indexed_tensors,
 )
 
-#: First bytes of a file of `torch.save`: a zip archive, or before PyTorch 1.6 a pickled number.
+#: First bytes of a file of `torch.save`: of a zip archive, or before PyTorch 1.6 of a pickled magic
+#: number.
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-#: Bytes of the pickle in an archive: 100 to 200 for each tensor, whose numbers are stored apart. A
-#: megabyte of opcodes takes a second to check.
+#: Maximum size of the pickle in an archive, in bytes. It has 100 to 200 bytes per tensor; the
+#: tensors' numbers are in other entries. Checking one megabyte of opcodes takes about a second.
 _MAX_PICKLE_BYTES = 1_500_000
-#: Pickles in a row at the beginning of a file from before PyTorch 1.6; then come the numbers.
+#: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. The tensors'
+#: numbers follow them.
 _PICKLES_BEFORE_1_6 = 5
-#: Parts of a tuple, those of tuples in it counted wherever they stand: a hash looks at all of them.
+#: Maximum number of elements in a tuple and the tuples nested in it. A tuple that occurs several
+#: times is counted each time, since hashing visits it each time.
 _MOST_TUPLE_PARTS = 10_000
-#: Parts of the containers that a file holds, counted in the same way: a comparison looks at them.
+#: Maximum number of elements in all containers of a file. A container that occurs several times is
+#: counted each time, since comparing visits it each time.
 _MOST_PARTS = 1_000_000
-#: Names that the opcodes of a pickle may contain.
+#: Names ("module name") that a pickle may refer to.
 _PLAIN = re.compile(
     r"collections OrderedDict|torch._utils _rebuild_(tensor(_v[23])?|parameter)"
     r"|torch\.storage UntypedStorage|torch (\w+Storage|Size|device|[a-z]+\d+\w*|bool)"
 )
 
-#: Prefixes that torch.compile and DistributedDataParallel put before all names.
+#: Prefixes that torch.compile and DistributedDataParallel add to all names of a state_dict.
 _WRAPPERS = ("_orig_mod.", "module.")
 
 _KINDS = {dtype: kind for kind, dtype in FLOAT_FORMATS.items()}
 
 
 class _DamagedError(Exception):
-    """The fault of a file."""
+    """A damaged file; `read_pickle` turns it into a ModelError."""
 
 
 def read_pickle(path: Path) -> Any:
-    """The content of a file of `torch.save`, its tensors mapped into memory.
+    """The content of a file of `torch.save`. Its tensors are memory-mapped, except those of a file
+    from before PyTorch 1.6.
 
     Raises:
-        ModelError: the file can't be read, or holds objects beside weights.
+        ModelError: the file can't be read, or holds objects other than weights.
     """
     if path.is_dir():
         raise ModelError(f"{path} is a folder: name the checkpoint file in it")
@@ -102,7 +108,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
-    """The names, as "module name", in the pickles of a file of `torch.save`."""
+    """The names, as "module name", that the pickles in a file of `torch.save` refer to."""
     if not is_zip:
         with open(path, "rb") as file:
             for _ in range(_PICKLES_BEFORE_1_6):
@@ -113,7 +119,7 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         pickles = [entry for entry in entries if entry.filename.lower().endswith("data.pkl")]
-        # torch compresses nothing; a compressed entry could take any amount of memory.
+        # torch.save does not compress; a compressed entry could expand to any amount of memory.
         if len(pickles) != 1 or any(entry.compress_type for entry in entries):
             raise zipfile.BadZipFile("torch.save didn't write this archive")
         if pickles[0].file_size > _MAX_PICKLE_BYTES:
@@ -123,13 +129,13 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
 
 
 def _names_of(file: IO[bytes]) -> Iterator[str]:
-    """The names in one pickle.
+    """The names, as "module name", that one pickle refers to.
 
     Raises:
-        _DamagedError: the pickle has tuples of too many parts, or is too long.
+        _DamagedError: the pickle has tuples of too many elements, or is too long.
     """
-    # The unpickler's stack, of which each value is the number of its parts if it is a tuple, else
-    # 1; None is a mark.
+    # A simulation of the unpickler's stack and memo (`known`). In place of each value they have the
+    # number of elements if it is a tuple (1 + those of its elements), else 1. None is a mark.
     stack: list[int | None] = []
     known: dict[Any, int | None] = {}
     for opcode, argument, place in pickletools.genops(file):
@@ -162,10 +168,11 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
 
 
 def _require_few_parts(content: Any) -> None:
-    """Refuse containers that hold others so often that they can't be compared or shown.
+    """Refuse content whose containers repeat others so often that comparing or printing it would
+    not end.
 
     Raises:
-        _DamagedError: there are such.
+        _DamagedError: the containers have more than `_MOST_PARTS` elements.
     """
     rest, count = [content], 0
     while rest:
@@ -188,10 +195,16 @@ def _os_error(path: Path, error: OSError) -> str:
 
 
 def named_weights(path: Path, content: Any) -> dict[str, Any]:
-    """The state_dict in a checkpoint's content, its names without wrappers' prefixes.
+    """The state_dict in a checkpoint, without the name prefixes of torch.compile and
+    DistributedDataParallel.
+
+    Args:
+        path: the file, for messages.
+        content: its content: the state_dict, or a mapping that has it as "model" or
+            "model_state_dict".
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no state_dict.
     """
     if not isinstance(content, Mapping):
         raise ModelError(
@@ -210,7 +223,8 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PickledTensor:
-    """A tensor of a pickle, with the attributes of a `StoredTensor`."""
+    """A tensor read from a pickle, with those properties of `StoredTensor` that `require_fit`
+    uses."""
 
     value: Tensor
 
@@ -228,11 +242,11 @@ class _PickledTensor:
 
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
     """The weights of a model folder with `pytorch_model.bin`, or with several such files and an
-    index, by the names in model.safetensors: mapped into memory, experts one by one.
+    index, by their names in model.safetensors. Stacked experts are split into views of each.
 
     Raises:
-        ModelError: a file is missing or damaged or holds more than weights, the index does not
-            match its files, or the tensors don't fit config.json (named).
+        ModelError: a file is missing, damaged or holds more than weights; the index does not
+            match its files; or tensors don't fit config.json (the message names them).
     """
     stored = {n: _PickledTensor(t) for n, t in _all_tensors(folder).items()}
     config = read_config(folder)
@@ -249,7 +263,11 @@ def _all_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
-    """The state_dict of a file."""
+    """The state_dict of a `pytorch_model.bin`, each value a whole tensor.
+
+    Raises:
+        ModelError: the file can't be read, or is not a state_dict.
+    """
     content = read_pickle(path)
     if not isinstance(content, Mapping) or not content:
         raise ModelError(f"{path} holds a {type(content).__name__}, not a model's state_dict")
@@ -260,8 +278,8 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """True if a tensor's numbers are all stored in the file: with strides of zero, a few bytes make
-    a tensor of any size."""
+    """True if a tensor is dense and its storage has as many bytes as its shape needs. With strides
+    of 0, a storage of a few bytes can have a shape of any size."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.nbytes <= tensor.untyped_storage().nbytes()

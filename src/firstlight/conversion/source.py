@@ -40,7 +40,8 @@ from firstlight.weights.stored import WEIGHTS_NAME, has_pickled_weights
 
 T = TypeVar("T")
 
-#: Fewer rows than this beyond the tokenizer's are padding, to a multiple of 64 or 128.
+#: Fewer rows than this beyond the tokenizer's vocabulary are taken for padding, since programs pad
+#: to a multiple of 64 or 128.
 _MAX_PADDING = 128
 
 
@@ -49,15 +50,19 @@ class Source:
     """A model to convert.
 
     Attributes:
-        program: the program that the model is from, or "adapter (PEFT)".
-        name: name of the result, which can be part of a file's name.
-        config: content of config.json, with the special tokens of `tokenizer`.
-        tensors: tensors by their Hugging Face names, mapped into memory.
+        program: the program that wrote the model, or "adapter (PEFT)".
+        name: name of the result, of characters that a file name can have.
+        config: content of config.json, with the ids of special tokens of `tokenizer` if that is
+            not from the same folder.
+        tensors: tensors by their Hugging Face names, memory-mapped where possible.
         tokenizer: tokenizer of the result, if any.
-        folder: Hugging Face folder whose other files are copied; None if there is none.
-        logits: function from ids, int64 [1, T], and a dtype to the source's own logits [1, T, V].
-        notes: remarks for people.
-        hint: possible causes of a difference, with "; " at its end.
+        folder: Hugging Face folder whose other files are copied to the result; None if there is
+            none.
+        logits: function from token ids, int64 [1, T], and a dtype of the computation to the
+            source's own logits [1, T, V]. Other programs' models ignore the dtype and use fp32.
+        notes: remarks for the user.
+        hint: possible causes of a difference of logits, for an error message; ends with "; " unless
+            empty.
     """
 
     program: str
@@ -79,12 +84,12 @@ def read_source(
     *,
     best: bool = False,
 ) -> T:
-    """The result of `use` for the model to convert. If a run deletes its checkpoint meanwhile,
-    `use` is called again for the newest one.
+    """Open the model to convert, and return the result of calling `use` on it. If the source is a
+    running run that deletes the checkpoint meanwhile, `use` is called again on the newest one.
 
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
-        tokenizer: a tokenizer's folder or file, in place of the source's.
+        tokenizer: a tokenizer's folder or file, which replaces the source's tokenizer.
         config: a JSON file with settings that another program's files lack.
         use: function that reads the model's tensors and files, and writes the result.
         best: take a run's checkpoint with the lowest validation loss, not the newest.
@@ -92,7 +97,9 @@ def read_source(
     Raises:
         ConfigError: `config` or `best` does not fit this source, or `config` is not an object.
         InputError: a file is missing, or of an unsupported kind.
-        ModelError, CheckpointError, TokenizerError: the source can't be read, or see `use`.
+        ModelError, CheckpointError, TokenizerError: the source can't be read.
+
+    Errors of `use` are passed on.
     """
     given = None
     if tokenizer is not None:
@@ -112,8 +119,8 @@ def read_source(
 
 
 def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """The model of a Hugging Face folder or an adapter, with the tokenizer that is given, if any,
-    in place of its own."""
+    """The model of a Hugging Face folder or an adapter. The tokenizer `given`, if any, replaces the
+    model's own."""
     if is_adapter(folder):
         return _read_adapter(folder, name, given)
     content, tensors = read_folder(folder)
@@ -130,8 +137,8 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def with_qkv_biases(model: Source) -> Source:
-    """The model; a GPT-2 without biases of queries, keys and values gets zeros for them, since
-    other programs' GPT-2 has them."""
+    """The model; if it is a GPT-2 without biases of queries, keys and values, with biases of zeros,
+    since GPT-2 has these biases in other programs."""
     if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model
     tensors = dict(model.tensors)
@@ -147,8 +154,8 @@ def with_qkv_biases(model: Source) -> Source:
 
 
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """An adapter merged into its base, with the base's other files unless the adapter brings a
-    tokenizer or unties the head."""
+    """An adapter merged into its base. The base's other files are copied, unless there is another
+    tokenizer (given, or the adapter's) or the adapter unties the head."""
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
     content: dict[str, Any] = read_json(base / CONFIG_NAME)
@@ -171,11 +178,14 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json of a model folder, and its tensors, mapped into memory. The tensors of a sharded
-    checkpoint are assembled in memory; stacked experts come one by one.
+    """config.json of a model folder as an object, and its tensors by their Hugging Face names.
+
+    Tensors are memory-mapped, except those of a sharded checkpoint, which are assembled in memory,
+    and experts in MXFP4, which are unpacked. Stacked experts are split into views of each.
 
     Raises:
-        ModelError, CheckpointError: a file is missing or damaged, or the two don't fit.
+        ModelError, CheckpointError: a file is missing or damaged, or the tensors don't fit
+            config.json.
     """
     if is_sharded_checkpoint(folder) and not (folder / WEIGHTS_NAME).is_file():
         multiple = saved_vocab_multiple(folder, load_trainer_state(folder))
@@ -185,13 +195,13 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if has_pickled_weights(folder):
         return content, pickled_tensors(folder)
     stored = fitting_tensors(meta_model(config), folder)
-    # Packed weights are unpacked, and written unpacked.
+    # MXFP4 weights are written unpacked.
     content.pop("quantization_config", None)
     return content, one_by_one(open_tensors(stored), config)
 
 
 def _name_of(source: str | Path) -> str:
-    """A model's name by its place: its file, its folder, its run, or its name on the hub."""
+    """A model's name, from its file, folder or run folder, or from its name on the hub."""
     path = Path(source).expanduser()
     if path.is_file():
         name = path.stem
@@ -202,7 +212,7 @@ def _name_of(source: str | Path) -> str:
         name = path.name
     else:
         name = str(source).partition("@")[0].rpartition("/")[2]
-    # A file's name may have 255 bytes, and a character up to 4.
+    # File names are limited to 255 bytes, and a character takes up to 4.
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.")[:60] or "model"
 
 
@@ -243,8 +253,8 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
 
 
 def _tokenizer_beside(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder of another program's model, or in the one above, where Meta's
-    downloads have it; None if there is none."""
+    """The tokenizer in the folder of another program's model, or `tokenizer.model` in its parent
+    folder, where Meta's downloads have it; None if there is none."""
     for place in (folder, folder.parent / "tokenizer.model"):
         names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
         if place.is_file() or any((place / name).is_file() for name in names):
@@ -253,8 +263,9 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
-    """The model without rows that pad its vocabulary beyond the tokenizer's, which must never be
-    predicted. `_MAX_PADDING` rows or more are not taken for padding."""
+    """The model without the rows of embedding and head that pad its vocabulary beyond the
+    tokenizer's: their ids are no tokens, and must never be predicted. `_MAX_PADDING` rows or more
+    are not taken for padding, and stay with a note."""
     size = model.config["vocab_size"]
     extra = 0 if tokenizer is None else size - tokenizer.vocab_size
     if tokenizer is None or extra <= 0:

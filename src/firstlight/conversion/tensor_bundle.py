@@ -1,11 +1,15 @@
 """TensorFlow checkpoints, read without TensorFlow.
 
-A checkpoint `NAME` is a "tensor bundle": `NAME.index`, a sorted table from tensor names to protocol
-buffers in LevelDB's format, and `NAME.data-00000-of-00001`, the numbers. Sources:
-tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
+A checkpoint `NAME` is a "tensor bundle" of two files:
+
+    NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
+                                buffers with dtype, shape, place and checksum
+    NAME.data-00000-of-00001    the tensors' numbers
+
+Sources: tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
 `core/lib/io/table_format.txt`.
 
-Sizes and checksums in the files are checked before anything is read by them.
+Sizes and checksums are verified before the content that they describe is used.
 """
 
 from __future__ import annotations
@@ -25,37 +29,37 @@ from torch import Tensor
 from firstlight.errors import ModelError, describe_os_error
 from firstlight.files.atomic import read_file
 
-#: Bytes of an index: below 100 for each tensor.
+#: Maximum size of an index in bytes; each tensor takes less than 100.
 _MAX_INDEX_BYTES = 16_000_000
 _MAX_DIMENSIONS = 16
-#: Tensors of an index, and bytes of a name: names repeat each other's beginnings, so that a small
-#: index could hold any amount of them.
+#: Maximum number of tensors in an index, and of bytes in a name. A name is stored without the
+#: prefix that it shares with the one before it: a small index could expand to any size.
 _MAX_ENTRIES = 100_000
 _MAX_NAME_BYTES = 1_000
-#: The end of a table: two handles, padded to 40 bytes, and LevelDB's number.
+#: Bytes of the footer at the end of a table: two block handles, padded to 40, and the magic number.
 _FOOTER = 48
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
-#: A block's trailer: a byte for its compression, and a masked checksum.
+#: Bytes of the trailer after a block: 1 for its compression, 4 for its masked checksum.
 _TRAILER = 5
 
-#: TensorFlow's numbers of the dtypes that weights have.
+#: TensorFlow's ids of floating-point dtypes (`core/framework/types.proto`).
 _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
-#: Integers, such as a counter of steps.
+#: TensorFlow's ids of integer dtypes, for tensors such as a counter of steps.
 _OTHER_DTYPES = {3: torch.int32, 9: torch.int64}
 
-#: CRC-32C (Castagnoli), bits reversed.
+#: Polynomial of CRC-32C (Castagnoli), bits reversed.
 _POLYNOMIAL = 0x82F63B78
-#: Words of 4 bytes that the checksum is computed on side by side.
+#: Number of 4-byte words in a row of `crc32c`, which numpy processes at once.
 _LANES = 4096
 
 
 class _BundleError(Exception):
-    """The fault of a file."""
+    """A damaged or unsupported file, as the rest of a sentence that begins with the file's name."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor's place in the data file."""
+    """A tensor's entry in the index; `offset` and `size` are in bytes of the data file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,9 +75,9 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
         prefix: path of the checkpoint without `.index`.
 
     Raises:
-        InputError: the index is missing, or too large for one.
-        ModelError: the data are missing, a file is damaged, or of a form that TensorFlow does not
-            write for variables saved by one process.
+        InputError: the index is missing or too large.
+        ModelError: the data file is missing, a file is damaged, or the checkpoint has a form that
+            TensorFlow does not write for variables saved by one process.
     """
     index = prefix.with_name(prefix.name + ".index")
     data = prefix.with_name(prefix.name + ".data-00000-of-00001")
@@ -87,7 +91,7 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
         for name, entry in entries.items():
             if entry.offset + entry.size > size:
                 raise _BundleError(f"has {size} bytes, and {name} ends beyond them")
-        # Tensors that lie over each other could take any amount of memory.
+        # With overlapping tensors, a small file could take any amount of memory.
         if sum(entry.size for entry in entries.values()) > size:
             raise _BundleError(f"has {size} bytes, fewer than its tensors have together")
         content = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8)
@@ -110,7 +114,7 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
 
 
 def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
-    """The tensors of an index, by name."""
+    """The tensors' names and entries in an index."""
     if len(table) < _FOOTER or not table.endswith(_MAGIC):
         raise _BundleError("does not end as an index does")
     _, position = _handle(table, len(table) - _FOOTER)
@@ -134,7 +138,8 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
 
 
 def _header(key: bytes, value: bytes) -> dict[int, Any]:
-    """The first entry, whose name is empty: number of files and byte order."""
+    """Check the first entry, whose name is empty, and return its fields: field 1 is the number of
+    data files, field 2 the byte order."""
     header = dict(_fields(value))
     if key:
         raise _BundleError("does not begin with a header")
@@ -146,6 +151,7 @@ def _header(key: bytes, value: bytes) -> dict[int, Any]:
 
 
 def _entry(key: bytes, value: bytes) -> _Entry:
+    """Parse a BundleEntryProto; field numbers as in tensor_bundle.proto."""
     name = key.decode("utf-8", "replace")
     fields: dict[int, Any] = {3: 0, 4: 0, 5: 0, 6: None, 2: b""}
     for number, content in _fields(value):
@@ -160,14 +166,14 @@ def _entry(key: bytes, value: bytes) -> _Entry:
     shape = tuple(_dimensions(name, fields[2]))
     if fields[3] != 0 or fields[5] != math.prod(shape) * dtype.itemsize:
         raise _BundleError(f"has a size of {name} that its shape {list(shape)} does not have")
-    # PyTorch's strides are 64-bit integers, those of a tensor without numbers as well.
+    # PyTorch's strides are 64-bit integers, also those of a tensor with a dimension of size 0.
     if math.prod(size for size in shape if size) >= 2**63:
         raise _BundleError(f"has no plain shape of {name}")
     return _Entry(dtype, shape, fields[4], fields[5], fields[6])
 
 
 def _dimensions(name: str, shape: bytes) -> Iterator[int]:
-    """Sizes in a TensorShapeProto."""
+    """The sizes in a TensorShapeProto, outermost first."""
     for count, (number, content) in enumerate(_fields(shape)):
         if number != 2 or not isinstance(content, bytes) or count == _MAX_DIMENSIONS:
             raise _BundleError(f"has no plain shape of {name}")
@@ -178,7 +184,8 @@ def _dimensions(name: str, shape: bytes) -> Iterator[int]:
 
 
 def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a block. A key repeats the beginning of the one before it."""
+    """Keys and values of a block. A key is stored without the prefix that it shares with the key
+    before it."""
     end = offset + size
     if end + _TRAILER > len(table) or size < 4:
         raise _BundleError("has a block beyond its end")
@@ -204,14 +211,14 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
 
 
 def _handle(content: bytes, position: int) -> tuple[tuple[int, int], int]:
-    """A block's place (offset, size), and the position after it."""
+    """A block handle (offset and size of the block in bytes), and the position after the handle."""
     offset, position = _varint(content, position)
     size, position = _varint(content, position)
     return (offset, size), position
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """An integer in base 128, lowest digits first, and the position after it."""
+    """A varint (an integer in base 128, lowest digit first), and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if position >= len(content):
@@ -225,7 +232,8 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Numbers and contents of a protocol buffer's fields."""
+    """Numbers and contents of a protocol buffer's fields. Contents are bytes for wire type 2, else
+    integers."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -245,22 +253,24 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _masked(checksum: int) -> int:
-    """LevelDB's form of a checksum that is stored beside the bytes that it is of."""
+    """A checksum as LevelDB stores it ("masked"), so that data with embedded checksums can have a
+    checksum of their own."""
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """CRC-32C of bytes, uint8 [N] (RFC 3720, appendix B.4).
+    """CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
 
-    The checksum is linear over GF(2). The bytes are rows of `_LANES` words, and the xor of all
-    rows, each advanced by the number of rows after it, has the checksum of the whole: N / 16384
-    steps in numpy.
+    The checksum is linear over GF(2). The bytes are treated as rows of `_LANES` words. Each row is
+    advanced past the rows that follow it, and all are xored: the resulting row has the same
+    checksum as the whole. This takes N / 16384 steps in numpy instead of N in Python.
     """
     rest = len(content) % 4
     body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
     state = 0xFFFFFFFF
     if len(body) > 4 * _LANES:
-        # Zeros at the beginning change nothing if the initial value is xored into the first word.
+        # The first row is filled up with leading zeros. They do not change the checksum, because
+        # the initial value is xored into the first word after them.
         missing = -len(body) % (4 * _LANES)
         first = np.zeros(4 * _LANES, np.uint8)
         first[missing:] = body[: 4 * _LANES - missing]
@@ -270,7 +280,7 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
         rows = body[4 * _LANES - missing :].reshape(-1, 4 * _LANES)
         for row in rows:
             lanes = low[lanes & 0xFFFF] ^ high[lanes >> 16]
-            # The data file's offsets are no multiples of 4 where it holds more than floats.
+            # A copy, since offsets in the data file need not be multiples of 4.
             lanes ^= np.frombuffer(row.tobytes(), "<u4")
         body, state = lanes.astype("<u4").view(np.uint8), 0
     table = _byte_table()
@@ -281,7 +291,7 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 @functools.cache
 def _byte_table() -> Sequence[int]:
-    """Checksums of the 256 bytes."""
+    """The CRC table: the checksum's change by each of the 256 values of a byte."""
     table = list(range(256))
     for _ in range(8):
         table = [value >> 1 ^ (_POLYNOMIAL if value & 1 else 0) for value in table]
@@ -290,8 +300,8 @@ def _byte_table() -> Sequence[int]:
 
 @functools.cache
 def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """For the low and the high 16 bits of a word, its value moved by a row of zeros, uint32 [65536]
-    each."""
+    """Two tables, uint32 [65536] each, for the low and the high 16 bits of a word: the word that it
+    becomes when the checksum advances past one row of zeros."""
     table = np.array(_byte_table(), np.uint32)
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     for _ in range(4 * _LANES):
