@@ -1,9 +1,9 @@
 """The average of a run's last weights (Izmailov et al. 2018, arXiv 1803.05407; of checkpoints:
 Kaddour 2022, arXiv 2209.14981).
 
-It is made of the checkpoints that are there when a run is done, so that it takes no memory in the
-steps before. A resumed run has the same average: checkpoints that a stop or a request saved between
-two regular ones are not in it.
+It is computed from the checkpoints on the disk when the run is complete, so that it takes no memory
+during training. Checkpoints that a stop or a request saved between two regular ones are left out,
+so that a resumed run has the same average as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def write_average(run: Run) -> None:
 
     Raises:
         CheckpointError: a checkpoint is damaged.
-        StorageError: the disk refuses.
+        StorageError: the averaged weights can't be written.
     """
     config = run.recipe.checkpoint
     if not config.average_last or run.goes_on:
         return
-    # Every process reads them: they are on a disk that all see, as for resuming.
+    # Every process reads the checkpoints: all see run.dir, which resuming needs too.
     past = own_past(saved_checkpoints(run.folder))
     found = averaged_checkpoints(past, config)
     average = mean_weights(found)
@@ -51,7 +51,7 @@ def write_average(run: Run) -> None:
         text += f" (average_last is {config.average_last}, and there are no more)"
     losses: dict[str, float] = {}
     if run.validation is not None:
-        # Gradients of the last step are done with, and an evaluation needs room.
+        # Free the gradients of the last step, since an evaluation needs the memory.
         run.program.optimizer.zero_grad()
         run.program.model.eval()
         evaluation, _ = evaluate_dataset(
@@ -70,8 +70,8 @@ def write_average(run: Run) -> None:
 
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
-    """The mean of each tensor over checkpoints, in its shape and in fp32, added up in fp64: no more
-    memory than that of the means.
+    """The mean of each tensor over checkpoints, in the tensor's shape and in fp32, added up in
+    fp64. Tensors are read in parts, so that only the means take memory.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

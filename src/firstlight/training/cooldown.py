@@ -1,7 +1,8 @@
-"""Cooldowns: runs that branch off a stable checkpoint of another run and let its rate fall.
+"""Cooldowns: runs that branch off another run, the trunk, at a checkpoint with a constant learning
+rate, and let the learning rate fall.
 
-Several cooldowns of one trunk give the loss of runs of several lengths for the price of the longest
-one (Hu et al. 2024; Haegele et al. 2024).
+Several cooldowns of one trunk give the losses of runs of several lengths without training each run
+from its start (Hu et al. 2024; Haegele et al. 2024).
 """
 
 from __future__ import annotations
@@ -22,28 +23,29 @@ from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.schedule import Schedule
 from firstlight.recipe import Recipe, parse_recipe
 
-#: Keys of the `schedule` section that a cooldown may set otherwise.
+#: Keys of the `schedule` section that the overrides of a cooldown may set.
 _FREE_KEYS = ("decay_shape", "min_lr_ratio", "min_learning_rate")
 
 
 def cooldown_recipe(
     trunk: str | Path, steps: int, overrides: Sequence[tuple[str, str]] = ()
 ) -> tuple[Recipe, Path]:
-    """The recipe of a cooldown, and the checkpoint to branch off: arguments of `train`.
+    """The recipe of a cooldown and the checkpoint that it branches off: `recipe` and `branch_from`
+    of `train`.
 
-    The learning rate falls over `steps` steps from the checkpoint's step on, by the trunk's
-    `decay_shape` to its minimum (after a constant rate by a line to 0, unless `overrides` say
-    otherwise). All else is as in the trunk's recipe, and the run folder is named after the trunk
-    and the step.
+    The learning rate falls over `steps` steps from the checkpoint's step on. Shape and minimum are
+    those of the trunk's schedule if it is wsd, and else linear and 0; `overrides` can change them.
+    All other keys are as in the trunk's recipe. The run folder is named after the trunk and the
+    step.
 
     Args:
-        trunk: run folder (its newest checkpoint), or one of its checkpoints.
+        trunk: run folder, for its newest checkpoint, or the folder of a checkpoint.
         steps: optimizer steps of the cooldown.
         overrides: (`section.key`, value as YAML text) pairs.
 
     Raises:
-        ConfigError: the trunk's schedule is not stable at that step, or an override is not for
-            a cooldown.
+        ConfigError: the trunk's learning rate is not constant at that step, or an override changes
+            a key that the cooldown sets itself.
         CheckpointError, ModelError: there is no such checkpoint, or it is damaged.
     """
     if Path(trunk).is_file():
@@ -90,9 +92,10 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
     """The trunk's schedule.
 
     Raises:
-        ConfigError: the checkpoint is not of its stable part.
+        ConfigError: the checkpoint is not in the part of the schedule with a constant rate.
+        CheckpointError: the saved schedule is damaged.
     """
-    # Checkpoints from before there were other kinds have no schedule in their state.
+    # Versions that knew only "cosine" wrote no schedule into the trainer state.
     saved = state.get("schedule") or {"kind": "cosine"}
     if saved.get("kind") not in ("wsd", "constant"):
         raise ConfigError(
@@ -118,7 +121,7 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
 
 
 def _cooldown_folder(checkpoint: Path, step: int) -> Path:
-    """The run folder of a cooldown, beside the trunk's."""
+    """The run folder of a cooldown: TRUNK-cooldown-STEP beside the trunk's run folder."""
     is_in_run = checkpoint.parent.name == CHECKPOINTS
     trunk = checkpoint.parent.parent if is_in_run else checkpoint
     trunk = trunk if trunk.name not in ("", "..") else trunk.resolve()

@@ -1,5 +1,5 @@
-"""The course of a run for a person: its figures, the curve of its loss and the last sample text, in
-lines for a terminal or a log. A step costs a few additions, whatever the length of the run."""
+"""The course of a run as text for a terminal or a log: its figures, the curve of its loss and the
+last sample text. Adding a step takes constant time and memory."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from rich.text import Text
 from firstlight.console import rounded, visible
 from firstlight.report.records import MOSTLY_LEARNED
 
-#: Share of the seconds of a step that the last step has in their running mean.
+#: Weight of the last step in the running mean of the seconds of a step.
 _WEIGHT_OF_LAST = 0.1
-#: The steps of a start that are slower than the others.
+#: First steps of a process, which allocate and compile, and are left out of the mean.
 _SLOW_STEPS = 2
 
-#: Rows of the curve of the loss at most, and rows of the sample text.
+#: Most rows of the loss curve, and of the sample text.
 _CURVE_ROWS, _SAMPLE_ROWS = 8, 3
-#: The least size of a terminal that shows the curve, in columns and rows.
+#: Smallest size of a terminal in which the loss curve is shown.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
-#: Dots of a braille character, by row and column (Unicode 15, chapter 21.1).
+#: Bits of the dots of a braille character, by row and column (Unicode 15, chapter 21.1).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 class LossCurve:
-    """The losses of a run as the means of equally many steps, in constant memory.
+    """The losses of a run as means over equal numbers of steps, in constant memory.
 
     Attributes:
-        first_step, last_step: the steps that are shown.
+        first_step, last_step: first and last step in the curve; 0 before any.
     """
 
-    #: Most means that are kept: two are joined where there would be more.
+    #: Most means that are kept. Each two neighbours are merged when there would be more.
     most = 512
 
     def __init__(self) -> None:
         self.first_step = self.last_step = 0
-        #: (sum, count) of each mean. The screen's thread reads the list while steps are added.
+        #: (sum, count) of each mean. The thread that draws the view reads the list while steps are
+        #: added, so an entry is always replaced as a whole.
         self._parts: list[tuple[float, int]] = []
         self._steps_of_a_mean = 1
 
     def add(self, step: int, loss: float) -> None:
-        """Take a step's loss in; one that is not finite is left out."""
+        """Add a step's loss; a loss that is not finite is left out."""
         if not math.isfinite(loss):
             return
         self.first_step, self.last_step = self.first_step or step, step
@@ -66,7 +67,7 @@ class LossCurve:
 
     @property
     def edges(self) -> tuple[float, float]:
-        """The losses at the upper and the lower edge of a picture of the means."""
+        """(loss at the upper edge, loss at the lower edge) of a picture of the means."""
         return _edges(self.means)
 
     def drawn(self, columns: int, rows: int) -> tuple[list[str], float, float]:
@@ -83,16 +84,17 @@ class LossCurve:
         cells = [[0] * columns for _ in range(rows)]
         before = heights[0]
         for x, y in enumerate(heights):
-            # A line from the dot before it, so that a steep curve has no gaps.
+            # A vertical line from the height of the dot before, so that a steep curve has no gaps.
             for dot in range(min(before + (y > before), y), max(before - (y < before), y) + 1):
                 cells[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
             before = y
-        # Blanks at the end would be wrapped where a terminal is made narrower.
+        # Trailing blanks would wrap into a new line if the terminal is made narrower.
         texts = ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
         return [text.rstrip() for text in texts], high, low
 
     def lines(self, columns: int, rows: int) -> Iterator[str]:
-        """The curve in `rows` lines with the losses at its edges, and a line of its steps."""
+        """The curve in `rows` lines with the losses at its edges, and a line with its first and
+        last step."""
         label = 8
         drawn, high, low = self.drawn(columns - label - 1, rows)
         for number, row in enumerate(drawn):
@@ -103,15 +105,15 @@ class LossCurve:
 
 
 def _edges(points: list[float]) -> tuple[float, float]:
-    """The loss that a twentieth of the points is above, and the lowest one: the loss of guessing,
-    at which a run begins, would press the rest to the lower edge."""
+    """(95th percentile of the losses, lowest loss). Not the highest: a run begins at the loss of
+    guessing, which would press the rest of the curve to the lower edge."""
     ordered = sorted(points)
     return ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
 
 
 def _resampled(values: list[float], count: int) -> list[float]:
-    """`count` values of the same curve: means of more values, or values on the lines between
-    fewer."""
+    """`count` values of the same curve: means of neighbours if there are more values, linear
+    interpolation if there are fewer."""
     if len(values) >= count:
         edges = [round(i * len(values) / count) for i in range(count + 1)]
         return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
@@ -128,14 +130,14 @@ class Course:
     """The figures of a run so far, and the lines that show them.
 
     Args:
-        max_steps: returns the number of steps of the whole run, which may change during a run in
-            minutes.
-        start_step: the step that this call begins after.
-        max_minutes: the minutes that the run is to take; None where its steps are given.
-        clock: returns the seconds that a run has taken, from any moment on; None is the machine's.
+        max_steps: function that returns the number of steps of the whole run, which may change
+            during a run in minutes.
+        start_step: number of steps done before this call of `train`.
+        max_minutes: minutes that the run may take; None without a limit.
+        clock: monotonic clock in seconds; None for `time.monotonic`.
 
     Attributes:
-        predicted_bytes: the memory that was predicted for the run; None without a forecast.
+        predicted_bytes: predicted memory of the run in bytes; None without a forecast.
         curve: the training losses.
     """
 
@@ -161,11 +163,11 @@ class Course:
         self.curve = LossCurve()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Take a step's metrics in."""
+        """Add a step's metrics."""
         now = self._clock()
         self._done += 1
         if self._done > _SLOW_STEPS + 1:
-            # Evaluations and saves count: they will come again.
+            # The time since the last step includes evaluations and saves, which will recur.
             seconds = now - self._last_at
             weight = max(_WEIGHT_OF_LAST, 1 / (self._done - _SLOW_STEPS - 1))
             self._mean_seconds += weight * (seconds - self._mean_seconds)
@@ -175,7 +177,7 @@ class Course:
         self._val_loss = record.get("val/loss") or self._val_loss
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Take a text in that the model has written."""
+        """Set the sample text that is shown: a prompt and the model's continuation."""
         self._sample = f"step {step}: {visible(prompt)}{visible(text)}"
 
     @property
@@ -185,15 +187,16 @@ class Course:
 
     @property
     def share(self) -> float:
-        """Share of the run's steps that are done, of a run in minutes that of its time."""
+        """Share of the run that is done, from 0 to 1: of its steps, or of its time for a run in
+        minutes."""
         if self._budget_left is not None and self._max_minutes is not None and not self.is_done:
             return 1 - self._budget_left / (60 * self._max_minutes)
         return min(float(self._record["step"]) / max(self._max_steps(), 1), 1.0)
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end at the pace of the last steps, None if the pace is unknown; for a run
-        in minutes, the rest of the minutes."""
+        """Seconds to the end of the run: the rest of the minutes for a run in minutes, else by the
+        mean time of the last steps; None before there is a mean."""
         if self._budget_left is not None:
             return 0.0 if self.is_done else self._budget_left
         if self._done <= _SLOW_STEPS + 1 and not self.is_done:
@@ -202,7 +205,8 @@ class Course:
 
     @property
     def _budget_left(self) -> float | None:
-        """Seconds that a run in minutes has left; None for other runs."""
+        """Seconds that a run in minutes has left; None for other runs and before the first
+        step."""
         used = self._record.get("elapsed_seconds")
         if used is None or self._max_minutes is None:
             return None
@@ -210,7 +214,7 @@ class Course:
 
     @property
     def _seconds_over(self) -> float:
-        """Seconds of this call; of a run in minutes those of the whole run."""
+        """Elapsed seconds of this call; for a run in minutes, of the whole run."""
         used = self._record.get("elapsed_seconds")
         if used is None:
             return self._clock() - self._begun
@@ -218,7 +222,7 @@ class Course:
 
     @property
     def line(self) -> str:
-        """All of it in one line, for a log."""
+        """The figures in one line, for a log."""
         record, left = self._record, self.seconds_left
         if left is None:
             seconds = (self._clock() - self._begun) / max(self._done, 1)
@@ -230,7 +234,7 @@ class Course:
 
     @property
     def time(self) -> str:
-        """The time that is over and the time that is left, for a terminal."""
+        """The elapsed time and the time that is left, for a terminal."""
         over, left = _clock(self._seconds_over), self.seconds_left
         budget = "" if self._max_minutes is None else f" of {_clock(60 * self._max_minutes)}"
         if self.is_done:
@@ -239,7 +243,8 @@ class Course:
 
     @property
     def figures(self) -> list[str]:
-        """Each figure of the last step, the most wanted first; none before the first step."""
+        """The figures of the last step as texts, the most important first; a note before the first
+        step."""
         record = self._record
         if "train/loss" not in record:
             return ["waiting for the first step"]
@@ -255,7 +260,7 @@ class Course:
             yield Text(line, no_wrap=True, overflow="crop")
 
     def lines(self, columns: int, rows: int) -> Iterator[str]:
-        """The view in a terminal of this number of columns and rows."""
+        """The lines of the view for a terminal of this number of columns and rows."""
         yield _bar(
             f"step {self._record['step']:,}/{self._max_steps():,}", self.share, self.time, columns
         )
@@ -268,15 +273,15 @@ class Course:
         yield from sample
 
     def sample_lines(self, columns: int) -> list[str]:
-        """The lines of the last sample text without blank ones, each cut to this number of
+        """The lines of the last sample text without blank lines, each cut to this number of
         columns."""
-        # A model that has just begun writes many blank lines.
+        # A model at the start of its training writes many blank lines.
         lines = [line for line in self._sample.expandtabs(4).splitlines() if line.strip()]
         return [line if len(line) < columns else f"{line[: columns - 2]}…" for line in lines]
 
 
 def _bar(left: str, share: float, right: str, columns: int) -> str:
-    """A line with a bar in its middle, as far as there is room."""
+    """A line with a progress bar in its middle; without the bar if there is no room for it."""
     text = f"{left}  {share:4.0%}  "
     room = columns - 1 - len(text) - len(right) - 2
     if room < 5:
@@ -313,8 +318,8 @@ def _loss(record: Mapping[str, Any]) -> str:
 
 
 def _rates(record: Mapping[str, Any]) -> str:
-    """Tokens and sequences a second; with conversations also the tokens of them that are learned.
-    The metrics of an older release have less."""
+    """Tokens and sequences a second, and the tokens with a loss a second if they are clearly fewer,
+    as in conversations. The metrics of an older release lack some of these."""
     tokens = record["tokens_per_second"]
     learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))
     text = f"{tokens:,.0f} tokens/s"

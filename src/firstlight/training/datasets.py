@@ -25,13 +25,14 @@ def open_splits(
     tokenizer: Callable[[], Path] | None = None,
     progress: bool = False,
 ) -> tuple[Corpus, Corpus | None]:
-    """(training split, validation split) of a recipe's `data` section; without any validation
-    split, None.
+    """(training split, validation split or None) of a recipe's `data` section.
 
     Args:
+        data: the recipe's section.
         tell: called with each message for people.
-        tokenizer: finds the folder of the tokenizer for `files` where the section names none.
-        progress: show a progress bar while something is fetched or prepared.
+        tokenizer: returns the folder of the tokenizer for `files` if the section names none; None
+            if there is no model to take a tokenizer from.
+        progress: show a progress bar while data are downloaded or prepared.
 
     Raises:
         DataError: a corpus is missing or damaged, or does not fit the others.
@@ -66,7 +67,7 @@ def open_splits(
         else None
         for one in train
     ]
-    # Told and not refused: a corpus may be meant for training alone.
+    # A message and no error: a corpus may be meant for training only.
     _tell_of_missing(train, held_out, tell)
     if data.mix is None:
         return train[0], held_out[0]
@@ -85,7 +86,7 @@ def _tell_of_missing(
     held_out: Sequence[TokenDataset | None],
     tell: Callable[[str], None],
 ) -> None:
-    """Tell which corpora have no validation split."""
+    """Give a message that names the corpora without a validation split."""
     without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
     if len(without) == len(train):
         have = "has" if len(without) == 1 else "have"
@@ -101,7 +102,7 @@ def _prepared(
     *,
     progress: bool,
 ) -> Path:
-    """The folder of the cache with the conversations of `files`."""
+    """The folder in the cache with the prepared conversations of `files`."""
     if data.tokenizer:
         place = Path(data.tokenizer).expanduser()
     elif tokenizer is not None:
@@ -157,6 +158,6 @@ def origin(data: DataConfig, dataset: Corpus) -> dict[str, Any]:
             for name, location in _locations(data)
         }
         return {"dir": None, "corpora": corpora, **dataset.identity()}
-    # The URL and not the folder of the cache, which another machine has elsewhere.
+    # The URL, not the folder in the cache, which is elsewhere on another machine.
     url = {"dir": data.dir} if data.dir is not None and is_url(data.dir) else {}
     return url | dataset.identity()

@@ -1,7 +1,7 @@
-"""The forecast of a run's memory and speed, beside the measured ones.
+"""The forecast of a run's memory and speed, compared with measurements.
 
-The forecaster is an argument, because the planner runs the training step itself and is in a higher
-layer.
+The forecaster is an argument: the planner, which makes forecasts, runs the training step itself and
+is in a higher layer than this package.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ from firstlight.report.records import MOSTLY_LEARNED
 #: File in the run folder.
 FORECAST_NAME = "forecast.json"
 
-#: Speeds among a step's metrics.
+#: Names of the speeds in a step's metrics.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
-#: Memory on a CPU in addition to the resident memory before the first step: oneDNN's code, buffers
-#: of the threads and other libraries that load late; torch's compiler; and for each further byte of
-#: tensors, the gaps of the C library. docs/benchmarks/planner.md has the measurements.
+#: Memory of a process on a CPU in addition to its resident memory before the first step and to the
+#: tensors that are still to be made (docs/benchmarks/planner.md has the measurements):
+#: - bytes of libraries that load late: oneDNN's code, buffers of the threads;
+#: - bytes of torch's compiler;
+#: - bytes of the gaps that the C library's allocator keeps, for each byte of further tensors.
 _LIBRARY_BYTES = 28 * 2**20
 _COMPILER_BYTES = 110 * 2**20
 _KEPT_SHARE = 0.2
 
-#: Steps at a start that are slower than the others: the first touches memory, and compiles.
+#: First steps of a process, which allocate memory and compile, and are slower than the others.
 _SLOW_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Memory and speed of a run, as they are expected on each device.
+    """Expected memory of a run on each device, and its expected speed.
 
     Attributes:
-        peak_bytes: the most that is allocated for tensors at a time, evaluations, sample texts and
-            saves included.
+        peak_bytes: peak of the bytes of all tensors, including evaluations, sample texts and saves.
         phase: the phase of that peak: "forward", "loss", "backward", "optimizer", "evaluation",
             "samples", "save", "averaging", ...
         parts: bytes of the peak by kind of tensor.
-        tokens_per_second: least, expected and most, of all processes; None where that isn't known.
-        phases: the peak of each phase, bytes.
-        process_bytes: the most resident memory of the process on a CPU, including libraries and the
-            allocator's reserve; None on a GPU.
+        tokens_per_second: (lowest, expected, highest) speed of all processes together; None if it
+            is unknown.
+        phases: peak of each phase in bytes.
+        process_bytes: peak of the resident memory of the process on a CPU, including libraries and
+            memory that the allocator keeps; None on a GPU.
     """
 
     peak_bytes: int
@@ -66,7 +68,7 @@ class Forecast:
 
     @property
     def in_words(self) -> str:
-        """For people."""
+        """The forecast as text for messages."""
         parts = sorted(self.parts.items(), key=lambda part: -part[1])[:3]
         of = ", ".join(f"{name.replace('_', ' ')} {_size(size)}" for name, size in parts)
         text = f"tensors take up to {_size(self.peak_bytes)}, in the {self.phase} ({of})"
@@ -79,7 +81,7 @@ class Forecast:
 
 
 class Forecaster(Protocol):
-    """Predicts runs."""
+    """Predicts the memory and speed of runs, such as `planner.plan.processes.RunForecaster`."""
 
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
@@ -87,14 +89,14 @@ class Forecaster(Protocol):
         """The forecast of a run; None if it can't be made.
 
         Args:
-            recipe: the recipe that the run carries out.
+            recipe: the recipe of the run.
             hardware: hardware of each process.
             processes: number of processes that share the batch.
         """
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
-        """The reason why memory ran out, and the one change that would have saved it, with its cost
-        in speed; None where neither can be found.
+        """The reason why memory ran out, and the one change of the recipe with which it would fit,
+        with its cost in speed, as text; None if neither is found.
 
         Args:
             recipe: the recipe with the micro-batch size that did not fit.
@@ -104,14 +106,16 @@ class Forecaster(Protocol):
 
 
 class ForecastComparison:
-    """The forecast of a run and its measurements, side by side. A context; measuring ends with it.
+    """The forecast of a run and its measurements. A context manager; it stops measuring at its end.
+
+    To be made before the run takes any memory.
 
     Args:
-        hardware: hardware of this process, before the run has taken any memory.
+        hardware: hardware of this process.
 
     Attributes:
         forecast: the forecast of the run; None without one.
-        label_share: share of the tokens of the run's sequences that are labels.
+        label_share: share of the tokens of the run's sequences that have a loss.
         seq_len: tokens of a sequence.
     """
 
@@ -131,9 +135,9 @@ class ForecastComparison:
         self._allocated.__exit__(*of_error)
 
     def predict_process(self, held_bytes: int, *, compiles: bool, code_bytes: int = 0) -> None:
-        """Add the memory of the whole process to the forecast, on a CPU: the resident memory at
-        this moment, and that of further tensors and libraries. Both kinds of memory are measured
-        from here on.
+        """Set `forecast.process_bytes` on a CPU: the resident memory at this moment, and the memory
+        of further tensors and libraries. Begins the measurement of both kinds of memory, that of
+        tensors and that of the process. Does nothing on a GPU or without a forecast.
 
         Args:
             held_bytes: bytes of the forecast's tensors that are in memory already.
@@ -143,20 +147,21 @@ class ForecastComparison:
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
         coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
-        # A process also holds libraries' buffers, which are loaded on first use.
+        # Libraries are loaded, and their buffers made, when they are first used.
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
         total = int(psutil.Process().memory_info().rss + coming + libraries + code_bytes)
         self.forecast = replace(self.forecast, process_bytes=total)
         self._allocated.start(held_bytes)
-        # Before a run on texts, its tokenizer and the trials of its speed may have taken more.
+        # This process may have used more memory before the run: `firstlight train TEXTS` trains a
+        # tokenizer and measures the speed.
         reset_peak()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take a step's metrics in."""
+        """Add a step's metrics to the measurements."""
         self._steps += 1
         if self._steps == _SLOW_STEPS:
             self._allocated.look_less()
-        # An evaluation and a save leave buffers behind, as does the first step.
+        # Evaluations, saves and the first step leave buffers of libraries behind.
         if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
             self._allocated.find_level(_tensor_bytes())
         for name, found in self._rates.items():
@@ -168,15 +173,17 @@ class ForecastComparison:
         """The measurements of the run so far.
 
         Returns:
-            "peak_bytes": of tensors, by a GPU's allocator; None on a CPU, where nobody counts.
-            "allocated_bytes": on a CPU, of tensors and of libraries' buffers for a step, by the C
-                library's allocator; None where it doesn't count.
-            "process_bytes": on a CPU the most resident memory of the process since the prediction,
-            else None.
-            "tokens_per_second", "learned_tokens_per_second" and "samples_per_second": the medians
-            of all steps but the first ones, None without any.
+            - "peak_bytes": on a GPU, the peak of tensors by torch's allocator; None on a CPU, for
+              which torch does not count.
+            - "allocated_bytes": on a CPU, the peak of tensors and of libraries' buffers in a step,
+              by the C library's allocator; None if that does not count.
+            - "process_bytes": on a CPU, the peak of the process' resident memory since the
+              prediction; None on a GPU.
+            - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians of all
+              steps except the first two; None without any.
         """
-        # A GPU's peak counts from this process' beginning, with what the caller had on it before.
+        # A GPU's peak is counted from the start of this process: subtract the memory that the
+        # caller had allocated before the run.
         peak = peak_memory_bytes(self._hardware.device)
         on_gpu = self._hardware.device.type == "cuda"
         return {
@@ -187,7 +194,7 @@ class ForecastComparison:
         }
 
     def _predicted(self, forecast: Forecast) -> dict[str, Any]:
-        """The forecast as JSON values, with its rate in learned tokens and sequences as well."""
+        """The forecast as JSON values, with its speed in learned tokens and in sequences too."""
         rates = forecast.tokens_per_second
         return asdict(forecast) | {
             "learned_tokens_per_second": _times(rates, self.label_share),
@@ -195,10 +202,11 @@ class ForecastComparison:
         }
 
     def write(self, run_folder: Path) -> str | None:
-        """Write forecast.json; return the two side by side, for people. None without a forecast.
+        """Write forecast.json, and return forecast and measurements as text for messages; does
+        nothing and returns None without a forecast.
 
         Raises:
-            StorageError: the disk refuses.
+            StorageError: the file can't be written.
         """
         if self.forecast is None:
             return None
@@ -218,7 +226,8 @@ class ForecastComparison:
 
 
 def _memory_in_words(forecast: Forecast, found: Mapping[str, Any]) -> str:
-    """Each figure beside its own kind."""
+    """Predicted memory as text, that of tensors beside the measured memory of tensors, and that of
+    the process beside its resident memory."""
     tensors = found["peak_bytes"] or found["allocated_bytes"]
     kinds = {
         "tensors": (forecast.peak_bytes, "allocated", tensors),
@@ -233,12 +242,13 @@ def _memory_in_words(forecast: Forecast, found: Mapping[str, Any]) -> str:
 
 
 def _tensor_bytes() -> int:
-    """Bytes of all tensors that there are between two steps; takes a tenth of a second."""
+    """Bytes of all tensors that exist between two steps; takes a tenth of a second."""
     sizes: dict[int, int] = {}
     for one in gc.get_objects():
-        # No other class counts: wrapped tensors hold plain ones, and a plan's have no memory.
+        # No subclasses: those that wrap tensors hold plain ones, and the planner's fake tensors
+        # have no memory.
         if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
-            # A measurement never ends a run.
+            # A measurement must not end a run.
             with contextlib.suppress(RuntimeError):
                 storage = one.untyped_storage()
                 # By address: views and ties share a storage, which counts once.
@@ -255,6 +265,7 @@ def _times(rates: Sequence[float] | None, factor: float) -> list[float] | None:
 
 
 def _level(hardware: Hardware) -> int:
+    """Bytes that are allocated on the GPU now; 0 on a CPU."""
     on_gpu = hardware.device.type == "cuda"
     return torch.cuda.memory_allocated(hardware.device) if on_gpu else 0
 

@@ -1,5 +1,5 @@
-"""Steps that are not made: the guard against bad batches, and the dynamic loss scale of fp16, whose
-smallest numbers are larger than many gradients."""
+"""Steps that are skipped: the guard against outliers of the loss and of the gradient norm, and the
+dynamic loss scale of fp16, in which many gradients would otherwise underflow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from firstlight.errors import DIVERGED_EXIT_CODE, DIVERGED_REMEDY, CheckpointError, TrainingError
 from firstlight.recipe.schema import FEWEST_STEPS, GuardConfig
 
-#: The least standard deviation, as a share of the mean: where all values are nearly the same,
-#: none is a spike.
+#: Lower bound of the standard deviation as a share of the mean, so that no value counts as a spike
+#: where all are nearly the same.
 _LEAST_DEVIATION = 0.01
 
 
 class DivergedError(TrainingError):
-    """The run has diverged: it goes back to a checkpoint, or stops."""
+    """The run has diverged: it goes back to an earlier checkpoint, or stops."""
 
     exit_code = DIVERGED_EXIT_CODE
 
@@ -26,8 +26,8 @@ class Guard:
     """Accepts or skips a step by its loss and gradient norm.
 
     Attributes:
-        skipped_in_a_row: steps refused since the last that was made.
-        reason: reason of the last refusal, in words; "" before the first.
+        skipped_in_a_row: number of steps refused since the last accepted step.
+        reason: reason for the last refusal, as text for messages; "" before the first.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -38,7 +38,15 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=config.spike_window)
 
     def accepts(self, loss: float, grad_norm: float) -> bool:
-        """Count a step; return True if it is made. Values of refused steps are not remembered."""
+        """Judge a step before its update.
+
+        Args:
+            loss: loss of the step.
+            grad_norm: L2 norm of the gradients.
+
+        Returns:
+            True if the update is to be made. Only the values of accepted steps are remembered.
+        """
         reason = self._refusal(loss, grad_norm)
         if reason is not None:
             self.skipped_in_a_row += 1
@@ -66,10 +74,10 @@ class Guard:
         return None
 
     def require_fit(self) -> None:
-        """Raise once too many steps in a row were refused.
+        """Raise an error if too many steps in a row were refused.
 
         Raises:
-            DivergedError: too many steps were refused.
+            DivergedError: `guard.max_skipped_steps` steps in a row were refused.
         """
         if self.skipped_in_a_row >= self.config.max_skipped_steps:
             count = self.skipped_in_a_row
@@ -77,7 +85,7 @@ class Guard:
             raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED_REMEDY}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses and norms so far, as JSON values."""
+        """The remembered losses and norms and the count of refusals, as JSON values."""
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "losses": list(self._losses),
@@ -85,10 +93,10 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back the values of `state_dict`; {} is a guard that has seen nothing.
+        """Set the values of `state_dict`; {} is the state of a new guard.
 
         Raises:
-            CheckpointError: something is of the wrong kind.
+            CheckpointError: a value has the wrong type.
         """
         try:
             losses = [float(value) for value in state.get("losses", [])]
@@ -98,52 +106,59 @@ class Guard:
             raise CheckpointError(f"the checkpoint's guard is damaged: {error}") from error
         self._losses = deque(losses, maxlen=self.config.spike_window)
         self._norms = deque(norms, maxlen=self.config.spike_window)
-        # Counted on: a resumed run gives up at the same step as one that was not stopped.
+        # The count continues, so that a resumed run gives up at the same step as an uninterrupted
+        # one.
         self.skipped_in_a_row = skipped
 
 
 def z_score(value: float, before: deque[float]) -> float:
     """Number of standard deviations by which `value` is above the mean of the values before; 0 if
-    these are too few. A deviation of less than 1 % of the mean is taken as 1 %."""
+    there are fewer than `FEWEST_STEPS`. A standard deviation of less than 1 % of the mean counts as
+    1 %."""
     if len(before) < FEWEST_STEPS:
         return 0.0
     mean = math.fsum(before) / len(before)
     variance = math.fsum((x - mean) ** 2 for x in before) / len(before)
     deviation = max(math.sqrt(variance), _LEAST_DEVIATION * abs(mean))
     if deviation == 0:
-        # All were 0, so that any rise is out of the ordinary.
+        # All values before are 0, so that any larger value is a spike.
         return math.inf if value > mean else 0.0
     return (value - mean) / deviation
 
 
+#: Factors of the loss scale after this many good steps in a row, and after an overflow, as in
+#: torch.amp.GradScaler.
 _GROWTH, _BACKOFF = 2.0, 0.5
 _STEPS_BETWEEN_GROWTHS = 2000
-#: 2^-14 is fp16's smallest normal number: below a scale of this, the loss itself is the trouble.
+#: Smallest loss scale: fp16's smallest normal number. Gradients that still overflow have a cause
+#: that a lower scale does not cure.
 _SMALLEST = 2.0**-14
 
 
 class LossScaler:
-    """The loss is multiplied by `scale` before the backward pass, and the gradients divided by it
-    after (Micikevicius et al. 2018).
+    """The dynamic loss scale: the loss is multiplied by `scale` before the backward pass, and the
+    gradients are divided by it afterwards (Micikevicius et al. 2018, arXiv 1710.03740).
 
-    A step whose gradients overflow is skipped and the scale halved; after 2,000 good steps in a
-    row it is doubled.
+    A step whose gradients overflow is skipped, and the scale is halved. After 2,000 good steps in a
+    row the scale is doubled.
 
     Attributes:
         scale: a power of two, so that scaling changes no digit.
-        good_steps: steps since the scale last changed.
-        skipped_steps: steps since the run began.
+        good_steps: number of good steps since the scale last changed.
+        skipped_steps: number of skipped steps since the run began.
     """
 
     def __init__(self, scale: float = 2.0**16) -> None:
         self.scale, self.good_steps, self.skipped_steps = scale, 0, 0
 
     def update(self, finite: bool) -> None:
-        """Count a step.
+        """Adapt the scale after a step.
+
+        Args:
+            finite: True if the step's loss and gradients were finite.
 
         Raises:
-            DivergedError: the scale can't be lowered any more: the gradients are not finite
-                whatever it is.
+            DivergedError: the gradients are not finite at any scale down to the smallest.
         """
         if not finite:
             self.skipped_steps += 1
@@ -156,13 +171,13 @@ class LossScaler:
                 )
             return
         self.good_steps += 1
-        # Tried again now and then: under a low scale small gradients vanish in fp16.
+        # Raised again now and then: with a low scale, small gradients underflow in fp16.
         if self.good_steps == _STEPS_BETWEEN_GROWTHS:
             self.scale *= _GROWTH
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to it, as JSON values."""
+        """Scale and counts, as JSON values."""
         return {
             "scale": self.scale,
             "good_steps": self.good_steps,
@@ -170,10 +185,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave.
+        """Set the values of `state_dict`.
 
         Raises:
-            CheckpointError: something is missing or of the wrong kind.
+            CheckpointError: a value is missing or has the wrong type.
         """
         try:
             scale = float(state["scale"])

@@ -1,5 +1,9 @@
-"""The length of a run in minutes: the time of its steps, evaluations and saves, and the number of
-steps that follows from it, once, on the disk before the learning rate depends on it."""
+"""The length of a run in minutes: the times of its steps, evaluations and saves, and the number of
+steps that follows from them.
+
+The number of steps is decided once, and written to the disk before the learning rate depends on it,
+so that a resumed run has the same one.
+"""
 
 from __future__ import annotations
 
@@ -20,51 +24,57 @@ from firstlight.optim.schedule import DecidedLength, PredictedLength, ScheduleCo
 from firstlight.report.length import LENGTH_NAME, read_length
 from firstlight.report.records import METRICS_NAME, sound_json_lines
 
-#: Parts of the loop's time beside the steps themselves.
+#: Parts of the training loop's time other than steps: evaluations of the loss, scores of tasks,
+#: saves.
 Part = Literal["evaluation", "tasks", "save"]
 
-#: First steps of a process, which touch memory and compile: no measure of the others.
+#: First steps of a process, which allocate memory and compile, and are slower than the others. The
+#: steps after them are the settled steps.
 _SLOW_STEPS = 2
 
-#: Greater ones in a log, a thousand years, are damage.
+#: Most seconds in a line of a log, about a thousand years: a greater number is damage.
 _MOST_SECONDS = 3e10
 
-#: Settled steps, and seconds of them, that a decision needs (in short runs this share).
+#: Number of settled steps, and their seconds, that a decision needs; in short runs, this share of
+#: the run's seconds.
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: Share of the remaining time after which fewer settled steps are enough, for runs of a few slow
-#: steps.
+#: Share of the remaining time that fewer settled steps must have taken to be enough, for runs of a
+#: few slow steps.
 _ENOUGH_SHARE = 0.2
 
-#: Share of a run's greatest number of steps that is enough to measure if the steps are too quick
-#: for the shares above; such a run will hardly use its minutes.
+#: Share of the upper limit of a run's steps (`max_steps`, `epochs`) after which its length may be
+#: decided although the steps were too quick for the numbers above. Such a run ends by the limit of
+#: its steps, long before its minutes are over.
 _QUICK_SHARE = 0.2
 
-#: Steps that are remembered.
+#: Number of settled steps whose times are remembered.
 _MOST_STEPS = 10_000
 
-#: Number of times in a run that it is checked if the length has to be decided.
+#: Number of times in a run at which the number of steps is predicted, to see if it has to be
+#: decided.
 _CHECKS = 500
 
-#: Most steps of a run.
+#: Most steps of a run without an upper limit.
 _LONGEST = 2**40
 
 
 class LoopTimes:
-    """Seconds of the training loop since it began in this process, and of its parts.
+    """Times of the training loop in this process: of its steps and of its other parts.
 
     Args:
-        clock: the clock, in seconds.
+        clock: monotonic clock in seconds.
 
     Attributes:
         steps: (sequences, seconds) of the last settled steps, waits for data and logs included.
         slow_steps: (sequences, seconds) of the first steps, waits for data and logs included.
-        settled_steps, settled_seconds: number of all settled steps, and their time.
-        seconds: seconds of the last evaluation, scores of tasks and save, as far as there was one.
-        write_seconds: seconds that a thread took to write the last checkpoint; 0 where training
-            waits for that.
+        settled_steps: number of all settled steps.
+        settled_seconds: seconds of all settled steps.
+        seconds: seconds of the last occurrence of each part; without parts that did not occur yet.
+        write_seconds: seconds that a thread took to write the last checkpoint; 0 if training waits
+            for the writing.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -84,15 +94,15 @@ class LoopTimes:
         return 0.0 if self._begun is None else self._clock() - self._begun
 
     def begin_step(self) -> None:
-        """End the step before, if there was one, and begin the next."""
+        """End the step before, if there was one, and begin the next one."""
         now = self._clock()
         if self._begun is None:
             self._begun = now
         if self._sequences:
-            # Waits for data and logs lie between two beginnings, and count, unlike evaluations and
-            # saves.
+            # From one beginning to the next, so that waits for data and logs count, but without the
+            # parts, which have times of their own.
             seconds = now - self._step_began - self._apart
-            # The first steps compile, allocate and read cold files: others are not as slow.
+            # The first steps compile, allocate memory and read files that are not cached yet.
             if len(self.slow_steps) < _SLOW_STEPS:
                 self.slow_steps.append((self._sequences, seconds))
             else:
@@ -102,12 +112,12 @@ class LoopTimes:
         self._step_began, self._apart, self._sequences = now, 0.0, 0
 
     def count(self, sequences: int) -> None:
-        """Note that the current step has updated the model with this number of sequences."""
+        """Note the number of sequences of the current step, which is then one that counts."""
         self._sequences = sequences
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """A context of work that is not part of a step."""
+        """Context for work that is not part of a step, and is measured separately."""
         began = self._clock()
         yield
         self.seconds[name] = self._clock() - began
@@ -116,11 +126,11 @@ class LoopTimes:
 
 @dataclass(frozen=True)
 class Periodic:
-    """Evaluations or saves of a run.
+    """Work that a run repeats: evaluations or saves.
 
     Attributes:
-        every_steps: steps between two; 0 is at the end only.
-        seconds: seconds of each.
+        every_steps: number of steps from one occurrence to the next; 0 for one at the end only.
+        seconds: seconds of each occurrence before the end of the run.
         last_seconds: seconds of the one after the last step.
     """
 
@@ -129,7 +139,7 @@ class Periodic:
     last_seconds: float
 
     def total(self, step: int, steps: int) -> float:
-        """Seconds of all during and after the `steps` steps that follow `step`."""
+        """Seconds of all occurrences between and after the `steps` steps that follow `step`."""
         between = 0
         if self.every_steps:
             between = (step + steps - 1) // self.every_steps - step // self.every_steps
@@ -143,13 +153,13 @@ def steps_in_time(
     batch: BatchSchedule,
     periodic: Sequence[Periodic],
 ) -> int:
-    """The greatest number of steps that end within a time, including the work between them and
-    after them; at least 1.
+    """The largest number of steps for which a time is enough, including evaluations and saves
+    between them and after them; at least 1.
 
     Args:
         seconds: the time.
-        step: steps done before.
-        sequence_seconds: seconds of a sequence of a step.
+        step: number of steps done before.
+        sequence_seconds: seconds that a sequence takes in a step.
         batch: sequences of each step.
         periodic: evaluations and saves.
     """
@@ -159,21 +169,23 @@ def steps_in_time(
         training = sequence_seconds * (batch.before(step + steps) - done)
         return training + sum(one.total(step, steps) for one in periodic)
 
-    # The time grows with the steps, so that halving finds the last number that fits.
+    # The time grows with the number of steps, so that bisection finds the last number that fits.
     return max(bisect_right(range(1, _LONGEST), seconds, key=needed), 1)
 
 
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
-    """Seconds that a sequence takes in a step. It is the mean over the last steps, over half of the
-    number of steps to predict and at most half of all steps. So a machine that has become slower
-    soon counts as slow, and the first seconds of a run, when processors are cool, don't count.
+    """The mean of the seconds that a sequence takes in a step, over the last steps.
 
-    A step that took more than twice the median counts as twice the median: a machine that stood
-    still for a moment is not expected to do so again.
+    These steps took half of the time that is to be predicted, and at most half of all time. So the
+    mean soon follows a machine that has become slower, and does not include the start of a run,
+    when processors are still cool and fast.
+
+    A step that took more than twice the median counts as twice the median, since a machine that
+    stood still once is not expected to do so again.
 
     Args:
         steps: (sequences, seconds) of each step, at least one.
-        ahead: seconds of the steps to come.
+        ahead: seconds of the steps that are to be predicted.
     """
     recent: list[tuple[int, float]] = []
     back, most_back = 0.0, min(ahead, sum(seconds for _, seconds in steps)) / 2
@@ -188,17 +200,18 @@ def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> f
 
 
 class TimeBudget:
-    """The minutes of a run, the used part of them, and the number of steps that fit.
+    """The time of a run in minutes, the part of it that is used, and the number of steps that fit.
 
     Args:
         config: the recipe's `schedule` section.
         length: the number of steps, predicted or decided.
         seconds_used: seconds of the training loop in earlier processes of the run.
-        most_steps: most steps of the run, however much time there is; None is no limit.
-        is_new: True if this process is the first one.
+        times: the times of this process.
+        most_steps: upper limit of the run's steps, however much time there is; None for no limit.
+        is_new: True if `length` is a first, rough prediction.
 
     Attributes:
-        times: the times of this process.
+        seconds: the time of the run in seconds.
     """
 
     def __init__(
@@ -220,14 +233,15 @@ class TimeBudget:
 
     @property
     def seconds_used(self) -> float:
-        """Seconds of the training loop so far, in all processes of the run one after the other."""
+        """Seconds of the training loop so far, in this process and in earlier ones that the run was
+        resumed from."""
         return self._used_before + self.times.elapsed
 
     def write(self, run_folder: Path) -> None:
-        """Write the length to the disk, where resuming looks for it.
+        """Write length and used seconds into the run folder, from where resuming reads them.
 
         Raises:
-            StorageError: the disk refuses.
+            StorageError: the file can't be written.
         """
         write_json(run_folder / LENGTH_NAME, self.record | {"seconds_used": self.seconds_used})
 
@@ -252,17 +266,18 @@ class TimeBudget:
         batch: BatchSchedule,
         periodic: Callable[[float], Sequence[Periodic]],
     ) -> int | None:
-        """The number of steps of the run, if it has to be decided now; None if there is time.
+        """The number of steps of the run, if it has to be decided now; None if it can be decided
+        later.
 
         Args:
-            step: steps done.
+            step: number of steps done.
             warmup_steps: steps over which the learning rate rises.
             batch: sequences of each step.
-            periodic: gives the evaluations and saves of the run from the seconds of a sequence.
+            periodic: function from the seconds of a sequence to the run's evaluations and saves.
         """
         used, most = self.seconds_used, self._most_steps
         left = self.seconds - used
-        # Whatever the time, the decay before the last step has to begin.
+        # True if the upper limit of steps needs the decision now, whatever time is left.
         ends = most is not None and (
             step >= _QUICK_SHARE * most
             and self._config.decides_length(step, warmup_steps, most - step)
@@ -270,8 +285,7 @@ class TimeBudget:
         is_early = used < self._next_check or not self._is_settled(left)
         if left > 0 and is_early and not ends:
             return None
-        # A prediction looks at all recent steps: it is made so many times in a run, and not in
-        # each step.
+        # Not in each step, since a prediction goes through all remembered steps.
         self._next_check = used + self.seconds / _CHECKS
         steps = self.times.steps or self.times.slow_steps
         most_left = _LONGEST if most is None else max(most - step, 0)
@@ -284,10 +298,10 @@ class TimeBudget:
         return step + steps_left if left <= 0 or is_due else None
 
     def _is_settled(self, left: float) -> bool:
-        """True if the steps that were measured tell how long others take.
+        """True if enough steps were measured to predict the time of others.
 
         Args:
-            left: seconds that are left.
+            left: seconds that the run has left.
         """
         count, seconds = self.times.settled_steps, self.times.settled_seconds
         enough = min(_FEWEST_SHARE * self.seconds, _FEWEST_SECONDS)
@@ -298,26 +312,27 @@ class TimeBudget:
 def predicted_steps(
     max_minutes: float, tokens_per_second: float, batch: BatchSchedule, seq_len: int
 ) -> int:
-    """Steps that a run in minutes makes at a predicted speed, without evaluations and saves."""
+    """The number of steps of a run in minutes at a predicted speed, without time for evaluations
+    and saves."""
     sequences = 60 * max_minutes * tokens_per_second / seq_len
     none: Sequence[Periodic] = ()
-    # With a second for each sequence, their number is the time.
+    # With one second for each sequence, the number of sequences is the time.
     return steps_in_time(sequences, 0, 1.0, batch, none)
 
 
 def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The length that a run has written down, and the seconds that it has used, as JSON values.
+    """The length that a run has recorded and the seconds that it has used, as JSON values.
 
     Args:
-        run_folder: the run's; its file counts, which is newer than any checkpoint.
-        saved: the trainer state of the checkpoint that is gone on from; {} without one.
+        run_folder: the run folder; its file is preferred, being newer than any checkpoint.
+        saved: the trainer state of the checkpoint that the run is resumed from; {} without one.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     record = read_length(run_folder) or dict(saved.get("length") or {})
     used = [float(record.pop("seconds_used", 0.0))]
-    # Also of a run that began with a length in steps: the time that its steps took.
+    # A run that began with its length in steps has no elapsed_seconds: the sum of its steps' times.
     steps_took = 0.0
     lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # said when the logs are opened
     for line in lines:
@@ -327,14 +342,14 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
 
 
 def _seconds(value: object) -> float:
-    """The seconds in a line of a log; 0 for a damaged value."""
+    """A number of seconds from a line of a log; 0 for a damaged value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     return float(value) if 0 < value <= _MOST_SECONDS else 0.0
 
 
 def length_of(record: Mapping[str, Any]) -> PredictedLength:
-    """The number of steps in a record.
+    """The number of steps in a record of `TimeBudget.record`.
 
     Raises:
         CheckpointError: the record lacks a key.

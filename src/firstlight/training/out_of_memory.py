@@ -1,4 +1,4 @@
-"""Memory that runs out during a step: the step is done again with smaller micro-batches."""
+"""Out of memory during a step: the step is repeated with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from firstlight.training.step import MicroBatchTooLargeError
 
 @contextlib.contextmanager
 def smaller_micro_batches(run: Run) -> Iterator[None]:
-    """A context for one attempt at a step: where memory runs out, the next one has smaller
-    micro-batches and draws the same random numbers.
+    """Context for one attempt at a step. If memory runs out, the micro-batch size of the run is
+    lowered, and the random states are reset, so that the next attempt draws the same numbers.
 
     Raises:
-        TrainingError: not even one row fits, or memory ran out in an update.
+        TrainingError: not even one row fits into memory, or memory ran out in the update.
     """
-    # Dropout has drawn for the part of a step that failed.
+    # Kept, because dropout draws random numbers in an attempt that fails later.
     random, size, step = torch_random_states(), run.micro_batch_size, run.state.step
     try:
         yield
         return
     except MicroBatchTooLargeError as error:
         problem = str(error)
-        # Otherwise the frames of the failed passes keep the passes' tensors in memory.
+        # Otherwise the traceback's frames of the failed passes keep their tensors in memory.
         traceback.clear_frames(error.__traceback__)
     except DivergedError:
         raise
     except TrainingError as error:
         raise TrainingError(f"step {step}: {error}") from None
     except (RuntimeError, MemoryError) as error:
-        # In an update: part of it may have been made, so that nothing can be repeated.
+        # Memory ran out in the update, part of which may be made: the step can't be repeated.
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
@@ -53,7 +53,11 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
 
 
 def _halve_micro_batch(run: Run, problem: str) -> None:
-    """Go on with fewer rows a forward pass, for this run and whatever resumes it."""
+    """Lower the micro-batch size, for the rest of this run and for runs that resume it.
+
+    Raises:
+        TrainingError: a micro-batch has one row already.
+    """
     size, step = run.micro_batch_size, run.state.step
     fewer, advice = fewer_rows(size), run.advise()
     if not fewer:
@@ -68,7 +72,7 @@ def _halve_micro_batch(run: Run, problem: str) -> None:
     )
     run.state.micro_batch_rows = fewer
     run.add_event("out of memory", step, micro_batch_rows=fewer, before=size)
-    # Routers and preference rewards have counted the passes of the attempt that failed.
+    # Drop router statistics and preference rewards of the failed attempt.
     run.program.forget_statistics()
     gc.collect()
     if run.program.hardware.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The progress of a run: a live view on a terminal or in a notebook, a line a minute in a log."""
+"""The progress of a run: a live view in a terminal or a notebook, one line a minute in a log."""
 
 from __future__ import annotations
 
@@ -15,29 +15,35 @@ from firstlight.console import console, notebook_display, say
 from firstlight.training.course import Course
 from firstlight.training.notebook import NotebookView
 
-#: Seconds to the first line of a log, and then between two lines.
+#: Seconds to the first line of a log, and between two lines afterwards.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
-#: Frames of the live view a second.
+#: Frames per second of the live view.
 _FRAMES_PER_SECOND = 2.0
 
 
 class View(Protocol):
-    """A place where the course of a run is shown."""
+    """A terminal, notebook or log that shows the course of a run."""
 
     def open(self) -> None:
-        """Begin."""
+        """Start drawing."""
 
     def step(self, course: Course) -> None:
-        """Show the course after a step."""
+        """Show the course of the run after a step.
+
+        Args:
+            course: the figures of the run, which include the step.
+        """
 
     def message(self, text: str) -> None:
-        """Show a line beside it."""
+        """Show a message line in addition to the course."""
 
     def close(self) -> None:
-        """Show the end of it."""
+        """Draw the last state, and stop drawing."""
 
 
 class _NoView:
+    """Shows nothing."""
+
     def open(self) -> None: ...
 
     def step(self, course: Course) -> None: ...
@@ -48,6 +54,8 @@ class _NoView:
 
 
 class _LogView(_NoView):
+    """Writes messages, and a line of the run's figures each minute and after the last step."""
+
     def __init__(self) -> None:
         self._due = time.monotonic() + _SECONDS_TO_FIRST_LINE
 
@@ -62,14 +70,14 @@ class _LogView(_NoView):
 
 
 class _TerminalView(_NoView):
-    """The last rows of a terminal, drawn by a thread of rich's."""
+    """Draws the course in the last rows of a terminal, in a thread of rich."""
 
     def __init__(self, course: Course, target: Console) -> None:
         self._live = Live(
             course,
             console=target,
             refresh_per_second=_FRAMES_PER_SECOND,
-            # Else rich would print above its rows what `> file` is to get.
+            # Otherwise rich would print stdout above its rows, also if it is redirected to a file.
             redirect_stdout=False,
             vertical_overflow="crop",
         )
@@ -85,6 +93,7 @@ class _TerminalView(_NoView):
 
 
 def _view(course: Course) -> View:
+    """The view for the place where the process runs: notebook, terminal or log."""
     display, target = notebook_display(), console()
     if display is not None:
         return NotebookView(course, display)
@@ -92,7 +101,8 @@ def _view(course: Course) -> View:
 
 
 class TrainingProgress:
-    """Shows a run to a person: steps, loss, speed, memory, the time left, the last sample text.
+    """Shows a run to the user: steps, loss, speed, memory, remaining time, last sample text. A
+    context manager.
 
     Args:
         course: the figures of the run.
@@ -101,6 +111,7 @@ class TrainingProgress:
 
     def __init__(self, course: Course, *, shown: bool) -> None:
         self._course = course
+        # Terminal and notebook draw the sample text themselves; elsewhere it is a message.
         self._shows_samples = True
         self._view: View = _NoView()
         if shown:
@@ -114,25 +125,25 @@ class TrainingProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # A closed terminal is no reason to end a run.
+        # A terminal that was closed must not end the run with an error.
         with contextlib.suppress(OSError):
             self._view.close()
 
     def predict_memory(self, predicted_bytes: int | None) -> None:
-        """Show the predicted memory beside the measured memory."""
+        """Show the predicted memory, in bytes, beside the measured memory; None shows none."""
         self._course.predicted_bytes = predicted_bytes
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show a step's figures."""
+        """Show the metrics of a step."""
         self._course.step(record)
         self._view.step(self._course)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show a text that the model has written."""
+        """Show the model's continuation `text` of a prompt."""
         self._course.sample(step, prompt, text)
         if self._shows_samples:
             self._view.message(f"step {step}: {prompt!r} -> {text!r}")
 
     def message(self, text: str) -> None:
-        """Print a line for people."""
+        """Show a message line to the user."""
         self._view.message(text)
