@@ -1,8 +1,8 @@
 """The matrix products of `firstlight bench gemm`, C [M, N] = A [M, K] @ B [K, N], and their rates.
 
-The layout of a product is two letters as in BLAS, one for A and one for B: "n" lies in memory
-row by row as it is written, "t" is stored the other way round. A linear layer with weight W
-[out, in], input x [tokens, in] and gradient g [tokens, out] has three products a step:
+The layout of a product is two letters as in BLAS, one for A and one for B: "n" is stored in memory
+row by row, "t" is the transposed view of a matrix that is. A linear layer with weight W [out, in],
+input x [tokens, in] and gradient g [tokens, out] has three products per step:
 
     forward             x @ W.T   "nt"
     gradient of input   g @ W     "nn"
@@ -28,13 +28,13 @@ from firstlight.hardware.device import synchronize
 Layout = Literal["nn", "nt", "tn"]
 Part = Literal["size", "model", "alignment", "tile", "wave"]
 
-#: The parts whose products are there to be compared with each other.
+#: The parts whose products are compared with each other.
 COMPARED = ("alignment", "tile", "wave")
 #: The multiples to which sizes are padded.
 MULTIPLES = (8, 64, 128)
-#: The size of a tile's edge around which products are measured in steps.
+#: The size of a tile's edge: the products of the part "tile" have values of N around it.
 TILE_EDGE = 256
-#: Tokens of the step whose products are added up: 4 rows of 1024.
+#: Tokens of the training step whose products are added up: 4 sequences of 1024.
 STEP_TOKENS = 4096
 
 
@@ -44,9 +44,9 @@ class GemmProduct:
 
     Attributes:
         part: part of the benchmark.
-        group: group of products that are compared: the dimension that varies, or how weights are
-            stored.
-        value: the size that varies within the group.
+        group: group of products that are compared, named after the dimension that varies or after
+            the storage of weights ("conv1d", "linear").
+        value: size of the dimension that varies; 0 if none does.
         name: name in tables.
         m: rows of A and C.
         n: columns of B and C.
@@ -67,7 +67,7 @@ class GemmProduct:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.m * self.n * self.k
 
 
@@ -94,17 +94,17 @@ class GemmPlan:
 
     Attributes:
         sizes: sizes of the square products.
-        base: the aligned size of the products of the part "alignment" and "tile".
-        tokens: rows of the model's products: some of a step's 4096, to save time on CPUs.
+        base: the aligned size of the products of the parts "alignment" and "tile".
+        tokens: tokens of the model's products, on CPUs fewer than STEP_TOKENS to save time.
         tile_sizes: values of N around TILE_EDGE.
         measure_seconds: approximate duration of a measurement, which repeats its product.
         budget_seconds: approximate duration of all rounds.
-        min_rounds: rounds at least.
-        max_rounds: rounds at most.
-        turns: measurements of the products of COMPARED in a round; they are small, and so are
-            their differences.
-        pass_bytes: sizes of the arrays that `gemm_loops` reads; none on GPUs.
-        blocked_edge: rows and columns of the product that `gemm_loops` cuts into blocks.
+        min_rounds: minimum number of rounds.
+        max_rounds: maximum number of rounds.
+        turns: measurements of the products of COMPARED in a round. There are more of them, because
+            the products are small and so are the differences between them.
+        pass_bytes: sizes in bytes of the arrays that `gemm_loops` reads; () on GPUs.
+        blocked_edge: rows and columns of the product that `gemm_loops` cuts into blocks; 0 on GPUs.
     """
 
     sizes: tuple[int, ...]
@@ -126,7 +126,7 @@ _QUICK_STEPS = tuple(sorted({*range(192, 321, 32), *_EDGES}))
 
 
 def plan_for(device_type: str, quick: bool) -> GemmPlan:
-    """The plan for "cuda" or for anything slower."""
+    """The plan for the device type "cuda", or for any other, which is assumed to be slower."""
     if device_type == "cuda":
         sizes = (128, 256, 512, 1024, 2048, 4096, 8192)
         if quick:
@@ -140,7 +140,7 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
 
 
 def paddings(size: int) -> dict[int, int]:
-    """`size` padded to each of MULTIPLES; two may lead to the same size."""
+    """`size` padded to each of MULTIPLES, by multiple; several may have the same padded size."""
     return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
 
@@ -158,7 +158,10 @@ def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
 def layer_products(
     name: str, tokens: int, inputs: int, outputs: int, *, conv1d: bool = False
 ) -> list[tuple[str, int, int, int, Layout]]:
-    """The three products of a layer in a training step: name, M, N, K, layout."""
+    """The three products of a linear layer in a training step: name, M, N, K, layout.
+
+    The weight is stored as [inputs, outputs] if `conv1d`, otherwise as [outputs, inputs].
+    """
     forward: Layout = "nn" if conv1d else "nt"
     gradient: Layout = "nt" if conv1d else "nn"
     rows, columns = (inputs, outputs) if conv1d else (outputs, inputs)
@@ -170,8 +173,8 @@ def layer_products(
 
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
-    """The products of one training step (attention's own between queries, keys and values are
-    left out): the layers as Conv1D and as linear layers, the head for each vocabulary."""
+    """The products of one training step, without those inside attention: the layers as Conv1D and
+    as linear layers, the head for each vocabulary size."""
     C = shape.hidden_size
     layers = {
         "qkv": (C, 3 * C),
@@ -190,7 +193,7 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
         rows: layer_products(f"head {rows}", tokens, C, rows)
         for rows in sorted({vocabulary, *paddings(vocabulary).values()})
     }
-    # Same products of different sizes beside each other: the load of the machine drifts.
+    # The sizes of one product follow each other, since the load of the machine drifts.
     products += [
         GemmProduct("model", "vocabulary", rows, *heads[rows][one], count=1)
         for one in range(3)
@@ -200,8 +203,10 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Sizes on and off multiples: each dimension alone, in the layout "nt", where K is the inner
-    dimension of A and B in memory, and N of C; and a model's hidden size in its MLP."""
+    """Aligned and unaligned sizes of each dimension alone, and of a model's hidden size in its MLP.
+
+    In the layout "nt", K is the contiguous dimension of A and B in memory, and N that of C.
+    """
     off = unaligned(shape, base)
     products = []
     for group in ("M", "N", "K"):
@@ -222,13 +227,13 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmPro
 
 
 def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
-    """N in steps around a tile's edge."""
+    """Products [base, N, base], with N in steps around a tile's edge."""
     return [GemmProduct("tile", "N", n, f"N = {n}", base, n, base) for n in sizes]
 
 
 def wave_products(multiprocessors: int) -> list[GemmProduct]:
-    """Products with as many tiles of 128 x 256 as a GPU has multiprocessors (SMs), one fewer, one
-    more, twice as many, and twice as many and one more."""
+    """Products of n, n - 1, n + 1, 2 n and 2 n + 1 tiles of 128 x 256, for a GPU with n
+    multiprocessors (SMs)."""
     one, two = multiprocessors, 2 * multiprocessors
     return [
         GemmProduct("wave", "tiles", count, f"{count} tiles", 128 * count, 256, 4096)
@@ -237,7 +242,7 @@ def wave_products(multiprocessors: int) -> list[GemmProduct]:
 
 
 def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> list[GemmProduct]:
-    """Everything that a plan measures, in its order."""
+    """All products of a plan, in the order of measurement; waves only with `multiprocessors`."""
     squares = [GemmProduct("size", "", size, str(size), size, size, size) for size in plan.sizes]
     products = [
         *squares,
@@ -248,7 +253,8 @@ def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> 
     return products + wave_products(multiprocessors) if multiprocessors else products
 
 
-#: Number formats by their names in recipes. tf32 is fp32 whose products a GPU rounds to 10 bits.
+#: Number formats by their names in recipes. For tf32, a GPU rounds the factors of fp32 products to
+#: 10 bits of mantissa.
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -256,23 +262,26 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-#: Multiplied by `torch._scaled_mm`, which takes the layout "nt" and multiples of 16 alone, so that
-#: shapes are not compared in it.
+#: fp8, multiplied by `torch._scaled_mm`. It supports only the layout "nt" and multiples of 16, so
+#: the products of COMPARED are not measured in it.
 FP8 = torch.float8_e4m3fn
 
+#: (M, N, K) of products that are large enough to reach the ceiling of a CPU, and of a GPU.
 _LARGE_CPU = ((2048, 2048, 2048), (4096, 4096, 1024), (1024, 3072, 768))
 
 _LARGE_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 3072, 768))
 
-#: A measurement repeats its product at most so often.
+#: Maximum number of times that a measurement repeats its product.
 _MOST_REPEATS = 10_000
 
+#: Flat memory of A, B and C.
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
 @contextlib.contextmanager
 def fp32_products(name: str) -> Iterator[None]:
-    """fp32 products in full, or as tf32; torch's setting is global, so it is put back."""
+    """Compute fp32 products in full, or as TF32 if `name` is "tf32"; torch's global setting is
+    restored at the end."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
@@ -284,21 +293,24 @@ def fp32_products(name: str) -> Iterator[None]:
 def make_operands(
     products: Sequence[GemmProduct], dtype: torch.dtype, device: torch.device
 ) -> Operands:
-    """Memory for A, B and C that is large enough for each of `products`; random A and B."""
+    """Flat tensors for A, B and C, large enough for each of `products`; A and B are random.
+
+    C has the same dtype, except for fp8: bf16.
+    """
     sizes = [
         max(sizes)
         for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
     ]
-    # fp8 has no random numbers of its own, and its products are written as bf16.
+    # torch draws no random fp8 numbers, and the products of fp8 are written as bf16.
     drawn = torch.bfloat16 if dtype == FP8 else dtype
     a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
-    # Not all zeros or ones: a GPU multiplies those with less power, so at a higher clock.
+    # Random: a GPU multiplies zeros or ones with less power, and therefore at a higher clock rate.
     return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
 
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """A function that multiplies once, in the product's layout, into C; in fp8, whose units support
-    only the layout "nt", into new memory."""
+    """A function that multiplies once, in the product's layout, into C. In fp8, where only the
+    layout "nt" works, it allocates the result."""
     m, n, k = product.m, product.n, product.k
     a, b, c = operands
     left = a[: m * k].view(m, k) if product.layout[0] == "n" else a[: m * k].view(k, m).t()
@@ -313,7 +325,7 @@ def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], obje
 
 
 def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Seconds that one product takes, over `repeats`."""
+    """Mean seconds of one product over `repeats` products."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -323,7 +335,7 @@ def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device)
 
 
 def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
-    """Build kernels and touch memory; the seconds that one product takes, roughly."""
+    """Build kernels and touch memory; returns the approximate seconds of one product."""
     multiply()
     best = math.inf
     for _ in range(3):
@@ -334,14 +346,14 @@ def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
 
 
 def repeats_of(product_seconds: float, measure_seconds: float) -> int:
-    """Number of products that fill a measurement."""
+    """Number of products of `product_seconds` in a measurement of `measure_seconds`."""
     return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
 
 
 def measure_product(
     product: GemmProduct, operands: Operands, repeats: int, device: torch.device
 ) -> float:
-    """Seconds that one product takes, over `repeats`; short ones are multiplied once before."""
+    """Mean seconds of one product over `repeats`; if there are several, one more runs before."""
     multiply = make_multiply(product, operands)
     if repeats > 1:
         multiply()
@@ -355,7 +367,7 @@ def product_rates(
     rounds: int,
     measure_seconds: float,
 ) -> list[list[float]]:
-    """The FLOP/s of each product in each of some interleaved rounds."""
+    """The FLOP/s of each product, one value for each of `rounds` rounds over all products."""
     operands = make_operands(products, dtype, device)
     repeats = [
         repeats_of(warm_up(make_multiply(one, operands), device), measure_seconds)
@@ -369,11 +381,11 @@ def product_rates(
 
 
 def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> float:
-    """FLOP/s that matrix products reach at best on this machine: the base of shares.
+    """The highest FLOP/s that matrix products reach on this machine, the base of utilization.
 
-    The best single measurement of three large products in two layouts, in interleaved rounds: other
-    programs on the machine can only lower a rate. Takes a few seconds on two CPU cores. fp32
-    products on GPUs run as torch.get_float32_matmul_precision() says at the time.
+    It is the best single measurement of three large products in two layouts, because other programs
+    on the machine can only lower a rate. The measurement takes a few seconds on two CPU cores. fp32
+    products on GPUs use the current torch.get_float32_matmul_precision().
     """
     shapes = _LARGE_GPU if device.type == "cuda" else _LARGE_CPU
     layouts: tuple[Layout, ...] = ("nt", "nn")

@@ -1,11 +1,11 @@
-"""`firstlight bench generation`: tokens per second, and how near that is to what memory allows.
+"""`firstlight bench generation`: tokens per second, and the share of the memory bandwidth's limit.
 
-A token takes at least as long as its weights take to be read. The bandwidth for that is measured in
-the same run, as that of copying a large tensor (bytes read and written). Each row runs in a process
-of its own, the rows take turns, and each number is the median over the turns.
+A step of decoding takes at least the time of reading the weights once. The memory bandwidth is
+measured in the same run, as that of copying a large tensor (bytes read and written). Each row runs
+in a process of its own, the rows take turns, and each number is the median over the turns.
 
-`generation_once` says how a row is timed. A row without the key-value cache computes the whole text
-again for each token; its tokens are compared with those of the same row with the cache.
+`generation_once` describes how a row is timed. A row without the key-value cache computes the whole
+text again for each token; its tokens must equal those of the row with the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from firstlight.weights.huggingface import CONFIG_NAME, read_config
 from firstlight.weights.loading import embedding_name, weights_to_save
 from firstlight.weights.stored import save_weights
 
-#: The row that all others' tokens per second are compared with.
+#: The row with which the tokens per second of all other rows are compared.
 REFERENCE = "transformers-bf16"
 
 
@@ -47,7 +47,7 @@ class GenerationRow(ProgramRow):
 
     Attributes:
         dtype: number format of the weights.
-        compile: see `firstlight.generation.batch`.
+        compile: True compiles the steps of decoding; see `BatchDecoder`.
         cache: False computes the whole text again for each token.
     """
 
@@ -60,7 +60,7 @@ ROWS = (
     GenerationRow("transformers-fp32", "transformers", "float32"),
     GenerationRow(REFERENCE, "transformers", "bfloat16"),
     GenerationRow("fp32", "firstlight", "float32"),
-    # In fp32 alone: in bf16, two ways of computing choose different tokens soon.
+    # Only in fp32: in bf16, rounding soon makes the two computations choose different tokens.
     GenerationRow("fp32-no-cache", "firstlight", "float32", cache=False),
     GenerationRow("bf16", "firstlight", "bfloat16"),
     GenerationRow("int8", "firstlight", "int8"),
@@ -71,10 +71,10 @@ ROWS = (
 
 
 def decided(bench: GenerationBench) -> GenerationBench:
-    """The options with nothing open.
+    """The options, with defaults for those that are open.
 
     Raises:
-        ConfigError: a value is out of range, or a name unknown.
+        ConfigError: a value is out of range, or a name is unknown.
     """
     usual: dict[str, Any] = {
         "model": SMALL if bench.quick else "gpt2-124m",
@@ -102,7 +102,9 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
 
     Raises:
         ConfigError: the prompt and the new tokens don't fit the model's context.
-        ModelError, InputError, StorageError: there is no model, or the disk refused.
+        ModelError: the model is invalid, or a row without the cache chose other tokens.
+        InputError: there is no model.
+        StorageError: a file system error.
     """
     bench = decided(bench)
     hardware, own = find_hardware(bench.device), for_generation()
@@ -130,10 +132,10 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             machine["copy_bytes_per_second"] = max(rates)
             if row.program == "firstlight":
                 environment = dict(own) | environment
-            # The first turn compiles, even if the code was compiled before.
+            # An empty cache: the first turn measures compilation, whatever ran before.
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(temporary) / "caches")
             environment["HF_HUB_OFFLINE"] = "1"
-            # One continuation of it takes minutes.
+            # Without the cache, one continuation takes minutes.
             times = request["times"] if row.cache else 1
             of_row = {**request, **asdict(row), "times": times}
             return ask("firstlight.bench.generation_once", of_row, environment)
@@ -147,7 +149,13 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
 
 
 def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelConfig]:
-    """The model's folder and its config; for a name, a model with random weights is made."""
+    """The model's folder and its config.
+
+    If the option is a name rather than a path, a model with random weights is made in `temporary`.
+
+    Raises:
+        ConfigError: the prompt and the new tokens don't fit the model's context.
+    """
     assert bench.model is not None
     if Path(bench.model).exists():
         folder = resolve_model_folder(bench.model)
@@ -170,8 +178,15 @@ def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelC
 
 
 def bytes_per_token(config: ModelConfig, dtype: str) -> int | None:
-    """Bytes of weights that are read for one step of decoding: all but the tables in which
-    tokens and positions are looked up. None where only some experts are visited."""
+    """Bytes of weights that one step of decoding reads: all but the embedding tables of tokens and
+    positions, of which only single rows are read. None for mixture-of-experts models, where the
+    bytes depend on the experts to which tokens are routed.
+
+    Args:
+        config: the model's config.
+        dtype: name of the weights' number format in torch, or "int8": matrices in int8, the other
+            weights in bf16.
+    """
     if config.expert_count:
         return None
     model = meta_model(config)
@@ -195,13 +210,19 @@ def summarize(
     """The medians of each row.
 
     Returns:
-        For each row its "name", "program", "dtype", "compile", "reason" where it failed, and
-        where it was measured "load_seconds", "peak_bytes", "weight_bytes" and "batches": for each
-        batch size "tokens_per_second" with "_min" and "_max" over the turns' medians,
-        "first_token_seconds", "warm_up_seconds" of the first turn, "speed_ratio" to transformers
-        in bf16 in the same turns, "share_of_limit", "cache_speedup" (of a row without the cache:
-        the rate with it to that without, in the same turns; else None), and the "token_ids" of
-        the first text.
+        For each row the fields of `GenerationRow`, "reason" (the error message, or ""),
+        "weight_bytes" (see `bytes_per_token`) and "batches"; of a measured row also "load_seconds"
+        and "peak_bytes" (the largest over the turns). Each batch has:
+
+        - "batch_size": number of prompts
+        - "tokens_per_second": the median over the turns; "tokens_per_second_min" and "_max"
+        - "first_token_seconds": the median; "warm_up_seconds" of the first turn
+        - "speed_ratio": speed relative to REFERENCE, the median of the turns' ratios; None if it is
+          not measured
+        - "share_of_limit": fraction of the rate at which memory could be read; None if unknown
+        - "cache_speedup": for a row without the cache, the rate with the cache divided by that
+          without, the median of the turns' ratios; otherwise None
+        - "token_ids": new tokens of the first prompt
 
     Raises:
         ModelError: a row without the cache chose other tokens than the one with it.
@@ -234,7 +255,7 @@ def _is_plain(row: GenerationRow) -> bool:
 def _cache_ratios(
     number: int, runs: Sequence[Mapping[str, Any]], cached: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """Tokens per second with the cache to those without, of each turn that has both.
+    """Tokens per second with the cache divided by those without, for each turn that has both.
 
     Raises:
         ModelError: decoding with the cache chose other tokens than decoding without it.
@@ -282,7 +303,7 @@ def _batch_summary(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of a result: tokens per second of each row by batch size."""
+    """A PNG of a result: tokens per second of each row, one panel per batch size."""
     rows = [row for row in result["rows"] if row["batches"]]
     names = [row["name"] for row in rows]
     colors = ["tab:gray" if row["program"] == "transformers" else "tab:blue" for row in rows]

@@ -1,11 +1,14 @@
 """Time one program that continues texts, in a process of its own.
 
-A row's process loads a model, and continues prompts of random tokens, greedily and never ending
-early: all of one length, since transformers would have to pad others. For each number of prompts,
-one continuation is made first without timing. Then the time until the first token of all prompts is
-chosen (prefill) and the time from there to the last token of all (decoding) are measured.
-transformers' `generate` is timed from outside, once for one new token and once for all of them; the
-difference is the decoding.
+A row's process loads a model, and continues prompts of random tokens greedily, without stopping at
+an end-of-text token. All prompts have one length, since transformers would have to pad shorter
+ones. For each number of prompts, the first continuation is a warm-up. Then two times are measured:
+
+- prefill, until the first new token of all prompts is chosen,
+- decoding, from there to the last new token of all prompts.
+
+transformers' `generate` is timed as a whole, once for one new token and once for all of them; the
+difference is the time of decoding.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from firstlight.hardware.device import synchronize
 from firstlight.hardware.resident import peak_resident_bytes
 from firstlight.models import Model
 
-#: Seconds to the first token, seconds of the other tokens, tokens of the first prompt.
+#: Seconds of prefill, seconds of decoding, new tokens of the first prompt.
 Timing = tuple[float, float, list[int]]
 
-#: Function that continues prompts of one length.
+#: Function that continues prompts (token ids) of one length.
 Continue = Callable[[list[list[int]]], Timing]
 
 
@@ -37,13 +40,15 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Load a model and time its continuations.
 
     Args:
-        request: "program", "folder", "dtype", "compile", "cache", "device", "batch_sizes",
-            "prompt_tokens", "new_tokens", "times", "threads", "vocab_size".
+        request: the fields of `generation.GenerationRow`, "folder" (of the model), "device",
+            "batch_sizes" (numbers of prompts), "prompt_tokens", "new_tokens" (of each prompt),
+            "times" (timed continuations), "threads", "vocab_size".
 
     Returns:
-        "load_seconds", "peak_bytes" above the level after the imports, and "batches": for each
-        number of prompts its "warm_up_seconds", lists of "first_token_seconds" and
-        "tokens_per_second", and the "token_ids" of the first text.
+        "load_seconds", "peak_bytes" (peak of resident memory above its level after the imports),
+        and "batches". Each batch has "batch_size", "warm_up_seconds", "first_token_seconds" and
+        "tokens_per_second" (lists with a value for each timed continuation), and the "token_ids" of
+        the first prompt's new tokens.
     """
     torch.set_num_threads(request["threads"])
     build = _firstlight
@@ -91,8 +96,12 @@ def _firstlight(request: dict[str, Any]) -> Continue:
 
 
 def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) -> Continue:
-    """A function that continues prompts as `firstlight generate` does, greedily; the decoder is
-    empty, with room for all prompts."""
+    """A function that continues prompts greedily, as `firstlight generate` does.
+
+    Args:
+        decoder: decoder without texts, with room for all prompts.
+        request: "prompt_tokens" and "new_tokens" of each prompt.
+    """
     longest = request["prompt_tokens"] + request["new_tokens"]
     config = SamplingConfig(max_new_tokens=request["new_tokens"], temperature=0)
 
@@ -115,7 +124,8 @@ def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) ->
 
 
 def _without_cache(model: Model, request: Mapping[str, Any]) -> Continue:
-    """A function that continues prompts greedily, and computes the whole text for each token."""
+    """A function that continues prompts greedily without a cache: the model computes the whole text
+    again for each new token."""
     device = next(model.parameters()).device
 
     @torch.inference_mode()

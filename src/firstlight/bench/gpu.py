@@ -1,6 +1,6 @@
 """`firstlight bench gpu`: every figure of firstlight on one GPU, in calls of some minutes.
 
-`PARTS` are the parts that are measured and written as pages.
+Each part of `PARTS` is a set of rows to measure, and a page with their results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from firstlight.console import say
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 
-#: The parts in the order of the page.
+#: The parts in the order of their sections in gpu.md.
 PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
 
 _MACHINE_MODULE = "firstlight.bench.gpu_parts"
-#: Seconds until looking at the machine is ended: a driver that hangs would take the whole call.
+#: Time limit in seconds for reading the machine's facts. Without a limit, a driver that hangs would
+#: take up the whole call.
 _MACHINE_SECONDS = 120.0
 
 
@@ -45,13 +46,17 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
         measure: function that runs a row's measurement; None starts a fresh process.
 
     Returns:
-        "results", the file; "machine"; "measured", how many of "rows" have all their turns;
-        "failed" and "skipped", row -> reason; "left", the turns that were left for the next call;
-        "left_seconds", how long these take.
+        - "results": path of results.json
+        - "machine": `BenchMachine.to_json`
+        - "rows": number of rows; "measured": number of rows with all their turns
+        - "failed", "skipped": the reason by row
+        - "left": titles of the turns that are left for the next call
+        - "left_seconds": expected duration of these turns
 
     Raises:
-        ConfigError: a name is unknown, there is no GPU, or the folder is another machine's.
-        InputError: the folder's file is not one of these.
+        ConfigError: an option is invalid, there is no GPU, or the folder has another machine's
+            results.
+        InputError: the folder's results.json is not a file of this benchmark.
         StorageError: a file system error.
     """
     if bench.minutes <= 0:
@@ -61,7 +66,7 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
     with tempfile.TemporaryDirectory(
         prefix="firstlight-bench-", ignore_cleanup_errors=True
     ) as work:
-        # The time that looking at the machine takes is of the call's minutes, too.
+        # The call's minutes include the time of reading the machine's facts.
         call = Call(bench.minutes, Path(work), measure or _fresh_process, begun=time.monotonic())
         machine = _machine(bench, results)
         rows = {part.name: list(part.rows(machine)) for part in parts}
@@ -72,7 +77,7 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
         results.machine = machine.to_json()
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         results.calls.append({"date": today, "seconds": 0.0, "turns": 0})
-        # The folder is there before a measurement leaves a file in it.
+        # Creates the folder, into which measurements may write files.
         results.write()
         left = run_rows(rows, results, call)
     results.write()
@@ -82,16 +87,16 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
 
 def _fresh_process(row: Row, request: dict[str, Any], seconds: float) -> dict[str, Any]:
     environment = plain_environment() if row.plain else training_environment()
-    # One GPU is measured, where there are several: other programs would use them all.
+    # Only one GPU is visible: with several, the Trainer would use all of them.
     environment = {"CUDA_VISIBLE_DEVICES": "0", "HF_HUB_OFFLINE": "1"} | environment
     return ask(row.module, request, environment, seconds)
 
 
 def _machine(bench: GPUBench, results: Results) -> BenchMachine:
-    """This machine, which must be the machine of the results so far.
+    """This machine's facts.
 
     Raises:
-        ConfigError: the machine is another one, or has no GPU.
+        ConfigError: the machine has no GPU, or another GPU than the results so far.
     """
     found = ask(_MACHINE_MODULE, {"dry": bench.dry}, plain_environment(), _MACHINE_SECONDS)
     if "error" in found:
@@ -143,7 +148,7 @@ def report(folder: Path, pages: Path | None) -> list[Path]:
     """Write the pages of a folder of results.
 
     Args:
-        folder: folder of results; the pages of one without say that nothing is measured.
+        folder: folder of results; if it has none, the pages say that nothing is measured.
         pages: parent of gpu.md, benchmarks/ and images/; None is the checkout's docs.
 
     Returns:
@@ -151,7 +156,7 @@ def report(folder: Path, pages: Path | None) -> list[Path]:
 
     Raises:
         ConfigError: there is no checkout, or the results are of a dry run and would go into it.
-        InputError: the folder is missing, or its file is not one of these.
+        InputError: the folder is missing, or its results.json is not a file of this benchmark.
         StorageError: a file system error.
     """
     if not folder.is_dir():
@@ -208,7 +213,7 @@ _COMMANDS = """\
 
 
 def _overview(sections: Sequence[str], found: Findings | None, results: Results) -> str:
-    """gpu.md."""
+    """The text of gpu.md: the state of the measurements, the commands, a section for each part."""
     if found is None:
         state = "**Not measured yet: no GPU has run these commands.**"
     else:
@@ -266,12 +271,12 @@ def _part_page(part: Part, page: Page, found: Findings, results: Results) -> str
 
 
 def _wrapped(text: str) -> str:
-    """A paragraph in lines of the length that the other pages have."""
+    """A paragraph in lines of up to 105 characters, as in the other pages."""
     return textwrap.fill(text, 105, break_long_words=False, break_on_hyphens=False)
 
 
 def _reason(row: Row, outcome: RowOutcome) -> str:
-    """The reason why a row, or one of its turns, has no result; "" where all have."""
+    """The reason why a row, or one of its turns, has no result; "" if there is none."""
     if row.skip:
         return f"skipped: {row.skip}"
     if outcome.problem:
@@ -282,7 +287,7 @@ def _reason(row: Row, outcome: RowOutcome) -> str:
 
 
 def _facts(machine: BenchMachine, results: Results) -> str:
-    """The machine in a sentence."""
+    """A sentence about the machine: hardware, versions of software, dates of measurement."""
     dates = sorted({call["date"] for call in results.calls})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "an unknown day"
     software = [f"torch {machine.torch}", f"Python {machine.python}"]
@@ -303,7 +308,7 @@ def _facts(machine: BenchMachine, results: Results) -> str:
 
 
 def _waiting_seconds(turns: Sequence[Turn], results: Results) -> float:
-    """Expected duration of turns that are left."""
+    """Expected duration of turns, in seconds."""
     return sum(
         results.outcome(one.part, one.row).expected_seconds(one.row.seconds) for one in turns
     )

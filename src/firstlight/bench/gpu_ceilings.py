@@ -2,12 +2,13 @@
 
     python -m firstlight.bench.process firstlight.bench.gpu_ceilings REQUEST
 
-REQUEST is a JSON object with "measure" and "device", and for
+REQUEST is a JSON object with "device" and "measure", which is one of these, with its own keys:
 
-- "products": "dtype", "squares" (sizes), "models" (name -> tokens), "rounds", "seconds" of each
-  measurement, "sustained_seconds";
-- "copies": "bytes";
-- "start": "model", "seq_len", "rows", "compile", "work", the folder of the compiler's cache.
+- "products": "dtype", "squares" (sizes of square products), "models" (number of tokens by model),
+  "rounds", "seconds" of each measurement, "sustained_seconds"
+- "copies": "bytes" of a copy
+- "start": "model", "seq_len", "rows" (sequences of a step), "compile", "work" (parent of the
+  compiler's cache folder)
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
         "seq_len": 64 if dry else 1024,
         "rows": 1 if dry else 16,
     }
-    # The second one reuses the code that the first one compiled.
+    # In its second turn, "start, compiled" reuses the code that was compiled in the first turn.
     for name, compiles, seconds, turns in (
         ("start", False, 25, 1),
         ("start, compiled", True, 80, 2),
@@ -95,7 +96,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
 
 
 def _why_not(dtype: str, machine: BenchMachine) -> str:
-    """The reason why the machine's units don't multiply a number format; "" if they do."""
+    """The reason why the machine can't multiply a number format in hardware; "" if it can."""
     if machine.device == "cpu":
         return "" if dtype in ("fp32", "bf16") else f"CPUs of a dry run multiply no {dtype}"
     least = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0), "fp8": (8, 9)}
@@ -105,7 +106,7 @@ def _why_not(dtype: str, machine: BenchMachine) -> str:
 
 
 def measured_ceiling(found: Findings, dtype: str = "bf16") -> float | None:
-    """FLOP/s that matrix products reached at best; None where they were not measured."""
+    """The highest FLOP/s that matrix products reached; None if they were not measured."""
     values = found.outcome(NAME, dtype).values("ceiling")
     return max(values) if values else None
 
@@ -168,7 +169,7 @@ def _page(found: Findings) -> Page:
 
 
 def _sheet_rate(gpu: GPU | None, dtype: str) -> float:
-    """FLOP/s by the data sheet; 0 where it is not known."""
+    """FLOP/s by the data sheet; 0 if unknown."""
     return 0.0 if gpu is None or dtype == "fp8" else gpu.peak_flops(dtype)
 
 
@@ -204,7 +205,7 @@ def _rates_tables(runs: Mapping[str, Mapping[str, Any]], gpu: GPU | None) -> str
 
 
 def _starts(found: Findings) -> list[tuple[str, dict[str, float]]]:
-    """(process, seconds of each phase) of the rows that were measured."""
+    """(name of the process, seconds at the end of each phase) for each measured process start."""
     result = [("not compiled", run["times"]) for run in found.outcome(NAME, "start").runs[-1:]]
     compiled = found.outcome(NAME, "start, compiled").runs
     for name, cached in (("compiled", False), ("compiled, with its cache", True)):
@@ -236,11 +237,10 @@ CEILINGS = Part(
 )
 
 
-#: Products of fewer FLOPs say more about the start of a kernel than about the units.
+#: Products of fewer FLOPs are limited by the start of kernels rather than by the matrix units.
 _LARGE_FLOPS = 1e10
 
-#: The number of a model's blocks, inputs and outputs of the head, and of each linear layer of a
-#: block.
+#: By model: number of blocks, (inputs, outputs) of the head, and of each linear layer of a block.
 _LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
     "gpt2-124m": (
         *(12, (768, 50304)),
@@ -267,7 +267,7 @@ _LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure what the request names under "measure"; see the module's head."""
+    """Measure what `request["measure"]` names; the module's docstring describes the request."""
     kinds = {"products": _products, "copies": _copies, "start": _start}
     return kinds[request["measure"]](request)
 
@@ -286,9 +286,9 @@ def _products(request: dict[str, Any]) -> dict[str, Any]:
     """Rates of matrix products in one number format.
 
     Returns:
-        "ceiling", the best measurement of a large one, FLOP/s; "sustained", the rate of the
-        fastest over some seconds; "squares" and "products", each with its median rate "flops";
-        "models": the rate of all products of a step together.
+        FLOP/s: "ceiling", the best single measurement of a large product ("best", its M, N, K);
+        "sustained", the same product over "sustained_seconds"; "models", all products of a step by
+        model; "squares" and "products": "name", "shape", "layout", "flops" (the median) of each.
     """
     device, dtype = torch.device(request["device"]), request["dtype"]
     kind = FP8 if dtype == "fp8" else DTYPES[dtype]
@@ -296,7 +296,7 @@ def _products(request: dict[str, Any]) -> dict[str, Any]:
     layers = [one for name, n in request["models"].items() for one in model_layers(name, n)]
     products = [*squares, *layers]
     if kind == FP8:
-        # Its units take one layout: training brings operands into it first.
+        # fp8 units support one layout only; training transposes operands into it before.
         layout: Layout = "nt"
         products = [replace(one, layout=layout) for one in products]
     with fp32_products(dtype):
@@ -325,17 +325,17 @@ def _products(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step_rate(model: str, products: Sequence[GemmProduct], rates: Sequence[float]) -> float:
-    """FLOP/s of all of a model's products, each as often as a step has it."""
+    """FLOP/s over all products of a model's training step, from the FLOP/s of each product."""
     these = [(one, rate) for one, rate in zip(products, rates, strict=True) if one.group == model]
     flops = sum(one.count * one.flops for one, _ in these)
     return flops / sum(one.count * one.flops / rate for one, rate in these)
 
 
 def _copies(request: dict[str, Any]) -> dict[str, Any]:
-    """Bytes a second of copies: within the device (read and written), and from and to the host."""
+    """Bytes per second of copies within the device (read and written), and from and to the host."""
     device, size = torch.device(request["device"]), request["bytes"]
     there = torch.zeros(size, dtype=torch.uint8, device=device)
-    # Written to: memory that was only asked for has no pages yet.
+    # Written to, because the system gives allocated memory its pages only when it is written.
     host = torch.ones(size, dtype=torch.uint8)
     pairs = {"within the device": (torch.empty_like(there), there, 2)}
     if device.type == "cuda":
@@ -355,8 +355,8 @@ def _copies(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start(request: dict[str, Any]) -> dict[str, Any]:
-    """Seconds since the start of this process at which the imports, the device, the model and the
-    first two steps were done; "cached": whether the compiler found its own work of before."""
+    """The "times" in seconds since the start of this process at the end of each phase, from imports
+    to the second step; "cached", True if the compiler had the cache of an earlier process."""
     began = psutil.Process().create_time()
     times = {"imports": time.time() - began}
     cache = Path(request["work"]) / "cache-of-start"
@@ -382,7 +382,7 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _training_step(request: Mapping[str, Any]) -> Callable[[], object]:
-    """A function that trains a step of a model with random weights on random tokens."""
+    """A function that trains one step of a model with random weights on random tokens."""
     changes = {
         "efficiency.precision": "bf16",
         "efficiency.compile": request["compile"],

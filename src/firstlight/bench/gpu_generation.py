@@ -1,4 +1,23 @@
-"""Part of `firstlight bench gpu`: generation beside transformers, and beside the memory's limit."""
+"""Part "generation" of `firstlight bench gpu`: tokens per second relative to transformers, and to
+the limit of the memory's bandwidth.
+
+    python -m firstlight.bench.process firstlight.bench.gpu_generation REQUEST
+
+REQUEST is a JSON object:
+
+    model          values of a recipe's section `model`
+    device         "cuda", or "cpu" in a dry run
+    dtype          number format of the weights: "bfloat16" or "float32"
+    programs       names of `_PROGRAMS`
+    batch_sizes    numbers of prompts that are continued at a time
+    prompt_tokens  tokens of each prompt
+    new_tokens     new tokens of each prompt
+    turns          timed turns of all programs, after one warm-up turn
+
+The result has, under "programs", each program's "reason" (the error message, or "") and "batches",
+see `generation_once.measure`; "copy_bytes_per_second", the measured memory bandwidth; "step_bytes",
+see `step_bytes`, by batch size; and "line", the result in words.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +53,8 @@ NAME = "generation"
 
 _MODULE = "firstlight.bench.gpu_generation"
 
-#: Rows by what their programs are; each has transformers in turns with its own.
+#: Programs of each group of rows. A row's programs take turns, with transformers among them, so
+#: that the ratios to transformers are those of one time.
 _GROUPS = {
     "as it is": ("transformers", "firstlight", "decoder"),
     "compiled": ("transformers", "firstlight, compiled", "decoder, compiled"),
@@ -75,10 +95,11 @@ class _Rate:
     """Tokens per second of a program with one number of texts.
 
     Attributes:
-        model, program: which.
-        batch: see `gpu_generation`.
-        limit: tokens per second that reading memory allows; None where that is not known.
-        ratio: median of the turns' ratios to transformers; None without.
+        model: name of the model.
+        program: name of the program.
+        batch: one of the program's "batches" in the result.
+        limit: tokens per second at which the memory's bandwidth is used up; None if unknown.
+        ratio: speed relative to transformers, the median over the turns; None if not measured.
     """
 
     model: str
@@ -89,13 +110,13 @@ class _Rate:
 
     @property
     def rate(self) -> float:
-        """The median of the turns."""
+        """Tokens per second, the median over the turns."""
         rates: list[float] = self.batch["tokens_per_second"]
         return statistics.median(rates)
 
     @property
     def share(self) -> str:
-        """The share of the limit as text."""
+        """`rate` as a percentage of `limit`; "" if the limit is unknown."""
         return "" if self.limit is None else f"{self.rate / self.limit:.0%}"
 
 
@@ -192,7 +213,7 @@ GENERATION = Part(
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure all programs in turns, see the module's head."""
+    """Measure all programs in turns; the module's docstring describes the request and result."""
     config = _config(request["model"])
     device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
     model = random_model(config, device).to(dtype).eval()
@@ -223,7 +244,7 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _attempt(entry: dict[str, Any], call: Callable[[], Any]) -> Any:
-    """The call's result; None where it fails, which becomes the program's reason."""
+    """The call's result; None if it fails, and the error becomes `entry["reason"]`."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001  (one program's failure is none of the others')
@@ -269,8 +290,8 @@ def _take_turns(
 
 
 def step_bytes(config: ModelConfig, request: Mapping[str, Any], size: int) -> int | None:
-    """Bytes that a step of decoding reads in the mean: the weights once, and the keys and values of
-    all texts. None where only some experts are visited."""
+    """Mean bytes that a step of decoding reads: the weights once, and the cached keys and values of
+    `size` texts. None for mixture-of-experts models, see `bytes_per_token`."""
     weights = bytes_per_token(config, request["dtype"])
     if weights is None:
         return None
@@ -292,14 +313,14 @@ def _in_words(programs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 class _Shared:
-    """The model and the decoders that the programs share."""
+    """The model, the request and the decoders that the programs share."""
 
     def __init__(self, model: Model, request: Mapping[str, Any]) -> None:
         self.model, self.request = model, request
         self._decoders: dict[bool, BatchDecoder] = {}
 
     def decoder(self, *, compiled: bool) -> BatchDecoder:
-        """The decoder for all numbers of texts, compiled once."""
+        """The decoder, with room for the largest number of texts; made once, compiled or not."""
         if compiled not in self._decoders:
             longest = self.request["prompt_tokens"] + self.request["new_tokens"]
             largest = max(self.request["batch_sizes"])
@@ -312,7 +333,7 @@ def _firstlight(shared: _Shared, *, compiled: bool = False) -> Continue:
 
 
 def _greedily(shared: _Shared, *, compiled: bool = False) -> Continue:
-    """The likeliest tokens of all texts, chosen on the device at once."""
+    """A function that continues prompts; the device chooses the likeliest tokens of all texts."""
     decoder, new_tokens = shared.decoder(compiled=compiled), shared.request["new_tokens"]
 
     def continue_texts(prompts: list[list[int]]) -> Timing:
@@ -343,8 +364,8 @@ def _transformers(shared: _Shared) -> Continue:
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         own = dict(theirs.named_parameters())
-        # Copied name by name: a name that it lacks is an error, and the tables of its positions
-        # stay in fp32.
+        # Parameters only: the rotary buffers of transformers' model stay in fp32. Parameters that
+        # get no value are an error below; a tied head is none.
         for name, tensor in file_tensors(model).items():
             if name in own:
                 own.pop(name).copy_(tensor)

@@ -1,33 +1,39 @@
-"""Part of `firstlight bench gpu`: the table of Hugging Face's guide for one GPU.
+"""Part "guide" of `firstlight bench gpu`: the table of Hugging Face's guide for one GPU.
 
 The guide ("Methods and tools for efficient training on a single GPU", transformers 4.20 to 4.29)
-fine-tunes bert-large with rows of 512 tokens on a V100 with 16 GB, and reads memory with the
-driver's tool.
+fine-tunes bert-large with rows of 512 tokens on a V100 with 16 GB, and reads the used memory from
+the driver (NVML).
 
     python -m firstlight.bench.process firstlight.bench.gpu_guide REQUEST
 
 REQUEST is a JSON object:
 
-    device         "cuda", or "cpu" of a dry run
+    device         "cuda", or "cpu" in a dry run
     config         keys of transformers' BertConfig
     seq_len        tokens of a row
-    rows           of a micro-batch
+    rows           rows of a micro-batch
     accumulation   micro-batches of a step
-    steps          steps; the first three are not timed
-    checkpointing  whether activations are computed again
-    fp16           autocast to fp16 with loss scaling (on a CPU to bf16)
+    steps          number of steps, of which the first three are not timed
+    checkpointing  true for activation checkpointing
+    fp16           true for autocast to fp16 with loss scaling (on a CPU to bf16)
     optimizer      the Trainer's `optim`, such as "adamw_torch", "adafactor", "adamw_bnb_8bit"
     loop           "trainer", or "accelerate": the guide's own loop
     target         see `planner_steps.target_request`
 
-The model is transformers' BertForSequenceClassification with random weights, attention as it was
-when the guide's figures were published (two products and a softmax), and dropout; the data are
-random token ids and labels.
+The model is transformers' BertForSequenceClassification with random weights and dropout. Its
+attention is that of the time when the guide's figures were published: two products and a softmax.
+The data are random token ids with the label 0.
 
-The one line on stdout is a JSON object: "samples_per_second" over the timed steps, "peak_bytes" and
-"reserved_bytes" of torch's allocator, "driver_bytes" that the GPU holds more than before this
-process began to use it (NVML, as the guide reads it), "context_bytes" of these before the model was
-made; and what the planner predicts: see `planner_steps.memory_entry`, with "operators".
+The process prints one line on stdout, a JSON object:
+
+    samples_per_second  rows per second: the median over the timed steps, "step_seconds"
+    peak_bytes          peak of the memory that torch's allocator has given to tensors
+    reserved_bytes      peak of the memory that torch's allocator holds
+    driver_bytes        growth of the GPU's used memory since before the process used it (NVML)
+    context_bytes       growth before the model is made, without the allocator's memory
+
+On a CPU, the last four are missing. The planner's prediction is added: the keys of
+`planner_steps.memory_entry`, and "operators".
 """
 
 from __future__ import annotations
@@ -79,9 +85,9 @@ class GuideRow:
     Attributes:
         name: name in tables.
         options: keys of the request that differ from the plain row's.
-        samples, megabytes: published samples/s and MB of the driver on the V100; None where the
-            guide has no figure.
-        needs: packages that must be installed.
+        samples: published samples/s on the V100; None if the guide has no figure.
+        megabytes: published MB (2^20 bytes) of used memory, read from the driver; None likewise.
+        needs: packages that must be installed to measure the row.
         value: see `runner.Row`.
     """
 
@@ -113,7 +119,7 @@ GUIDE: tuple[GuideRow, ...] = (
     GuideRow(
         "batch 1 x 4, checkpointing, fp16, 8-bit Adam", {**_ALL, **_EIGHT_BIT}, 10.35, 5363, _BNB
     ),
-    # The guide's loop has the 8-bit optimizer, and no figures.
+    # The guide shows its Accelerate loop with the 8-bit optimizer, without figures.
     GuideRow(
         "the same by the Accelerate loop", {**_ALL, **_EIGHT_BIT, "loop": "accelerate"}, needs=_BNB
     ),
@@ -148,7 +154,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
             "target": target_request(machine),
             **entry.options,
         }
-        # bitsandbytes has no figure of its own in a dry run, which is to be quick.
+        # To be quick, a dry run leaves bitsandbytes out; a missing package is still listed.
         lacks = machine.lacks("transformers", "accelerate", *entry.needs)
         if machine.dry and entry.needs and not lacks:
             continue
@@ -159,8 +165,8 @@ def _rows(machine: BenchMachine) -> list[Row]:
     return rows
 
 
-#: A row of the guide, the result of its measurement, and samples/s by the planner, which are None
-#: where the GPU has no data sheet.
+#: A row of the guide, the result of its measurement, and the samples/s that the planner predicts
+#: (None if it has no data sheet of the GPU).
 _Measured = tuple[GuideRow, Mapping[str, Any], float | None]
 
 
@@ -234,7 +240,7 @@ GUIDE_PART = Part(
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train and predict as the module's head says."""
+    """Train and predict; the module's docstring describes the request and the result."""
     on_gpu = request["device"] == "cuda"
     idle = driver_used_bytes() if on_gpu else None
     with predicting([(predict_bert, (request,))], beside=on_gpu) as predictions:
@@ -257,13 +263,13 @@ def _train(request: dict[str, Any], idle: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def note_growth(key: str, known: int) -> None:
-        """Note the driver's bytes beyond those before the process and those that are known."""
+        """Note the growth of the GPU's used memory since `idle`, without `known` bytes."""
         used = driver_used_bytes()
         if used is not None and idle is not None:
             found[key] = used - idle - known
 
     if on_gpu:
-        # One small tensor loads the kernels, as in the guide.
+        # As in the guide, a small tensor creates the CUDA context and loads the kernels.
         torch.ones((1, 1), device="cuda") + 1
         note_growth("context_bytes", torch.cuda.memory_reserved())
     torch.manual_seed(0)
@@ -281,7 +287,7 @@ def _train(request: dict[str, Any], idle: int | None) -> dict[str, Any]:
 
 
 class _DummyData(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Random rows of token ids, with the label 0."""
+    """Random rows of token ids [seq_len], with the label 0."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         count = request["rows"] * request["accumulation"] * request["steps"]
@@ -316,7 +322,7 @@ def _trainer_loop(model: Any, request: dict[str, Any], clock: StepClock) -> None
 
 
 def _accelerate_loop(model: Any, request: dict[str, Any], clock: StepClock) -> None:
-    """The guide's loop, with an optimizer of torch where bitsandbytes is not installed."""
+    """The guide's training loop with Accelerate."""
     from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]
 
     on_cpu = request["device"] == "cpu"
@@ -341,7 +347,7 @@ def _accelerate_loop(model: Any, request: dict[str, Any], clock: StepClock) -> N
 
 
 def _optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of one of the Trainer's names."""
+    """The optimizer that the Trainer makes for a name of its option `optim`."""
     optimizer: torch.optim.Optimizer
     if name == "adafactor":
         from transformers.optimization import Adafactor
@@ -364,7 +370,7 @@ def _precision(request: dict[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
 
 
 def predict_bert(request: dict[str, Any]) -> dict[str, Any]:
-    """The planner's memory and operators for a request."""
+    """The planner's prediction for a request: the keys of `memory_entry`, and "operators"."""
     ids = torch.empty(request["rows"], request["seq_len"], dtype=torch.int64, device="meta")
     labels = torch.empty(request["rows"], dtype=torch.int64, device="meta")
     found = plan_module(
@@ -374,7 +380,7 @@ def predict_bert(request: dict[str, Any]) -> dict[str, Any]:
         precision=_precision(request),
         gradient_accumulation_steps=request["accumulation"],
         activation_checkpointing=request["checkpointing"],
-        # The guide's own loop doesn't clip.
+        # The guide's own loop does not clip gradients, unlike the Trainer.
         max_grad_norm=1.0 if request["loop"] == "trainer" else 0.0,
         target=target_of(request["target"]),
     )

@@ -1,7 +1,8 @@
-"""Part of `firstlight bench gpu`: the ladder of the guides, each method added to those before it.
+"""Part "ladder" of `firstlight bench gpu`: each row of a table adds a method to the row before.
 
-Speed of GPT-2 124M, memory of a full fine-tuning of a Llama 3.2 3B, and LoRA and QLoRA of 3B and
-8B. The Llamas are compared with the figures in torchtune's README.
+There are ladders for the speed of GPT-2 124M and for the memory of full fine-tuning of a Llama 3.2
+3B, and tables of LoRA and QLoRA for Llamas of 3B and 8B. The Llamas are compared with the figures
+in torchtune's README. A row of a ladder is called a rung.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ NAME = "ladder"
 
 _GIB = 2**30
 
-#: GiB that the last rung of the full fine-tuning, and QLoRA of 8B, may take at most.
+#: Goals for peak memory in GiB, of the last rung of full fine-tuning and of QLoRA of 8B; both are
+#: figures that torchtune publishes.
 MEMORY_GOAL, QLORA_GOAL = 17.6, 7.4
 
 
@@ -32,9 +34,10 @@ class Rung:
 
     Attributes:
         name: name in tables.
-        changes: keys of the recipe (`section.key`) that it sets, beside those of the rungs before.
-        needs: packages that must be installed; without them the next rungs stand without it.
-        slow: True if it compiles.
+        changes: values of the recipe by key (`section.key`), added to those of the rungs before.
+        needs: packages that must be installed; if one is missing, the rung is skipped, and later
+            rungs don't have its changes.
+        slow: True if the rung compiles the model.
         value: see `runner.Row`.
     """
 
@@ -50,12 +53,13 @@ class Ladder:
     """Rungs of one model.
 
     Attributes:
-        title: heading of its table.
+        title: heading of the table.
         model: see `models.PlannerCase`.
-        rows, tokens: size of a micro-batch, and its row length.
-        rungs: each with those before it.
-        seconds: duration of a rung's process, if it doesn't compile.
-        adds: True gives a rung the changes of those before it.
+        rows: sequences of a micro-batch.
+        tokens: tokens of a sequence.
+        rungs: the rungs in their order.
+        seconds: expected duration of a rung's process in seconds, without compiling.
+        adds: True adds the changes of the rungs before; False makes each rung independent.
     """
 
     title: str
@@ -67,7 +71,7 @@ class Ladder:
     adds: bool = True
 
     def cases(self, machine: BenchMachine) -> Iterator[tuple[Rung, PlannerCase, str]]:
-        """Each rung, its configuration, and the reason why it is skipped, "" if it isn't."""
+        """Each rung, its configuration, and the reason why it is skipped ("" if it is not)."""
         changes: dict[str, Any] = {}
         for rung in self.rungs:
             missing = machine.lacks(*rung.needs)
@@ -87,7 +91,7 @@ _PLAIN = {
     "optimizer.implementation": "for-loop",
     "optimizer.max_grad_norm": 0.0,
 }
-#: Weights that aren't trained lie in bf16, embedding and head with them.
+#: The weights, which adapters don't train, are stored in bf16, including embedding and head.
 _FROZEN = {"efficiency.precision": "bf16_params", "efficiency.loss_chunk_tokens": 256, **_FULL}
 _LORA = {**_FROZEN, "lora": {"rank": 8}}
 _QLORA = {**_FROZEN, "lora": {"rank": 8, "quantize": "nf4"}}
@@ -95,7 +99,11 @@ _4_BITS = ("bitsandbytes",)
 
 
 def _speed_rungs(rows: int) -> tuple[Rung, ...]:
-    """The rungs of speed."""
+    """The rungs of the ladder of speed.
+
+    Args:
+        rows: sequences of a micro-batch of the first rungs.
+    """
     return (
         Rung("fp32, attention as two products, AdamW parameter by parameter", _PLAIN, value=2),
         Rung("+ tf32", {"efficiency.precision": "tf32"}),
@@ -135,11 +143,11 @@ _ADAPTER_RUNGS = (
     Rung("QLoRA, compiled", {**_QLORA, **_COMPILED}, needs=_4_BITS, slow=True, value=3),
 )
 
-#: Published rungs: GiB of memory at the peak, and tokens/s.
+#: Published rungs: name, peak memory in GiB, tokens/s.
 Published = Sequence[tuple[str, float, float]]
 
 #: torchtune's README (0.6), "Optimization flags": Llama 3.2 3B in bf16 on an A100, batch size 2,
-#: rows of 4,096 tokens; LoRA and QLoRA without the two rungs before them.
+#: sequences of 4,096 tokens; LoRA and QLoRA don't have the last two of these rungs.
 _PUBLISHED_3B: Published = (
     ("packed rows, pure bf16, AdamW", 60.0, 7075),
     ("+ compile", 51.0, 8998),
@@ -150,12 +158,12 @@ _PUBLISHED_3B: Published = (
     ("+ 8-bit AdamW", 17.6, 6960),
 )
 _PUBLISHED_ADAPTERS_3B: Published = (("LoRA", 8.5, 8210), ("QLoRA", 4.6, 8035))
-#: The same page's table for an RTX 4090: batch size 2, rows of 2,048 tokens, compiled.
+#: From the same page's table for an RTX 4090: batch size 2, sequences of 2,048 tokens, compiled.
 _PUBLISHED_8B: Published = (("LoRA", 16.2, 3083), ("QLoRA", 7.4, 2413))
 
 
 def ladders(machine: BenchMachine) -> tuple[tuple[Ladder, Published], ...]:
-    """The ladders for a machine, each with published figures."""
+    """The ladders for a machine, each with published figures (() without)."""
     if machine.dry:
         tiny = Rung("bf16, chunks, checkpointing", {**_BF16, "efficiency.loss_chunk_tokens": 64})
         lora = Rung("LoRA", {"lora": {"rank": 2}})
@@ -215,8 +223,8 @@ class _Found:
 
     Attributes:
         rung: the rung.
-        result: see `planner_steps`; {} where there is none.
-        reason: reason why there is no figure; "" if there is one.
+        result: its configuration's entry of the result of `planner_steps`; {} if there is none.
+        reason: the reason why there is no figure; "" if there is one.
     """
 
     rung: Rung

@@ -21,23 +21,27 @@ How a part is declared: a module `bench/gpu_NAME.py` with one `Part`, listed in 
 
     PART = Part("NAME", "Title of the page", "Subject of the figures.", _rows, _page)
 
-Rows (`runner.Row`): `seconds` counts the start of the process (about 10 s with torch and CUDA).
-`value` is their place in the order across all parts: 1 the few figures without which the page says
-nothing (all rows of 1 together in at most 4 minutes), 2 the main figures, 3 to 5 the rest of them,
-6 and more what could be missing. Rows that compare with each other have the same value and turns:
-then they take turns. Turns after the first come with the rows of the next value (those of 1 at
-once). What a machine can't run gets `skip=reason` (`BenchMachine.lacks`,
-`.capability`); a refusal (FirstlightError) or a crash of a measurement is recorded as the row's.
-`_rows` depends on the machine's facts alone: it is called again to make the pages, on another
-machine. A dry row takes at most 10 s on two cores, and goes through the same code.
+Rows (`runner.Row`):
 
-Measurements: the last key "line" of a result is said while the benchmark runs. Results are kept
-in one JSON file of a few MB for all rows: no long lists. request["work"] is a folder for files that
-further rows of the same call can use (a corpus, a model): a row makes missing files itself.
+- `seconds` includes the start of the process, which takes about 10 s with torch and CUDA.
+- `value` is the priority across all parts, lowest first: 1 for the few figures without which the
+  page says nothing (all rows of 1 together take at most 4 minutes), 2 for the main figures, 3 to 5
+  for the rest of them, 6 and more for figures that could be left out.
+- Rows that are compared with each other have the same value and number of turns, so that they take
+  turns. Turns after the first come with the rows of the next value, those of value 1 at once.
+- A row that the machine can't run has `skip=reason` (`BenchMachine.lacks`, `.capability`). An error
+  (FirstlightError) or a crash of a measurement is recorded as the row's result.
+- `_rows` must depend only on the machine's facts: it is called again when the pages are written,
+  which may happen on another machine.
+- A row of a dry run takes at most 10 s on two cores, and runs the same code.
 
-`_page` is only called when at least one row of the part has a result, and must live with any
-subset of its rows. The frame adds the title, the machine, the command, and the rows that have no
-figure with their reasons. Pictures are referred to as `../images/gpu-NAME.png`.
+Measurements: the value of the key "line" of a result is printed while the benchmark runs. Results
+are kept in one JSON file of a few MB for all rows, so they must not have long lists. Measurements
+of one call share files (a corpus, a model) in the folder request["work"]; each makes missing files.
+
+`_page` is only called when at least one row of the part has a result, and must work with any subset
+of its rows. `bench/gpu.py` adds the title, the machine, the command, and the rows without a figure
+with their reasons. The page refers to pictures as `../images/gpu-NAME.png`.
 """
 
 from __future__ import annotations
@@ -70,9 +74,9 @@ class Page:
     """The page of a part's results.
 
     Attributes:
-        summary: Markdown for the part's section in docs/gpu.md: the main figures beside their
-            goals, in a few lines.
-        text: Markdown of the part's own page, below its head.
+        summary: Markdown for the part's section in docs/gpu.md: the main figures and their goals,
+            in a few lines.
+        text: Markdown of the part's own page, below the title and the facts of the machine.
         pictures: PNG files by name.
     """
 
@@ -87,9 +91,10 @@ class Findings:
 
     Attributes:
         machine: the machine that measured.
-        outcomes: outcomes of each part's rows, by name; rows that were never tried have none.
-        rows: each part's rows, in the order of their declaration.
-        folder: the folder of the results; None writes nothing there.
+        outcomes: outcomes by name of the part and name of the row; a row that was never tried is
+            missing.
+        rows: rows by name of the part, in the order of their declaration.
+        folder: folder of the results, into which pages may write files; None writes nothing.
     """
 
     machine: BenchMachine
@@ -112,14 +117,14 @@ class Findings:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the benchmark; see the module's head.
+    """One part of the benchmark; see the module's docstring.
 
     Attributes:
         name: name for `--parts`, and in the page's file name.
         title: heading of the page.
         about: subject of the figures, in Markdown: a sentence or two.
-        rows: the rows for a machine.
-        page: the page of results.
+        rows: function from a machine to its rows.
+        page: function from the results to the page.
     """
 
     name: str
@@ -141,21 +146,21 @@ class BenchMachine:
     """Facts of a machine, as JSON values.
 
     Attributes:
-        device: "cuda", or "cpu" of a dry run.
-        dry: tiny models on the CPU: figures without meaning.
-        name: the GPU's, by its driver; the CPU's of a dry run.
+        device: "cuda", or "cpu" in a dry run.
+        dry: True for a dry run, with tiny models on the CPU: its figures have no meaning.
+        name: name of the GPU as the driver reports it; name of the CPU in a dry run.
         memory_bytes: memory of the device.
         bf16: True if the device multiplies bf16 in hardware.
-        capability: CUDA's compute capability; (0, 0) of a CPU.
-        multiprocessors: number of the GPU's multiprocessors; 0 of a CPU.
-        driver: the GPU driver's version; "" where it is not known.
-        cuda: version of CUDA that torch was built with; "" without.
-        torch: its version.
-        python: its version.
-        packages: versions of installed packages by name.
-        cpu: the CPU's name.
-        cpus: cores that this process may use.
-        cpu_memory_bytes: memory of the machine.
+        capability: CUDA's compute capability; (0, 0) for a CPU.
+        multiprocessors: number of the GPU's multiprocessors; 0 for a CPU.
+        driver: version of the GPU's driver; "" if unknown.
+        cuda: version of CUDA that torch was built with; "" if torch was built without CUDA.
+        torch: version of torch.
+        python: version of Python.
+        packages: versions by name of those packages of `_PACKAGES` that are installed.
+        cpu: name of the CPU.
+        cpus: number of cores that this process may use.
+        cpu_memory_bytes: main memory of the machine.
     """
 
     device: str
@@ -186,7 +191,7 @@ class BenchMachine:
 
     @property
     def gpu(self) -> GPU | None:
-        """The GPU's data sheet; None where the table doesn't have it, and of a CPU."""
+        """The GPU's data sheet; None for a GPU that is not in the table, and for a CPU."""
         if self.device != "cuda":
             return None
         with contextlib.suppress(ConfigError):
@@ -194,13 +199,16 @@ class BenchMachine:
         return None
 
     def lacks(self, *packages: str) -> str:
-        """A reason to skip a row that needs packages: those that are missing; "" if none is."""
+        """The reason to skip a row that needs `packages`, the missing ones; "" if all are there."""
         missing = [name for name in packages if name not in self.packages]
         return f"{' and '.join(missing)} not installed" if missing else ""
 
 
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Look at the machine.
+    """Read the facts of this machine.
+
+    Args:
+        request: "dry", True for the facts of a dry run.
 
     Returns:
         `BenchMachine.to_json`.
@@ -245,7 +253,7 @@ def _packages() -> dict[str, str]:
 
 
 def _driver_version() -> str:
-    """By NVML, or by nvidia-smi where nvidia-ml-py is not installed."""
+    """The driver's version from NVML, or from nvidia-smi if NVML fails; "" if both fail."""
     try:
         pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()

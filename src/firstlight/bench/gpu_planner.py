@@ -1,8 +1,8 @@
-"""Part "planner" of `firstlight bench gpu`: the planner's figures beside measured ones.
+"""Part "planner" of `firstlight bench gpu`: the planner's predictions against measurements.
 
-Memory is that of every configuration of `models.gpu_grid`. Speed is that of the configurations that
-train: the constants of the data sheet's speed model are fitted on some of them
-(`planner/speed/recipe.py`), and the error is that of the others.
+Memory is compared for every configuration of `models.gpu_grid`, speed for those that train. The
+constants of the speed model are fitted on some of these (`planner/speed/recipe.py`), and the error
+is reported for the others.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from firstlight.recipe import parse_resolved_recipe
 #: The part's name.
 NAME = "planner"
 
-#: Configurations that one process measures, and of those that compile.
+#: Number of configurations that one process measures; number of those that compile.
 _TOGETHER, _COMPILED_TOGETHER = 7, 2
 
-#: Configurations at the grid's beginning that are measured before the others.
+#: Number of configurations at the grid's beginning that are measured before the others.
 FIRST = 20
 
-#: Seconds of a process before its first configuration, of one, and of one that compiles.
+#: Expected seconds of a process before its first configuration, of a configuration, and of a
+#: configuration that compiles.
 _START_SECONDS, _CASE_SECONDS, _COMPILED_SECONDS = 12.0, 3.5, 40.0
 
-#: A GPU whose data sheet stands for a CPU's in a dry run, so that its code runs.
+#: GPU whose data sheet a dry run uses for the CPU, so that it runs the same code.
 _DRY_GPU = "H100"
 
 
@@ -60,8 +61,8 @@ def grid_of(machine: BenchMachine) -> tuple[PlannerCase, ...]:
 
 
 def _groups(machine: BenchMachine) -> Iterator[tuple[int, list[PlannerCase]]]:
-    """The configurations by process, each group with its place in the order of all rows: the first
-    twenty, the rest, and those that compile, which have separate processes."""
+    """(`Row.value`, the configurations of one process) for each process: first those with the first
+    `FIRST` configurations, then the rest, then those that compile."""
     cases = [
         (4 if case.slow else 2 if number < FIRST else 3, case)
         for number, case in enumerate(grid_of(machine))
@@ -102,8 +103,11 @@ def _results(found: Findings) -> dict[str, dict[str, Any]]:
 
 
 def memory_results(found: Findings) -> list[dict[str, Any]]:
-    """The configurations as `planner_memory.summary` takes them, in the grid's order; "reason" is
-    why one has no error."""
+    """The results of all configurations for `planner_memory.summary`, in the grid's order.
+
+    Each has "name" and "reason" (why it has no error, or ""), and with both a measurement and a
+    prediction "error" (predicted / measured - 1) and "seconds" of the prediction.
+    """
     known, results = _results(found), []
     for case in grid_of(found.machine):
         one = known.get(case.name, {"reason": "not measured yet"})
@@ -118,7 +122,7 @@ def memory_results(found: Findings) -> list[dict[str, Any]]:
 
 
 def timed_steps(found: Findings) -> list[tuple[PlannerCase, TimedStep]]:
-    """The configurations that were timed and whose operators are known."""
+    """The configurations that were timed and whose operators are known, with their steps."""
     known, timed = _results(found), []
     for case in grid_of(found.machine):
         one = known.get(case.name, {})
@@ -134,14 +138,15 @@ def timed_steps(found: Findings) -> list[tuple[PlannerCase, TimedStep]]:
 
 @dataclass(frozen=True)
 class SpeedFit:
-    """The speed model, fitted.
+    """The fitted speed model of a kind of GPU, and its errors.
 
     Attributes:
-        gpu: the kind of GPU that it is of.
-        measured: the constants; None if there are too few steps to fit them.
-        sheet_errors: relative error of each timed configuration by the data sheet.
-        errors: relative error of each timed configuration by the fitted constants; {} without them.
-        held_out: names of the configurations that are not fitted.
+        gpu: data sheet of the GPU.
+        measured: the fitted constants; None if there are too few steps to fit them.
+        sheet_errors: relative error of the prediction from the data sheet, by configuration.
+        errors: relative error of the prediction from the fitted constants, by configuration; {} if
+            there are none.
+        held_out: names of the configurations that are not used for fitting.
     """
 
     gpu: GPU
@@ -151,12 +156,12 @@ class SpeedFit:
     held_out: Sequence[str]
 
     def sizes(self, errors: Mapping[str, float]) -> list[float]:
-        """Sizes of the held-out configurations' errors, the least first."""
+        """Absolute errors of the held-out configurations, in ascending order."""
         return sorted(abs(errors[name]) for name in self.held_out if name in errors)
 
 
 def fit_speed(found: Findings) -> SpeedFit | None:
-    """Fit the speed model; None where nothing was timed, or the GPU has no data sheet."""
+    """Fit the speed model; None if nothing was timed, or the GPU has no data sheet."""
     gpu = find_gpu(_DRY_GPU) if found.machine.dry else found.machine.gpu
     timed = timed_steps(found)
     if gpu is None or not timed:
@@ -182,7 +187,8 @@ def fit_speed(found: Findings) -> SpeedFit | None:
 
 
 def _context_bytes(found: Findings) -> int | None:
-    """The median of a process's memory that the driver counts beside torch's allocator."""
+    """The median bytes of a process that the driver counts beyond the memory that torch's allocator
+    holds: the CUDA context and kernels; None if unknown."""
     sizes = [
         one["driver_bytes"] - one["reserved_bytes"]
         for one in memory_results(found)
@@ -200,7 +206,8 @@ _MEASURED_NAME = "measured_gpus.json"
 def _page(found: Findings) -> Page:
     memory, fit = memory_results(found), fit_speed(found)
     if fit is not None and fit.measured is not None and found.folder is not None:
-        # For every user, once it is part of the package; for this machine at once.
+        # In the results' folder, to be copied into the package for all users; in the cache, where
+        # the planner finds it on this machine from now on.
         save_measured(found.folder / _MEASURED_NAME, fit.gpu.name, fit.measured)
         if not found.machine.dry:
             own = cache_folder() / "calibration" / "gpus.json"
@@ -355,7 +362,7 @@ def _speed_rows(found: Findings, fit: SpeedFit) -> Iterator[tuple[str, ...]]:
 
 
 def _draw(memory: Sequence[Mapping[str, Any]], fit: SpeedFit | None) -> bytes:
-    """Predicted against measured memory, and the errors of memory and of speed, as a PNG."""
+    """A PNG: predicted against measured memory, and the errors of memory and of speed."""
     good = [one for one in memory if not one["reason"]]
     figure = new_figure(13, 4.6)
     draw_peaks(figure.add_subplot(1, 3, 1), good)

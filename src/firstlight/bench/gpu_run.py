@@ -2,8 +2,14 @@
 
     python -m firstlight.bench.process firstlight.bench.gpu_run REQUEST
 
-REQUEST is a JSON object: "recipe" without data and steps, "minutes", "trial_steps" of a first run
-that finds the speed, "vocab_size", "work" and "keep".
+REQUEST is a JSON object:
+
+    recipe       values of a recipe without its data and number of steps
+    minutes      duration of the run
+    trial_steps  steps of a first run that measures the speed
+    vocab_size   vocabulary size of the tokenizer
+    work         folder for the corpus and the runs
+    keep         folder into which files of the run are copied
 """
 
 from __future__ import annotations
@@ -32,13 +38,13 @@ NAME = "run"
 _MODULE = "firstlight.bench.gpu_run"
 _ROW = "gpt2-124m on the standard library"
 
-#: Files of the run folder that stay in the folder of the results, as run-NAME.
+#: Files of the run folder that are copied into the folder of the results, as run-NAME.
 _KEPT = ("metrics.jsonl", "report.png", "report.html")
 
-#: Points of the loss curve in results.json.
+#: Number of points of the loss curve in results.json, up to twice that.
 _POINTS = 300
 
-#: Exit code of a run that its time ended: it is saved, and as good as a complete one.
+#: Exit code of a run that reached its time limit: it has saved a checkpoint, so it counts.
 _STOPPED = 75
 
 _GIB = 2**30
@@ -77,13 +83,19 @@ def _rows(machine: BenchMachine) -> list[Row]:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train twice: for some steps, to know the speed, and then for as many as the minutes hold.
+    """Train twice: "trial_steps" steps to measure the speed, then as many as fit into "minutes".
 
     Returns:
-        "steps", "tokens_per_step"; "trial_rate" of the first run and "median_rate", tokens a
-        second; "wall_seconds" of the command;
-        "curve" and "validation": [tokens seen, loss]; "last": the last line of the metrics;
-        "lowest": the lowest validation loss and its bits per byte; "stopped", "diverged".
+        - "steps", "tokens_per_step": of the second run
+        - "trial_rate", "median_rate": tokens per second of the first and of the second run
+        - "wall_seconds": duration of the second command
+        - "curve", "validation": lists of [tokens seen, loss] of training and validation
+        - "last": the last line of the metrics
+        - "lowest": "step", "val/loss", "bits_per_byte" and "epoch" of the lowest validation loss
+        - "stopped": True if the time limit ended the run; "diverged": True if it diverged
+
+    Raises:
+        TrainingError: `firstlight train` failed.
     """
     work, keep = Path(request["work"]), Path(request["keep"])
     corpus = library_corpus(work, request["vocab_size"])
@@ -117,10 +129,13 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 def _train(
     request: Mapping[str, Any], corpus: Path, folder: Path, steps: int
 ) -> tuple[list[dict[str, Any]], int, float]:
-    """Run `firstlight train`; the lines of its metrics, its exit code, and its seconds.
+    """Run `firstlight train` for a number of steps in a new folder.
+
+    Returns:
+        The lines of metrics.jsonl, the exit code, and the duration in seconds.
 
     Raises:
-        TrainingError: the run failed; with its last message.
+        TrainingError: the run failed; the text has the last message of the command.
     """
     values = json.loads(json.dumps(request["recipe"]))
     values["run"] |= {"dir": str(folder), "max_minutes": request["minutes"] + 1.5}
@@ -180,7 +195,7 @@ def _lowest(lowest: Mapping[str, Any]) -> str:
 
 
 def _draw(run: Mapping[str, Any]) -> bytes:
-    """Training and validation loss over the tokens seen."""
+    """A PNG of training and validation loss over the tokens seen."""
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     for key, style, label in (("curve", "-", "train/loss"), ("validation", "o-", "val/loss")):

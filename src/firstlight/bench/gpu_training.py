@@ -1,10 +1,10 @@
-"""Part "training" of `firstlight bench gpu`: tokens a second beside other programs.
+"""Part "training" of `firstlight bench gpu`: tokens per second relative to other programs.
 
     python -m firstlight.bench.process firstlight.bench.gpu_training REQUEST
 
-REQUEST has the keys of `training_once`, but in place of "data" it has "work", the folder of the
-standard library's tokens, which are made where they are missing, and "vocab_size", the size of
-their vocabulary.
+REQUEST has the keys of `training_once`, but instead of "data" it has "work", the folder in which
+the corpus of the standard library is prepared unless it exists, and "vocab_size", the size of its
+vocabulary.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 NAME = "training"
 _MODULE = "firstlight.bench.gpu_training"
 
-#: Merges of the corpus' tokenizer, as many as GPT-2's; models may have larger vocabularies.
+#: Vocabulary size of the corpus's tokenizer, that of GPT-2; models may have larger vocabularies.
 VOCAB_SIZE, DRY_VOCAB_SIZE = 50257, 512
 
 _GIB = 2**30
 
-#: Keys of firstlight's own rows: the settings that the guide names for a GPU.
+#: Values of the recipe of firstlight's own rows: the settings that the guide names for a GPU.
 _KEYS: dict[str, Any] = {"efficiency": {"compile": True, "vocab_multiple": 64}}
 
 _PROGRAMS = {
@@ -52,12 +52,11 @@ class TrainingCase:
     Attributes:
         model: name in `models.MODELS`.
         seq_len: tokens of a sequence.
-        rows: micro-batch size by least memory of the GPU in GiB, the largest memory first.
-        programs: place in the order of measurement, of which a lower one is measured earlier, and
-            expected seconds of the first turn, by program.
-        goal: goal in Markdown.
-        goal_rate: label of the picture's reference line, and its tokens a second.
-        variants: keys of the recipe of further rows of firstlight, by name.
+        rows: micro-batch size by minimum memory of the GPU in GiB, the largest memory first.
+        programs: (`Row.value`, expected seconds of the first turn) by program.
+        goal: the goal in Markdown.
+        goal_rate: label of the picture's reference line, and its tokens per second.
+        variants: changes of the recipe, by key, for further rows of firstlight, by name.
     """
 
     model: str
@@ -137,7 +136,16 @@ def _row(
     changes: Mapping[str, Any] | None = None,
     turns: int = 1,
 ) -> Row:
-    """A row of a program."""
+    """The row of a program.
+
+    Args:
+        case: the model.
+        machine: the machine.
+        program: name in `_PROGRAMS`.
+        name: name of the row.
+        changes: changes of the recipe for a variant of firstlight; None if the row is no variant.
+        turns: number of measurements.
+    """
     micro = _micro_batch_size(case, machine)
     request = {
         "program": program,
@@ -184,7 +192,7 @@ def _recipe(
         if name:
             values[section] = {**values[section], name: value}
         elif section == "batch":
-            # The same tokens a step; how it is cut is left open.
+            # The same tokens per step, with the micro-batch size left open.
             values["batch"] = {"global_batch_tokens": micro * case.seq_len}
         else:
             values[section] = value
@@ -195,7 +203,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train as `training_once` does, on the standard library's source.
 
     Returns:
-        "step_seconds", "first_step_seconds", "peak_bytes", "final_loss", "chosen".
+        "step_seconds", "first_step_seconds" and "chosen" of `training_once`; "peak_bytes", its
+        "total_peak_bytes"; "tokens" of a step; "final_loss", that of the last timed step; "line",
+        the result in words.
     """
     corpus = library_corpus(Path(request["work"]), request["vocab_size"])
     found = measure_training({**request, "data": str(corpus)})
@@ -213,7 +223,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokens_per_second(runs: Sequence[Mapping[str, Any]]) -> float:
-    """The median over the timed steps of all turns."""
+    """Tokens per second, the median over the timed steps of all turns."""
     rates: list[float] = [run["tokens"] / s for run in runs for s in run["step_seconds"]]
     return statistics.median(rates)
 
@@ -247,14 +257,16 @@ def _flops_per_token(case: TrainingCase) -> float:
 
 
 def _shares(case: TrainingCase, found: Findings, rate: float) -> tuple[float | None, float | None]:
-    """MFU against the measured rate of bf16 products, and against the data sheet's."""
+    """MFU relative to the measured rate of bf16 products, and to the data sheet's; None if that
+    rate is unknown."""
     flops, gpu = rate * _flops_per_token(case), found.machine.gpu
     ceiling = measured_ceiling(found)
     return flops / ceiling if ceiling else None, flops / gpu.bf16 if gpu and gpu.bf16 else None
 
 
 def _ratio(case: TrainingCase, found: Findings, name: str) -> str:
-    """The median of the turns' ratios to the bare loop, and their range."""
+    """The speed relative to the bare loop as text: the median of the turns' ratios, and the range;
+    "" without ratios."""
     base = found.outcome(NAME, _row_name(case, REFERENCE)).runs
     ratios = turn_ratios(found.outcome(NAME, name).runs, base)
     if not ratios:
@@ -263,7 +275,7 @@ def _ratio(case: TrainingCase, found: Findings, name: str) -> str:
 
 
 def _section(case: TrainingCase, found: Findings, rates: Mapping[str, float]) -> str:
-    """A model's table."""
+    """A model's section of the page: the goal and the table of the programs."""
     rows = []
     for name, rate in rates.items():
         runs = found.outcome(NAME, name).runs
@@ -293,7 +305,7 @@ def _section(case: TrainingCase, found: Findings, rates: Mapping[str, float]) ->
 
 
 def _summary(case: TrainingCase, found: Findings, rates: Mapping[str, float]) -> str:
-    """A model's line for the overview."""
+    """A model's line for the summary in gpu.md."""
     ours = rates.get(_row_name(case, FIRSTLIGHT))
     if ours is None:
         return f"- {case.model}: firstlight's own row is missing."
