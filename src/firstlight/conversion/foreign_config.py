@@ -20,26 +20,10 @@ from firstlight.errors import ModelError, nearest
 from firstlight.models import FAMILIES, GPT2Config, ModelConfig
 from firstlight.models.rope import rope_frequencies
 
-#: Keys that GPT-2's config.json can have under a common name -> GPT-2's own name.
-_GPT2_ALIASES = {
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
+#: Keys of a GPT-2's config.json, under common names or its own.
 _GPT2_KEYS = {
-    *_GPT2_ALIASES.values(),
-    *(
-        "n_ctx",
-        "vocab_size",
-        "tie_word_embeddings",
-        "qkv_bias",
-        "activation_function",
-        "layer_norm_epsilon",
-    ),
-    *("embd_pdrop", "attn_pdrop", "resid_pdrop", "scale_attn_weights", "initializer_range"),
-    *("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "task_specific_params"),
+    *(*GPT2Config.hf_names, *GPT2Config.hf_names.values(), "n_ctx", "qkv_bias"),
+    *("activation_function", "reorder_and_upcast_attn", "task_specific_params"),
 }
 _LLAMA_KEYS = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
@@ -81,7 +65,7 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
         ModelError: a key is unknown.
     """
     is_gpt2 = model_type == "gpt2"
-    known = _OTHER_KEYS | (_GPT2_KEYS | set(_GPT2_ALIASES) if is_gpt2 else _LLAMA_KEYS)
+    known = _OTHER_KEYS | (_GPT2_KEYS if is_gpt2 else _LLAMA_KEYS)
     given = {}
     for name, value in config.items():
         # GPT-2's own config.json has a dozen settings of an old classification head.
@@ -91,7 +75,7 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
                 f"has no key '{name}'{nearest(name, known)}"
             )
         if value is not None:
-            given[_GPT2_ALIASES.get(name, name) if is_gpt2 else name] = value
+            given[GPT2Config.hf_names.get(name, name) if is_gpt2 else name] = value
     return given
 
 

@@ -110,9 +110,7 @@ def _shapes(text: TextFacts, fixed: Mapping[str, Any], size: str | None) -> list
     width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
     pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
     seq_len = fixed.get("data.seq_len")
-    return [
-        ModelSize(w, d, text.vocab_size, seq_len or _row(w, settings.SEQ_LENS)) for w, d in pairs
-    ]
+    return [ModelSize(w, d, text.vocab_size, seq_len or _usual_seq_len(w)) for w, d in pairs]
 
 
 def _best(
@@ -137,8 +135,8 @@ def _best(
     return best
 
 
-def _row(width: int, table: Sequence[tuple[int, int]]) -> int:
-    return next(value for most, value in table if width <= most)
+def _usual_seq_len(width: int) -> int:
+    return next(seq_len for most, seq_len in settings.SEQ_LENS if width <= most)
 
 
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9}
