@@ -6,19 +6,19 @@ note; without a default, the model is refused with the request to give the setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from firstlight.conversion.foreign_settings import Settings
 from firstlight.errors import ModelError, nearest
-from firstlight.models import FAMILIES, GPT2Config, ModelConfig
+from firstlight.models import GPT2Config
 from firstlight.models.rope import rope_frequencies
+from firstlight.weights.huggingface import config_from_hf
 
 #: Keys of a GPT-2's config.json, under common names or its own.
 _GPT2_KEYS = {
@@ -162,7 +162,7 @@ def gpt2_config(
         )
     config = _merged(path, assumed, given, found)
     _check_heads(path, config["n_head"], "n_head", sizes["C"])
-    checked = _checked(path, GPT2Config.from_hf, config)
+    checked = config_from_hf(config, f"{path}: config")
     del config["qkv_bias"]  # `to_hf` adds the key only if there are no biases
     return {**config, **checked.to_hf()}, notes
 
@@ -243,7 +243,7 @@ def llama_config(
         if found.get(key, value) != value:
             raise ModelError(f"{path}: its settings say {key} {found[key]!r}, its tensors {value}")
     config = _merged(path, assumed, given, {**found, **shown})
-    checked = _checked(path, FAMILIES[config["model_type"]].config.from_hf, config)
+    checked = config_from_hf(config, f"{path}: config")
     if settings.sines is not None and len(settings.sines) > 1:
         _check_rope(path, checked, settings.sines)
     notes = [note for key, note in settings.notes.items() if key not in given]
@@ -263,20 +263,6 @@ def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
             '(--config FILE.json), such as {"num_attention_heads": 32, "max_position_embeddings": '
             '8192, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}'
         )
-
-
-def _checked(
-    path: Path, from_hf: Callable[[dict[str, Any]], ModelConfig], config: dict[str, Any]
-) -> Any:
-    try:
-        return from_hf(config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{part}: " for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ModelError(f"{path}: config: {where}{message}") from error
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{path}: config: {error}") from error
 
 
 def _check_rope(path: Path, config: Any, sines: Tensor) -> None:

@@ -238,8 +238,6 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         location = "".join(f"{part}: " for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise ModelError(f"{where}: {location}{message}") from error
-    except ModelError as error:
-        raise ModelError(f"{where}: {error}") from error
     except (TypeError, ValueError) as error:
         raise ModelError(f"{where}: {error}") from error
 
