@@ -14,7 +14,8 @@ from firstlight.checkpoint.selection import read_model_folder, trained_on
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.examples import open_split
 from firstlight.data.remote import local_folder
-from firstlight.errors import CheckpointError, DataError, ModelError
+from firstlight.errors import CheckpointError, DataError
+from firstlight.generation.engine import tokenizer_of
 from firstlight.hardware.device import find_hardware
 from firstlight.weights.huggingface import LoadedModel, load_model
 
@@ -108,13 +109,12 @@ def options_of_training(
     if document_masking is None:
         document_masking = bool(training_data.get("document_masking"))
     require_same_tokenizer(loaded, dataset)
-    assert loaded.tokenizer is not None
     return {
         "seq_len": seq_len,
         "batch_size": 1,
         "device": next(loaded.model.parameters()).device,
         "document_masking": document_masking or dataset.has_examples,
-        "first_id": loaded.tokenizer.separator_id,
+        "first_id": tokenizer_of(loaded).separator_id,
     }
 
 
@@ -155,9 +155,7 @@ def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
         ModelError: the model has no tokenizer.
         DataError: the tokenizers differ, or ids go beyond the model's vocabulary.
     """
-    if loaded.tokenizer is None:
-        raise ModelError(f"{loaded.folder} has no tokenizer: add tokenizer.json to it")
-    if loaded.tokenizer.fingerprint != dataset.manifest["tokenizer_sha256"]:
+    if tokenizer_of(loaded).fingerprint != dataset.manifest["tokenizer_sha256"]:
         raise DataError(
             f"{dataset.folder} was prepared with another tokenizer than that of {loaded.folder}: "
             f"prepare it again with --tokenizer {loaded.folder}"

@@ -23,6 +23,7 @@ from firstlight.evaluation.inputs import (
 from firstlight.evaluation.scores import (
     RowLoss,
     mean_loss,
+    perplexity_of,
     row_losses,
     sampled_rows,
     standard_error,
@@ -204,8 +205,7 @@ def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
 
 def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, Any]:
     """Figures with their standard errors: the loss's error times the derivative."""
-    # exp(710) overflows: a diverged model has a large perplexity, not an exception.
-    perplexity = math.exp(min(loss, 700.0))
+    perplexity = perplexity_of(loss)
     return {
         "loss": loss,
         "perplexity": perplexity,

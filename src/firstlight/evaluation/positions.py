@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from firstlight.evaluation.inputs import (
     open_evaluated_split,
     options_of_training,
 )
-from firstlight.evaluation.scores import sampled_rows, token_losses
+from firstlight.evaluation.scores import perplexity_of, sampled_rows, token_losses
 from firstlight.models import Model
 from firstlight.models.ops import document_positions
 from firstlight.weights.huggingface import LoadedModel
@@ -138,7 +137,5 @@ def _stretches(sums: Tensor, counts: Tensor) -> list[PositionLoss]:
         tokens = int(counts[first:end].sum())
         if tokens:
             loss = float(sums[first:end].sum()) / tokens
-            # exp(710) overflows.
-            perplexity = math.exp(min(loss, 700.0))
-            found.append(PositionLoss(first, end - 1, tokens, loss, perplexity))
+            found.append(PositionLoss(first, end - 1, tokens, loss, perplexity_of(loss)))
     return found

@@ -26,6 +26,11 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 
 
+def perplexity_of(loss: float) -> float:
+    """exp(loss); of a diverged model's loss, whose perplexity would overflow, a large number."""
+    return math.exp(min(loss, 700.0))
+
+
 def row_losses(model: Model) -> LossFunction:
     """A loss function that gives the summed loss of each row, fp64 [B], instead of one sum.
 

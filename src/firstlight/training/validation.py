@@ -15,7 +15,7 @@ from firstlight.efficiency import autocast
 from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
-from firstlight.evaluation.scores import Task
+from firstlight.evaluation.scores import Task, perplexity_of
 from firstlight.evaluation.tasks import ready_tasks
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.config import SamplingConfig
@@ -216,7 +216,7 @@ def mixed_evaluation(
     bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
     return Evaluation(
         loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
+        perplexity=perplexity_of(loss),
         bits_per_byte=loss / bytes_a_bit,
         gzip_bits_per_byte=None,
         tokens=sum(one.tokens for one in found),
