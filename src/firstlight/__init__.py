@@ -4,7 +4,7 @@
 
     run = firstlight.train_texts("my_texts/", budget="30m")
 
-does all of this:
+does all steps from a folder of texts to a trained model. The single steps are:
 
     tokenizer = firstlight.train_tokenizer(texts, vocab_size=4096)
     firstlight.prepare(["corpus/"], tokenizer, "data/corpus")
@@ -12,7 +12,7 @@ does all of this:
     print(firstlight.evaluate("runs/recipe").bits_per_byte)
     print(firstlight.generate("runs/recipe", "Once upon a time").text)
 
-Names are imported when they are first used: `import firstlight` itself is instant.
+A name is imported when it is first used, so that `import firstlight` itself is fast.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: The public names, by the module that each is imported from when it is first used.
+#: Module -> the public names that are imported from it on first use.
 _PUBLIC = {
     "bench.tuning": ["TuneResult", "tune"],
     "conversion.convert": ["Conversion", "convert"],

@@ -1,4 +1,4 @@
-"""`python -m firstlight` is `firstlight`."""
+"""Makes `python -m firstlight` the same as the command `firstlight`."""
 
 import sys
 

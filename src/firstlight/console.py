@@ -1,8 +1,7 @@
-"""Progress, warnings and hints for people, on stderr; texts and figures made fit to read.
+"""Messages and progress bars on stderr, and the formatting and parsing of numbers and texts.
 
-A notebook shows stderr as errors, so there they are outputs of the cell.
-
-stdout belongs to results: generated text, a verb's tables, or the one JSON object of `--json`
+In a notebook, which shows stderr as errors, messages are outputs of the cell instead. stdout is
+reserved for results: generated text, tables of a command, or the JSON object of `--json`
 (`cli/output.py`).
 """
 
@@ -26,13 +25,13 @@ from firstlight.errors import ConfigError
 
 
 def console() -> Console:
-    """A console on stderr as it is now (tests and notebooks replace it)."""
+    """A console on the current `sys.stderr`, which tests and notebooks may replace."""
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display`, in the kernel of a notebook; None elsewhere."""
-    # A notebook has imported it.
+    """IPython's `display` function in the kernel of a notebook; None elsewhere."""
+    # In a notebook, IPython has been imported already.
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     if getattr(shell, "kernel", None) is None:
@@ -42,9 +41,9 @@ def notebook_display() -> Callable[..., Any] | None:
 
 
 def say(message: str) -> None:
-    """Print one line for people. `message` is plain text: nothing in it is markup.
+    """Print a message to the user on stderr, as plain text without markup.
 
-    The work goes on if the reader is gone (a closed pipe or terminal).
+    If stderr can't be written (a closed pipe or terminal), the program continues silently.
     """
     if (display := notebook_display()) is not None:
         display({"text/plain": message}, raw=True)
@@ -64,9 +63,9 @@ def silence() -> None:
 
 
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
-    """A progress bar on stderr: description, bar, per cent, `columns`, time left.
+    """A progress bar on stderr: description, bar, per cent, `columns`, remaining time.
 
-    It is shown on terminals only; in logs, the caller's messages take its place.
+    It is shown on terminals only; for logs the caller prints messages.
     """
     target = console()
     return Progress(
@@ -81,16 +80,17 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     )
 
 
-#: Characters without a look of their own that spell words and pictures in many scripts.
+#: Zero-width non-joiner and joiner: invisible, but needed for words and emoji in many scripts.
 _JOINERS = "\u200c\u200d"
-#: Categories of characters that act on the text around them, or that no file may hold.
+#: Unicode categories of control and format characters, surrogates, and line and paragraph
+#: separators.
 _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: object) -> str:
-    """A text from a run that is safe on a page: control characters, marks that turn the direction
-    of writing and halves of characters become their number, such as '⟨U+202E⟩' for U+202E. Line
-    ends become "\\n"; tabs stay."""
+    """A text that is safe to show on a page: control characters, marks that change the direction of
+    writing, and surrogates are replaced by their code point, such as '⟨U+202E⟩'. "\\r\\n" becomes
+    "\\n"; tabs stay."""
     lines = str(text).replace("\r\n", "\n")
     if lines.isprintable():
         return lines
@@ -106,7 +106,7 @@ def _is_harmless(character: str) -> bool:
 
 
 def plain(value: object) -> str:
-    """A value of a recipe in one line, as YAML writes it."""
+    """A value of a recipe on one line, in the syntax of YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -117,7 +117,8 @@ def plain(value: object) -> str:
 
 
 def loss_text(loss: float, decimals: int = 4) -> str:
-    """A loss for people, with `decimals` decimals, except for the loss of a diverged run."""
+    """A loss as a text with `decimals` decimals; 4 significant digits from 10,000 on, for the loss
+    of a diverged run."""
     return f"{loss:.{decimals}f}" if abs(loss) < 10_000 else f"{loss:.4g}"
 
 
@@ -142,7 +143,8 @@ def human_bytes(count: float) -> str:
 
 
 def compact(value: float) -> str:
-    """1500 -> '1.5k', 0.00025 -> '0.00025', 1e-7 -> '1e-07'; 12 digits of what is written."""
+    """A short text for a number, with up to 10 significant digits: 1500 -> '1.5k', 0.00025 ->
+    '0.00025', 1e-7 -> '1e-07'."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-4:
         return f"{value:.4g}"
@@ -153,7 +155,7 @@ def compact(value: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """A figure for people, of four digits: 1234567 -> '1.235M', 4494.2 -> '4,494', 3.14159 ->
+    """A number rounded to four digits: 1234567 -> '1.235M', 4494.2 -> '4,494', 3.14159 ->
     '3.142'."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-4:
@@ -169,7 +171,7 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def parse_time(text: str) -> float:
-    """ "24h", "90min", "3d" -> seconds.
+    """The seconds of a time such as "24h", "90min" or "3d".
 
     Raises:
         ConfigError: `text` is no time.
@@ -179,7 +181,7 @@ def parse_time(text: str) -> float:
 
 
 def parse_count(text: str) -> float:
-    """ "10B", "300M", "2e9" -> a number.
+    """The value of a number such as "10B", "300M" or "2e9".
 
     Raises:
         ConfigError: `text` is no number.

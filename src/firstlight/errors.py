@@ -1,18 +1,18 @@
-"""Every error that firstlight raises for a person to read.
+"""The errors that firstlight raises for its users.
 
 Each message says what is wrong, where, and what to do about it. The command line
-prints it as one line and exits with `exit_code`; nothing half-written is left behind.
+prints it as one line and exits with `exit_code`.
 
-    FirstlightError            anything below; a ValueError
+    FirstlightError            base class of the others; a ValueError
     ├── InputError             a path or an input text that is missing or unreadable
     ├── ConfigError            an invalid recipe, option or combination
     ├── TokenizerError         tokenizer files that are damaged or don't fit
     ├── DataError              token shards that are damaged, empty or don't fit the model
     ├── ModelError             a model folder whose weights or config.json can't be used
     ├── CheckpointError        a run folder or checkpoint that can't be resumed from
-    ├── HubError               the Hugging Face hub: an upload that it refuses or that breaks off
-    ├── StorageError           the disk: full, read-only, not permitted
-    ├── TrainingError          a run that can't go on (for instance: a loss that is not a number)
+    ├── HubError               an upload that the Hugging Face hub refuses, or that fails
+    ├── StorageError           a file system error when writing: disk full, read-only, no permission
+    ├── TrainingError          a run that can't continue, for instance because its loss is NaN
     └── MissingDependencyError an optional package that is not installed
 """
 
@@ -25,17 +25,19 @@ from collections.abc import Iterable
 
 #: Exit code of `firstlight train` for a run that diverged; 75 asks to run the command again.
 DIVERGED_EXIT_CODE = 76
-#: Remedy that the messages about a diverged run name.
+#: Advice in the messages about a diverged run.
 DIVERGED_REMEDY = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
-#: Longer messages are cut: a name in a damaged file can be of any length.
+#: Largest number of characters of a message; longer ones are shortened, because a name in a damaged
+#: file can have any length.
 _MAX_CHARS = 2000
 
 
 class FirstlightError(ValueError):
-    """Base class of all errors that are meant for people.
+    """Base class of all errors that are meant for users.
 
-    The message becomes one line of characters that a terminal shows and does not obey.
+    The message is converted to one line of printable characters, so that it can't contain control
+    sequences of a terminal.
     """
 
     exit_code = 1
@@ -45,7 +47,7 @@ class FirstlightError(ValueError):
 
 
 class InputError(FirstlightError):
-    """A path that does not exist, can't be read, or holds nothing usable."""
+    """A path that does not exist, can't be read, or has no usable content."""
 
 
 class ConfigError(FirstlightError):
@@ -71,15 +73,15 @@ class CheckpointError(FirstlightError):
 
 
 class HubError(FirstlightError):
-    """An upload that the Hugging Face hub refused, or that broke off."""
+    """An upload that the Hugging Face hub refused, or that failed."""
 
 
 class StorageError(FirstlightError):
-    """A write that the operating system refused."""
+    """A file system error when writing."""
 
 
 class TrainingError(FirstlightError):
-    """A run that can't go on; the last good checkpoint is untouched."""
+    """A run that can't continue; its last good checkpoint is untouched."""
 
 
 class MissingDependencyError(FirstlightError):
@@ -92,7 +94,8 @@ class MissingDependencyError(FirstlightError):
         self._asked = (package, extra, purpose)
 
     def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
-        # Unpickling it from another process calls the constructor again.
+        # Without this, unpickling it in another process would call the constructor with the
+        # message as its only argument, and fail.
         return type(self), self._asked
 
 
@@ -108,18 +111,16 @@ def _shown(text: str) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""`."""
     names = list(known)
-    # "every" is meant as "every_steps", though "keep_every" has fewer other letters.
+    # "every" should suggest "every_steps", although "keep_every" is closer by edit distance.
     begun = [name for name in names if name.startswith(f"{word}_")]
     match = difflib.get_close_matches(word, begun or names, n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
 def describe_os_error(error: OSError) -> str:
-    """One line for a person: the operation that the system refused, its path, what to do.
-
-    Full disks have a message of their own, since they interrupt long jobs most often.
-    """
-    # A person knows the final name of a temporary file or folder (files/atomic.py).
+    """One line for the user: what failed, the path, and for frequent errors (a full disk, no
+    permission) what to do."""
+    # Name the final file instead of the temporary one (files/atomic.py), which users don't know.
     name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(error.filename or ""))
     where = f" at {name}" if name else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

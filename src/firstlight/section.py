@@ -1,4 +1,4 @@
-"""The base of every section of a recipe and of every model configuration."""
+"""The base class of all sections of a recipe and of all model configurations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen keys; an unknown key, a wrong type and a number that is not finite are errors.
+    """A pydantic model with frozen keys. Unknown keys, wrong types and numbers that are not finite
+    are errors.
 
     The text below a key is its documentation: `model_fields[key].description`, which
-    `firstlight train --help-all` prints.
+    `firstlight train --help-all` and the reference pages show.
     """
 
     model_config = ConfigDict(

@@ -1,4 +1,4 @@
-"""Recipes: everything that decides a run, in one YAML file of strict sections."""
+"""Recipes: all settings of a run, in one YAML file of sections that are checked strictly."""
 
 from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.data.loader import NO_MASKING, DataConfig, MixedCorpus

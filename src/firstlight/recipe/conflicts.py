@@ -1,6 +1,5 @@
-"""Combinations of methods that can't work, or not on this hardware, refused before a run.
-
-Each message names the nearest combination that works.
+"""Refuses combinations of methods that can't work at all or not on the given hardware, before a run
+starts. Each message names the nearest combination that works.
 """
 
 from __future__ import annotations
@@ -32,13 +31,14 @@ def require_combination(
     Args:
         recipe: recipe of the run.
         hardware: hardware of the run.
-        engine: engine that several processes share the model by: "none", "ddp", "fsdp" or
-            "deepspeed".
+        engine: name of the engine between processes that compute different sequences: "none",
+            "ddp", "fsdp" or "deepspeed".
         tensor_parallel: number of processes that compute each layer together.
-        pipeline: number of stages, each a process with some of the layers.
+        pipeline: number of pipeline stages, each a process with some of the layers.
 
     Raises:
-        ConfigError: all conflicts, each with the nearest combination that works.
+        ConfigError: there are conflicts; the message has all of them, each with the nearest
+            combination that works.
     """
     spec = ENGINES[engine]
     problems = [
@@ -62,8 +62,8 @@ def require_combination(
 
 
 def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
-    """A sentence for each method of the recipe that changes nothing with its other methods, or on
-    this hardware."""
+    """Warnings: a sentence for each setting of the recipe that has no effect with the recipe's
+    other settings or on this hardware."""
     yield from _ineffective_of_optimizer(recipe)
     config, device = recipe.efficiency, hardware.device.type
     if device == "cuda":
@@ -84,7 +84,7 @@ def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
     if recipe.lora is None:
         roles.clear()
     elif recipe.lora.dora:
-        # Its magnitudes are vectors.
+        # DoRA's magnitudes are vectors that are trained.
         del roles["vector"]
     for key, field in type(config).model_fields.items():
         if getattr(config, key) == field.default:
@@ -135,7 +135,7 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
-    if engine is Engine:  # of one process
+    if engine is Engine:  # the engine of one process
         return
     if engine.shards_state and recipe.model.family.has_buffers:
         yield (
@@ -183,7 +183,8 @@ def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[st
 def _conflicts_of_pairs(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """Conflicts of preference pairs, whose loss is over whole answers."""
+    """Conflicts of training on preference pairs, whose loss is a function of whole answers'
+    log-probabilities."""
     if recipe.preference is None:
         return
     for key, parts in (("tensor_parallel", tensor_parallel), ("pipeline", pipeline)):
@@ -268,7 +269,12 @@ def _conflicts_of_sharded(
 
 
 def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
-    """Conflicts of tensor parallelism or of a pipeline (`key`)."""
+    """Conflicts of tensor parallelism or of a pipeline.
+
+    Args:
+        recipe: recipe of the run.
+        key: "distributed.tensor_parallel" or "distributed.pipeline", for the messages.
+    """
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield f"efficiency.precision {config.precision} is not for {key}: use bf16"
@@ -381,5 +387,6 @@ def _missing_units(recipe: ResolvedRecipe, name: str, capability: tuple[int, int
 
 
 def _window(model: ModelConfig) -> float:
+    """The shortest sliding window of the model's layers, in tokens; infinity if none has one."""
     windows = (model.attention_spec(layer).window for layer in range(model.num_hidden_layers))
     return min((window for window in windows if window is not None), default=float("inf"))

@@ -1,4 +1,4 @@
-"""A recipe together with the DeepSpeed file that it names."""
+"""Combines a recipe with the DeepSpeed configuration file that it names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from firstlight.recipe.schema import Recipe
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
-    """The recipe with the settings of its `distributed.deepspeed_config` that it leaves open.
+    """The recipe, with values from the file `distributed.deepspeed_config` for the keys that the
+    recipe leaves open.
 
-    A second call changes nothing: a resumed run has the same recipe.
+    Calling it again with its result changes nothing, so that a resumed run gets the same recipe.
 
     Args:
-        recipe: recipe as it was written.
-        processes: the number of processes that share a step.
+        recipe: the recipe as the user wrote it.
+        processes: number of processes that share each optimizer step.
 
     Raises:
-        ConfigError: the file can't be followed, or contradicts the recipe (each key named).
+        ConfigError: the file can't be read or has unsupported keys, or it contradicts the recipe;
+            the message names each key.
     """
     config = recipe.distributed
     if config.deepspeed_config is None:
@@ -58,12 +60,17 @@ def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
 
 
 def _is_open(recipe: Recipe, section: str, key: str) -> bool:
+    """True if the user has not set the key, or has set it to null or "auto"."""
     config = getattr(recipe, section)
     return key not in config.model_fields_set or getattr(config, key) in (None, "auto")
 
 
 def _with(recipe: Recipe, values: dict[str, dict[str, Any]], path: Path) -> Recipe:
-    """The recipe with some keys of some sections set, as far as they are valid."""
+    """The recipe with new values for some keys (section -> key -> value), validated.
+
+    Raises:
+        ConfigError: a value is invalid; the message names the file `path` and the key.
+    """
     sections = {}
     for section, changes in values.items():
         before = getattr(recipe, section)
@@ -82,7 +89,11 @@ def _with(recipe: Recipe, values: dict[str, dict[str, Any]], path: Path) -> Reci
 
 
 def _with_whole_batch(recipe: Recipe, found: DeepSpeedFile, processes: int, path: Path) -> Recipe:
-    """The recipe with a step of as many rows as the file's `train_batch_size`."""
+    """The recipe with a global batch of the file's `train_batch_size` sequences.
+
+    Raises:
+        ConfigError: `train_batch_size` contradicts the recipe's other keys of the batch.
+    """
     rows, batch, seq_len = found.train_batch_size, recipe.batch, recipe.data.seq_len
     if rows is None:
         return recipe

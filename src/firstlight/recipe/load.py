@@ -1,7 +1,7 @@
-"""Reading recipes: YAML files, `--section.key value`, and the messages for mistakes.
+"""Reads recipes from YAML files and options `--section.key value`, and reports mistakes in them.
 
-Precedence: defaults < file < `--section.key value`. Every mistake is reported at once, with
-the nearest real name; the resolved recipe is saved with the run and in each checkpoint.
+Precedence: defaults < file < `--section.key value`. All mistakes are reported at once, each with
+the nearest existing name.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def override_pairs(
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> list[tuple[str, str]]:
-    """(`section.key`, value as YAML text) pairs of values by `section.key`.
+    """Overrides in the form of command line options: pairs (`section.key`, value as YAML text).
+
+    Args:
+        overrides: values of any type, by `section.key` or as pairs.
 
     Raises:
-        ConfigError: a value is of a type that no recipe has, such as an array.
+        ConfigError: a value has a type that a recipe can't hold, such as an array.
     """
     found = []
     for name, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
@@ -55,12 +58,12 @@ def load_recipe(
 
     Args:
         path: path of the YAML file.
-        overrides: values by `section.key`, or (`section.key`, value) pairs, that are set after
-            reading. A string is read as YAML: "3e-4" is a number.
+        overrides: values by `section.key`, or pairs (`section.key`, value), that replace those of
+            the file. A string is parsed as YAML: "3e-4" is a number.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or keys or values are wrong: all of
-            them in one message.
+        ConfigError: the file is missing or not YAML, or keys or values are invalid; one message
+            has all mistakes.
     """
     path = Path(path)
     if not path.exists():
@@ -82,7 +85,7 @@ def load_recipe(
     return recipe
 
 
-#: Greatest number of mistakes in one message.
+#: Largest number of mistakes in one message.
 _MAX_PROBLEMS = 20
 
 
@@ -96,10 +99,10 @@ def parse_recipe(
     Args:
         values: sections, keys and values.
         where: name of the recipe, for messages.
-        overrides: (`section.key`, value as YAML text) pairs.
+        overrides: pairs (`section.key`, value as YAML text); see `override_pairs`.
 
     Raises:
-        ConfigError: keys or values are wrong: all of them in one message.
+        ConfigError: keys or values are invalid; one message has all mistakes.
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
@@ -110,10 +113,10 @@ def parse_recipe(
 
 
 def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> ResolvedRecipe:
-    """Validate nested values as a recipe in which nothing is open.
+    """Validate nested values as a resolved recipe, in which no key is open.
 
     Raises:
-        ConfigError: see `parse_recipe`; or a key is undecided.
+        ConfigError: see `parse_recipe`; or a key is open ("auto" or null).
     """
     return _parsed(ResolvedRecipe, values, where)
 
@@ -121,7 +124,7 @@ def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> R
 def _parsed(kind: type[AnyRecipe], values: Mapping[str, Any], where: str) -> AnyRecipe:
     model = values.get("model")
     if isinstance(model, Mapping):
-        # A resolved recipe of --init-from may leave the family out; "llama" is the default one.
+        # Recipes may leave the model family out.
         values = {**values, "model": {"model_type": DEFAULT_FAMILY, **model}}
     try:
         return kind.model_validate(values)
@@ -156,7 +159,8 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
 
 
 def _takes_text(name: str) -> bool:
-    """True if a key holds a string, so that `--data.dir 2024` is a folder and not a number."""
+    """True if the key's type is a string, so that `--data.dir 2024` is a folder's name and not a
+    number."""
     section: type[BaseModel] = Recipe
     *sections, key = name.split(".")
     for part in sections:
@@ -173,7 +177,7 @@ def _takes_text(name: str) -> bool:
 
 
 def _section_types(annotation: Any) -> list[type[BaseModel]]:
-    """The config classes that a field may hold."""
+    """The config classes in a field's type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if typing.get_origin(annotation) in (Union, types.UnionType, Annotated, list):
@@ -182,25 +186,26 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
 
 
 def key_of_other_name(name: str) -> str | None:
-    """The `section.key` of another program's name of it, or of a key without its section."""
+    """The `section.key` for a key without its section, or for the name that another program has for
+    this key; None if there is none."""
     key = _OTHER_NAMES.get(name, name)
     return next((full for full in known_keys() if key in (full, full.split(".")[1])), None)
 
 
 def known_keys() -> list[str]:
-    """Every `section.key` there is."""
+    """All keys of a recipe as `section.key`, sorted."""
     return sorted({f"{section}.{key}" for section, _, key in recipe_fields()})
 
 
 def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
-    """(section, its class, key) of everything a recipe can hold, in order."""
+    """Section, class of the section, and key, for each key of a recipe in the schema's order."""
     for section, field in Recipe.model_fields.items():
         for kind in _section_types(field.annotation):
             for key in kind.model_fields:
                 yield section, kind, key
 
 
-#: Names of our keys in other programs; with the section where several have the key.
+#: Other programs' names -> key of a recipe; `section.key` if several sections have such a key.
 _OTHER_NAMES = {
     "dpo_beta": "beta",
     "pref_beta": "beta",
@@ -245,7 +250,7 @@ _OTHER_NAMES = {
 
 
 def _describe(entry: Any) -> str:
-    """One validation error for a person."""
+    """The message for one of pydantic's validation errors."""
     location, owners = _locate([str(part) for part in entry["loc"]])
     name = ".".join(location)
     kind = entry["type"]
@@ -275,7 +280,8 @@ def _describe(entry: Any) -> str:
 
 
 def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """A key's location without the union tags that pydantic puts in, and the section's classes."""
+    """A key's location without the tags that pydantic inserts for unions, and the classes of the
+    section that has the key."""
     names: list[str] = []
     owners: list[type[BaseModel]] = [Recipe]
     for position, part in enumerate(location):
@@ -291,7 +297,7 @@ def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
 
 
 def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
-    """The values that mark this class in a union: ("llama",) for LlamaConfig."""
+    """The discriminator values of this class in a union: ("llama",) for LlamaConfig."""
     for field in section.model_fields.values():
         if typing.get_origin(field.annotation) is typing.Literal:
             return typing.get_args(field.annotation)
@@ -299,7 +305,8 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
-    """A hint for an unknown key: the nearest key of its section, or the same name in another."""
+    """A hint for an unknown key: the nearest key of its section, or the same key in another
+    section."""
     other = _OTHER_NAMES.get(key, key)
     if (own := other.rpartition(".")[2]) in known:
         return f" (did you mean '{own}'?)"
@@ -310,12 +317,13 @@ def _suggest(key: str, known: Sequence[str]) -> str:
     return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else f" (known: {', '.join(known)})"
 
 
-#: Limits that no recipe reaches: bytes, values (those of an anchor count at each use), levels.
+#: Limits far above any real recipe: file size in bytes, values (anchors expanded), and levels.
 MAX_RECIPE_BYTES, _MAX_VALUES, _MAX_DEPTH = 32_768, 100_000, 50
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which also reads 3e-4 as a number and refuses a key given twice."""
+    """PyYAML's safe loader, which in addition reads 3e-4 as a number, refuses duplicate keys, and
+    limits levels and keys."""
 
     _depth = 0
 
@@ -328,7 +336,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # Each mapping may take the keys of two others over, and so on.
+        # `<<` merges may multiply: each mapping can merge two others, which merge two others.
         super().flatten_mapping(node)
         if len(node.value) > _MAX_VALUES:
             raise yaml.MarkedYAMLError(problem="too many keys", problem_mark=node.start_mark)
@@ -336,7 +344,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
-            # `<<: *anchor` takes another mapping's keys over, and may stand beside any of them.
+            # `<<: *anchor` merges another mapping, and may occur several times.
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             name = self.construct_object(key, deep=True)
@@ -350,7 +358,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _require_small(values: object) -> None:
-    """Refuse YAML whose anchors multiply to a huge content, or contain themselves.
+    """Refuse YAML whose anchors expand to a huge number of values, or contain themselves.
 
     Raises:
         ValueError: there are too many values, or one is a number of more than 64 bits.
@@ -380,13 +388,13 @@ def parse_yaml(content: bytes | str) -> Any:
     """The values of a YAML text.
 
     Raises:
-        ValueError: the text is not YAML, or larger than any recipe; in one line.
+        ValueError: the text is not YAML or has too many values; the message is one line.
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
         values = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
         _require_small(values)
-    # ValueError: bytes that are not UTF-8, a date such as 2001-99-99.
+    # ValueError comes from bytes that are not UTF-8, and from invalid dates such as 2001-99-99.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     return values

@@ -1,6 +1,9 @@
-"""The keys that a recipe leaves open: `with_deepspeed_file` takes them from the DeepSpeed file that
-it names, `for_new_model` has the optimizer, schedule and initial weights of a new model whose
-recipe names none, and `resolve` decides the others, for train, plan and bench alike."""
+"""Resolves the keys that a recipe leaves open, in the same way for train, plan and bench.
+
+The steps are `with_deepspeed_file` (recipe/deepspeed.py), which takes values from a DeepSpeed file;
+`for_new_model`, which sets optimizer, schedule and initial weights of a new model whose recipe
+names none of them; and `resolve`, which decides the remaining open keys.
+"""
 
 from __future__ import annotations
 
@@ -31,41 +34,42 @@ from firstlight.optim.schedule import ScheduleConfig
 from firstlight.parallel.selection import named_engine
 from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
 
-#: Seconds of a run at the machine's peak rate from which on compiling pays: the real run takes
-#: some times as long, and compiling up to a minute.
+#: torch.compile pays if the run's matrix products would take at least this number of seconds at the
+#: device's peak rate: the real run takes several times as long, and compiling up to a minute.
 _WORTH_COMPILING_SECONDS = 240.0
 
-#: Usual share of the peak rate that training reaches.
+#: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
 USUAL_MFU = 0.4
 
-#: Tokens of a forward pass from which on a CPU multiplies at its full rate.
+#: Tokens of a forward pass from which a CPU computes matrix products at its full rate.
 _BUSY_TOKENS = 1024
 
-#: Size of the vocabulary from which on chunks of the loss save much memory.
+#: Vocabulary size from which computing the loss in chunks saves much memory.
 _LARGE_VOCABULARY = 16384
 
 
-#: Keys of the schedule that say how long a run is, and not how its rate rises and falls.
+#: Keys of the `schedule` section that set the length of a run, not the course of the learning rate.
 _LENGTHS = frozenset(("max_steps", "epochs", "max_minutes"))
 
-#: The precisions that "auto" can stand for.
+#: The precisions to which "auto" can be resolved.
 AutoPrecision = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Machine, data and history that a recipe is resolved with.
+    """Facts about machine, data and earlier run with which a recipe is resolved.
 
     Attributes:
         device: type of the device: "cpu", "cuda" or "mps".
-        precision: precision that "auto" stands for.
-        compiles: True if the device has its compiler for torch.compile.
-        flops: peak rate of matrix products in a dtype, FLOP/s; None where it is unknown.
+        precision: the precision to which "auto" is resolved.
+        compiles: True if the compiler that torch.compile needs for the device is installed.
+        flops: function from a dtype to the peak rate of matrix products in FLOP/s; None if unknown.
         processes: number of processes that share each optimizer step.
-        epoch_tokens: tokens of the training split; None if the data are not on this machine.
-        earlier: resolved recipe of the run that is resumed, {} for a new run.
-        largest_micro_batch: finds the largest micro-batch that fits, by trying; None takes the
-            default size.
+        epoch_tokens: number of tokens of the training split; None if the data is not on this
+            machine.
+        earlier: resolved recipe of the run that is resumed; {} for a new run.
+        largest_micro_batch: function that finds the largest micro-batch size that fits in memory,
+            by trial; None takes the default size.
     """
 
     device: str
@@ -79,11 +83,11 @@ class Facts:
 
 
 def facts_here(hardware: Hardware, **more: Any) -> Facts:
-    """Facts of a device of this machine.
+    """`Facts` for a device of this machine.
 
     Args:
         hardware: device to run on.
-        more: further attributes of `Facts`.
+        more: values of further attributes of `Facts`.
     """
     dtype = resolve_precision(EfficiencyConfig(), hardware)
     narrow: AutoPrecision = "fp16" if has_only_fp16_units(hardware) else "fp32"
@@ -99,16 +103,18 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
 def for_new_model(
     recipe: Recipe, earlier: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None
 ) -> Recipe:
-    """The recipe of a new model with optimizer, schedule and initial weights, if it names none.
+    """The recipe with the settings `NEW_MODEL` for optimizer, schedule and initial weights, if it
+    names none of these.
 
-    The settings go together: a recipe that names an optimizer, a rate, the shape of the schedule or
-    initial weights trains with its own and with the defaults of the keys that it leaves out.
+    These settings were measured together. So a recipe that sets any key of the optimizer, of the
+    schedule's shape or of the initial weights gets none of them, but the defaults of the keys that
+    it leaves out.
 
     Args:
         recipe: recipe of a model that starts from new weights.
         earlier: resolved recipe of the run that is resumed, whose settings are kept; {} for a new
             run.
-        tell: called with the message that a recipe takes these settings.
+        tell: function that is called with a message if a new run gets these settings.
     """
     if not _names_no_settings(recipe):
         return recipe
@@ -129,15 +135,16 @@ def for_new_model(
 
 
 def _names_no_settings(recipe: Recipe) -> bool:
-    """True if a recipe has the layout that `NEW_MODEL` was measured with, names no setting of
-    optimizer, schedule's shape or initial weights, and can train with those of `NEW_MODEL`."""
+    """True if the model has the layout with which `NEW_MODEL` was measured, the recipe sets no key
+    of the optimizer, the schedule's shape or the initial weights, and its engine supports the
+    optimizer of `NEW_MODEL`."""
     model, parts = recipe.model, recipe.distributed
     return (
         model is not None
         and all(getattr(model, key) == value for key, value in MODEL.items())
         and recipe.lora is None
         and recipe.preference is None
-        # These have no Muon.
+        # DeepSpeed and offloading do not support Muon.
         and not named_engine(parts).updates_itself
         and parts.deepspeed_config is None
         and parts.offload == "none"
@@ -150,18 +157,18 @@ def _names_no_settings(recipe: Recipe) -> bool:
 def resolve(
     recipe: Recipe, facts: Facts, tell: Callable[[str], None] = lambda _: None
 ) -> ResolvedRecipe:
-    """The recipe with every open key decided.
+    """The recipe with every open key resolved.
 
-    A choice that follows from a measurement could differ on another day, and a resumed run must
-    compute as before: `facts.earlier` overrules.
+    A resumed run must compute as before, but a choice that depends on machine or measurement could
+    differ: so choices of the resumed run (`facts.earlier`) have precedence.
 
     Args:
         recipe: recipe with its model, whose vocabulary size is known.
         facts: see `Facts`.
-        tell: called with each choice that is worth a message.
+        tell: function that is called with a message about each important choice.
 
     Raises:
-        ConfigError: a row is longer than the model's context, or no micro-batch size fits.
+        ConfigError: `data.seq_len` is longer than the model's context, or no micro-batch size fits.
     """
     assert recipe.model is not None
     seq_len = sequence_length(recipe, recipe.model)
@@ -181,7 +188,7 @@ def resolve(
     rows = recipe.batch.micro_batch_size
     if rows in (None, "auto"):
         rows = facts.earlier.get("batch", {}).get("micro_batch_size")
-    # One row takes the place of a size that is not decided yet.
+    # 1 is a placeholder for a size that is found below.
     values["batch"] = {**dict(recipe.batch), "micro_batch_size": rows or 1}
     resolved = ResolvedRecipe.model_validate(values)
     if rows is not None:
@@ -194,10 +201,10 @@ def resolve(
 
 
 def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
-    """Tokens of a training row.
+    """Tokens of a training sequence: `data.seq_len`, or if that is null the model's context.
 
     Raises:
-        ConfigError: the recipe's row is longer than the model's context.
+        ConfigError: `data.seq_len` is longer than the model's context.
     """
     limit = model.max_position_embeddings
     seq_len = recipe.data.seq_len or limit
@@ -212,7 +219,7 @@ def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
 def attention_backend(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts, precision: str
 ) -> str:
-    """Attention backend that a recipe takes in a precision if it leaves the choice open."""
+    """The attention backend to which "auto" is resolved for a recipe in a precision."""
     return resolve_attention(
         EfficiencyConfig(),
         facts.device,
@@ -230,7 +237,7 @@ def _resolve_efficiency(
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
-        # An update in the backward pass can't wait until it is known whether fp16 overflowed.
+        # An update in the backward pass comes before it is known whether fp16 gradients overflowed.
         overflows = facts.precision == "fp16" and config.optimizer_in_backward
         own = "fp32" if overflows else facts.precision
         chosen["precision"] = earlier.get("precision", own)
@@ -241,7 +248,7 @@ def _resolve_efficiency(
             pays = (
                 _ideal_seconds(recipe, model, seq_len, precision, facts) >= _WORTH_COMPILING_SECONDS
             )
-        # `conflicts.py` refuses the others.
+        # `conflicts.py` refuses compiling with other engines and with parts of layers.
         able = _is_whole(recipe) and not named_engine(recipe.distributed).updates_itself
         pays = pays is True and able and facts.compiles
         chosen["compile"] = _says_how_to_compile(config) or pays
@@ -251,7 +258,8 @@ def _resolve_efficiency(
     config = config.model_copy(update=chosen)
     if config.attention != "auto":
         return config
-    # The backend of another precision or device may be wrong here, or not exist.
+    # The earlier run's backend is kept only for the same precision and compiling, and if this
+    # device has it.
     same = all(earlier.get(key) == getattr(config, key) for key in ("precision", "compile"))
     kept = earlier.get("attention") if same else None
     if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else GPU_BACKENDS):
@@ -263,13 +271,13 @@ def _resolve_efficiency(
 def _resolve_optimizer(
     config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
 ) -> OptimizerConfig:
-    """The optimizer with the library of its 8 bits and the form of Adafactor decided."""
+    """The `optimizer` section with 8-bit library and variant of Adafactor resolved."""
     chosen: dict[str, Any] = {}
     if config.name == "adamw8bit" and config.eight_bit_library == "auto":
         library = earlier.get("eight_bit_library", "auto")
         chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library
     if config.name == "adafactor" and config.adafactor_variant == "auto":
-        # Before there was this key, all runs had torch's.
+        # Recipes of older versions lack this key: all their runs used torch's Adafactor.
         variant = earlier.get("adafactor_variant", "torch") if earlier else "paper"
         chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
         if chosen["adafactor_variant"] == "torch":
@@ -282,12 +290,13 @@ def _resolve_optimizer(
 
 
 def _is_whole(recipe: Recipe) -> bool:
-    """True if each process has all layers, and each of them whole."""
+    """True without tensor and pipeline parallelism, so that each process computes all layers
+    whole."""
     return recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
 
 
 def _says_how_to_compile(config: EfficiencyConfig) -> bool:
-    """True if keys are set that have no effect without compiling."""
+    """True if keys are set that need torch.compile."""
     return (
         config.compile_regional
         or config.compile_mode != "default"
@@ -296,8 +305,11 @@ def _says_how_to_compile(config: EfficiencyConfig) -> bool:
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
-    """Resolved `loss_chunk_tokens`: chunks in fp32 on a CPU, where they cost no time and all logits
-    take much memory; none where torch.compile fuses bf16's head and loss, which is faster."""
+    """The value of `efficiency.loss_chunk_tokens` if it is null: 512, or 0 for no chunks.
+
+    In fp32 on a CPU, chunks cost no time and save the memory of all logits. In bf16, torch.compile
+    fuses head and loss, which is faster than chunks.
+    """
     worth_it = (
         device == "cpu"
         and dtype_of(precision) == torch.float32
@@ -324,8 +336,9 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
 
 
 def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
-    """The largest micro-batch size up to a limit that divides the step evenly. On a CPU the limit
-    just keeps it busy, because more rows are not faster and store more activations."""
+    """The default micro-batch size: the largest one up to a limit that divides the global batch
+    evenly. The limit is 8 sequences, on a CPU also about 1,024 tokens: these keep it busy, and more
+    sequences would not be faster, but take more memory for activations."""
     batch, accumulation = recipe.batch, recipe.batch.gradient_accumulation_steps
     if batch.global_batch_tokens is None:
         return DEFAULT_ROWS
@@ -333,7 +346,7 @@ def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
     if accumulation is not None and tokens >= accumulation * seq_len:
         return tokens // (accumulation * seq_len)
     if batch.ramp_start_tokens is not None:
-        # The smallest step has to come out even.
+        # The ramp's first step is the smallest, so the size has to divide that one.
         tokens = batch.ramp_start_tokens // facts.processes
     if tokens % seq_len:
         return DEFAULT_ROWS
@@ -346,7 +359,8 @@ def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
 def _ideal_seconds(
     recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, facts: Facts
 ) -> float:
-    """Seconds of the run's matrix products at the peak rate; infinite where that is unknown."""
+    """Seconds that the run's matrix products take at the device's peak rate; infinity if the peak
+    rate or the length of the run is unknown."""
     flops = facts.flops(dtype_of(precision))
     batch, steps, minutes = recipe.batch, recipe.schedule.max_steps, recipe.schedule.max_minutes
     if steps is not None:

@@ -1,6 +1,7 @@
-"""The keys of a recipe: everything that decides a run, in strict sections.
+"""The schema of a recipe: all settings of a run, in sections that are checked strictly.
 
-A section that configures one part of firstlight is in that part's module; the others are here.
+A section that configures one part of firstlight is defined in that part's module; the other
+sections are here.
 """
 
 from __future__ import annotations
@@ -27,30 +28,32 @@ class RunConfig(Section):
     """The `run` section."""
 
     dir: str | None = Field(None, min_length=1)
-    """the run folder: metrics, report, checkpoints. null is runs/<the recipe's name>."""
+    """the run folder, for metrics, report and checkpoints. null is runs/NAME, with the name of the
+    recipe's file."""
     seed: int = Field(1337, ge=0, lt=2**63)
-    """seed of the initial weights, the order of the rows and dropout."""
+    """seed of the initial weights, of the order of the training rows, and of dropout."""
     device: str = "auto"
     """device to run on: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1",
     "mps"."""
     deterministic: bool = False
-    """compute the same bits each time on a CUDA GPU, so that a resumed run is bit for bit the one
-    that was not stopped; costs speed, in attention's backward pass above all. On a CPU the bits are
-    always the same."""
+    """true computes bit-identical results each time on a CUDA GPU, so that a run that was stopped
+    and resumed equals one that was not. It costs speed, above all in attention's backward pass. On
+    a CPU results are always bit-identical."""
     max_minutes: float | None = Field(None, gt=0)
-    """minutes after which the run saves and stops, but not before a step is done; null is no
+    """minutes after which the run saves and stops, but at least one step is done; null is no
     limit."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
-    """programs that get metrics, samples, recipe and reports, too: tensorboard (in the run folder's
-    tensorboard/; metrics and samples), wandb (offline), mlflow and trackio (their local stores).
-    Nothing leaves the machine unless the program's own environment variables say so."""
+    """experiment trackers that also get metrics, samples, recipe and reports: tensorboard (in the
+    run folder's tensorboard/; only metrics and samples), wandb (offline), mlflow and trackio (in
+    their local stores). Nothing leaves the machine unless the tracker's own environment variables
+    say so."""
     tracker_checkpoints: bool = False
-    """have wandb, mlflow and trackio store the run's last checkpoint, too."""
+    """true lets wandb, mlflow and trackio also store the run's last checkpoint."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_tensorboard(cls, values: object) -> object:
-        """Take `tensorboard: true` of earlier recipes as one of the trackers."""
+        """Convert the key `tensorboard: true` of older recipes to an entry of `trackers`."""
         if not isinstance(values, dict) or type(values.get("tensorboard")) is not bool:
             return values
         others = {key: value for key, value in values.items() if key != "tensorboard"}
@@ -66,6 +69,7 @@ class RunConfig(Section):
         return self
 
 
+#: Default micro-batch size, in sequences.
 DEFAULT_ROWS = 8
 
 
@@ -76,27 +80,31 @@ def _number_of_rows(value: object) -> object:
 
 
 class BatchConfig(Section):
-    """The `batch` section. An optimizer step sees micro_batch_size x accumulation rows of each
-    process.
+    """The `batch` section. In an optimizer step, each process computes micro_batch_size x
+    gradient_accumulation_steps sequences of data.seq_len tokens.
     """
 
     micro_batch_size: Annotated[int | Literal["auto"] | None, PlainValidator(_number_of_rows)] = (
         None
     )
-    """rows of a forward pass on a device: more keep the hardware busier, and take more memory for
-    activations. "auto" is the largest that fits: found before the run by trying the whole of
-    global_batch_tokens, then half of it, and so on, in a process of its own. null is 8; on a CPU
-    with global_batch_tokens, at most some 1,024 tokens, which keep it busy."""
+    """number of sequences of one forward pass on one device: more use the hardware better, and take
+    more memory for activations. "auto" is the largest number that fits in memory, found before the
+    run in a separate process by trying all of global_batch_tokens, then half of it, and so on. null
+    is 8; with global_batch_tokens the largest number up to 8 that divides a step evenly, and on a
+    CPU at most about 1,024 tokens, which are enough to keep it busy."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
-    """forward passes a step: the step of a large batch in the memory of a small one, with the same
-    gradient."""
+    """number of forward and backward passes of a step: the gradient of a large batch with the
+    memory of a small one."""
     global_batch_tokens: int | None = Field(None, gt=0)
-    """tokens a step; decides the accumulation instead of it."""
+    """number of tokens of a step, over all devices; the number of accumulation steps follows from
+    it."""
     ramp_start_tokens: int | None = Field(None, gt=0)
-    """tokens of the first steps, a divisor of global_batch_tokens: the tokens of a step rise to it
-    in equal parts of this size, by accumulation; null is no ramp."""
+    """number of tokens of the first steps, a divisor of global_batch_tokens. The tokens of a step
+    rise from it to global_batch_tokens in increments of this size, by more accumulation steps; null
+    is no ramp."""
     ramp_steps: int | None = Field(None, gt=0)
-    """steps over which the tokens of a step rise: global_batch_tokens from there on."""
+    """number of steps over which the tokens of a step rise; later steps have
+    global_batch_tokens."""
 
     @model_validator(mode="after")
     def _whole_ramp(self) -> Self:
@@ -116,15 +124,19 @@ class BatchConfig(Section):
 
     @property
     def rows(self) -> int:
-        """The micro-batch size, once it is decided."""
+        """The micro-batch size in sequences; it must not be "auto" any more."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size or DEFAULT_ROWS
 
     def global_rows(self, seq_len: int) -> int:
-        """Rows of a step if the micro-batch size is not decided yet.
+        """Sequences of a step, for a micro-batch size that is still "auto".
+
+        Args:
+            seq_len: tokens of a sequence.
 
         Raises:
-            ConfigError: the batch of a step is not given, or no whole number of rows.
+            ConfigError: `global_batch_tokens` is null or not a multiple of `seq_len`, or
+                `gradient_accumulation_steps` is set.
         """
         if self.global_batch_tokens is None or self.gradient_accumulation_steps is not None:
             raise ConfigError(
@@ -145,7 +157,9 @@ class BatchConfig(Section):
         """Forward passes of each of `processes` processes in an optimizer step.
 
         Raises:
-            ConfigError: global_batch_tokens does not come out even.
+            ConfigError: `global_batch_tokens` or `ramp_start_tokens` is not a multiple of the
+                tokens of one forward pass of all processes, or contradicts
+                `gradient_accumulation_steps`.
         """
         if self.global_batch_tokens is None:
             return self.gradient_accumulation_steps or 1
@@ -174,7 +188,7 @@ class BatchConfig(Section):
         return steps
 
     def schedule(self, seq_len: int, processes: int = 1) -> BatchSchedule:
-        """The rows of each optimizer step of all `processes` processes together.
+        """The number of sequences of each optimizer step, over all `processes` processes together.
 
         Raises:
             ConfigError: see `accumulation`.
@@ -188,92 +202,98 @@ class EvaluationConfig(Section):
     """The `evaluation` section."""
 
     every_steps: int = Field(200, ge=0)
-    """steps between evaluations (validation loss and sample texts); 0 is at the end only."""
+    """number of steps between evaluations (validation loss and sample texts); 0 evaluates at the
+    end only."""
     on_start: bool = True
-    """evaluate the losses of the model before the first step, too, as step 0 of metrics.jsonl; with
-    every_steps 0 they are not."""
+    """true also evaluates the losses before the first step, as step 0 of metrics.jsonl, unless
+    every_steps is 0."""
     max_rows: int = Field(256, ge=0)
-    """rows of the validation split that are evaluated, spread evenly; 0 is all."""
+    """number of rows of the validation split that are evaluated, spread evenly over it; 0 is
+    all."""
     train_rows: int = Field(0, ge=0)
-    """rows of the training split that are evaluated beside it, spread evenly and the same each time
-    (of each corpus of a mix): train_eval/loss is computed like val/loss, without dropout and over
-    more than one batch; 0 is off."""
+    """number of rows of the training split (of each corpus of a mix) that are also evaluated,
+    spread evenly and the same each time. The result train_eval/loss is computed like val/loss,
+    without dropout; 0 is off."""
     sample_prompts: list[str] = Field(default=[""])
-    """texts to be continued at each evaluation; with conversations, messages to be answered."""
+    """texts that the model continues at each evaluation; with data of conversations, messages that
+    it answers."""
     sample_tokens: int = Field(64, ge=1)
-    """tokens a sample."""
+    """largest number of tokens of a sample."""
     temperature: float = Field(0.8, ge=0)
-    """temperature of the samples; 0 is greedy."""
+    """temperature of the samples; 0 is greedy decoding."""
     tasks: list[str] = Field(default=[])
-    """tasks that the model is scored in, as with `firstlight eval --tasks`, each one text:
-    "hellaswag,FILE.jsonl", "lm-eval:NAME"."""
+    """tasks in which the model is scored, as with `firstlight eval --tasks`: "hellaswag",
+    "hellaswag,FILE.jsonl" or "lm-eval:NAME"."""
     tasks_every_steps: int = Field(0, ge=0)
-    """steps between scores of the tasks, which are also computed at the end; 0 is at each
+    """number of steps between scores of the tasks, which are also computed at the end; 0 is at each
     evaluation."""
     task_items: int = Field(0, ge=0)
-    """number of items of each task, the first ones; 0 is all."""
+    """number of items of each task that are scored, the first ones; 0 is all."""
     task_folder: str | None = None
-    """further tasks for lm-evaluation-harness."""
+    """folder with further tasks for lm-evaluation-harness."""
 
 
-#: A z-score of fewer values says nothing.
+#: Fewest earlier steps for a z-score: a standard deviation of fewer values is too uncertain.
 FEWEST_STEPS = 16
 
 
 class GuardConfig(Section):
-    """The `guard` section: steps whose loss or gradient is not finite, or leaps up, are skipped,
-    and weights and moments stay as they were. With efficiency.optimizer_in_backward, which has made
-    the update by then, one such step counts as too many.
+    """The `guard` section: a step whose loss or gradient is not finite, or has a spike, is skipped:
+    weights and moments stay unchanged. With efficiency.optimizer_in_backward the update is already
+    done when this is known, so on_divergence applies after one such step.
     """
 
     max_skipped_steps: int = Field(5, ge=1)
-    """number of skipped steps in a row after which on_divergence applies. fp16's own skipped steps,
-    which end when the loss scale fits, don't count."""
+    """number of skipped steps in a row after which on_divergence applies. Steps that fp16 skips
+    while it adapts the loss scale don't count."""
     on_divergence: Literal["rollback", "stop"] = "rollback"
-    """"rollback" restores the newest good checkpoint's weights, moments and random states and
-    continues with the next data (Chowdhery et al. 2022, section 5.1), "stop" ends the run."""
+    """"rollback" restores weights, moments and random states of the newest good checkpoint and
+    continues with the next data (Chowdhery et al. 2022, section 5.1); "stop" ends the run."""
     max_rollbacks: int = Field(2, ge=0)
-    """number of rollbacks after which the next one ends the run."""
+    """largest number of rollbacks; the next divergence ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
-    """skip a step whose loss or gradient norm is more than this number of standard deviations above
-    the mean of the steps before; null is never."""
+    """number of standard deviations: a step is skipped if its loss or gradient norm is more than
+    this above the mean of earlier steps; null is off."""
     spike_window: int = Field(128, ge=FEWEST_STEPS)
-    """number of earlier steps that are compared with; the first 16 are never skipped for it."""
+    """number of earlier steps for the mean and the standard deviation of spike_z_score; the first
+    16 steps are never skipped as spikes."""
 
 
 class PreferenceConfig(Section):
-    """The `preference` section, of runs on preference pairs."""
+    """The `preference` section, for runs on preference pairs."""
 
     objective: Literal["dpo"] = "dpo"
-    """dpo: -log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), of the
-    answers' log-probabilities, each the sum over its tokens. The references are those of the model
-    that the run starts from."""
+    """"dpo" (Rafailov et al. 2023): -log sigmoid(beta * ((chosen - its reference) - (rejected - its
+    reference))), where each term is the log-probability of an answer, summed over its tokens. The
+    references are the log-probabilities under the model from which the run starts."""
     beta: float = Field(0.1, gt=0)
-    """strength of the pull towards the starting model: the greater, the closer."""
+    """strength of the pull towards the starting model; a greater value keeps the model closer to
+    it."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """assumed share of pairs with swapped answers (conservative DPO)."""
+    """assumed fraction of pairs whose answers are swapped (conservative DPO)."""
 
 
-#: Model configuration, told apart by `model_type`.
+#: A model configuration of any family; `model_type` selects the class.
 AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 
 
 class PlanningConfig(Section):
-    """The `planning` section: facts for `firstlight plan` before data and weights are there.
-    Training doesn't read it: the prepared data and the weights themselves decide.
+    """The `planning` section: facts for `firstlight plan` before data and weights exist. Training
+    ignores it, and reads these facts from the prepared data and the weights.
     """
 
     vocab_size: int | None = Field(None, ge=1)
-    """number of tokens of the tokenizer that the data is to be prepared with."""
+    """vocabulary size of the tokenizer with which the data will be prepared."""
     model: AnyModelConfig | None = None
-    """shape of the weights that --init-from is to name, for a recipe without a `model` section."""
+    """model configuration of the weights that --init-from will name, for a recipe without a `model`
+    section."""
 
 
 class Recipe(Section):
-    """A whole run as a person wrote it.
+    """All settings of a run as the user wrote them.
 
-    `model` may be left out when weights are given to start from, `lora` when all of them are
-    trained, and `preference` always: it is for data of kind preference.
+    `model` may be null if the run starts from given weights; `lora` is null if all weights are
+    trained; `preference` is only for data of the kind preference.
     """
 
     run: RunConfig = RunConfig()
@@ -303,7 +323,7 @@ class Recipe(Section):
         return self
 
     def with_keys(self, section: str, **values: Any) -> Self:
-        """The recipe with some keys of a section set, which are not checked again."""
+        """The recipe with new values for some keys of a section, which are not validated."""
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})
 
@@ -319,13 +339,13 @@ class Recipe(Section):
 
 
 class ResolvedData(DataConfig):
-    """The `data` section with the row length decided."""
+    """The `data` section with `seq_len` resolved."""
 
     seq_len: int = Field(gt=0)
 
 
 class ResolvedBatch(BatchConfig):
-    """The `batch` section with the micro-batch size decided."""
+    """The `batch` section with the micro-batch size resolved."""
 
     micro_batch_size: int = Field(gt=0)
 
@@ -344,7 +364,7 @@ class ResolvedEfficiency(EfficiencyConfig):
 
 
 class ResolvedRecipe(Recipe):
-    """A whole run with all decisions made: no key that `resolve` decides is null or "auto"."""
+    """All settings of a run with no open key: no key that `resolve` decides is null or "auto"."""
 
     model: AnyModelConfig
     data: ResolvedData
