@@ -1,6 +1,6 @@
 """`train` and the training loop.
 
-Pretraining, continued training and fine-tuning differ in data and initial weights only.
+Pretraining, continued training and fine-tuning differ only in data and initial weights.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The time of a run.
+    """The time of a run, and medians over all its steps, including those before it was resumed.
 
     Attributes:
         seconds: seconds of the training loop of this call, evaluations and saves included.
-        step_seconds: median seconds of the run's steps, resumed parts included; None without any
-            step, as the other medians.
-        samples_per_second: median over the same steps; a sample is a sequence of `seq_len` tokens.
-        tokens_per_second: median over the same steps.
+        step_seconds: median seconds of a step; None, as the other medians, without any step.
+        samples_per_second: median; a sample is a sequence of `seq_len` tokens.
+        tokens_per_second: median.
     """
 
     seconds: float
@@ -80,18 +79,18 @@ class TrainResult:
 
     Attributes:
         run_folder: folder of metrics.jsonl, report.html, report.png, recipe.yaml, checkpoints/.
-        checkpoint: the last one: a Hugging Face model folder.
-        step: number of steps since the first one, resumed parts included.
+        checkpoint: folder of the last checkpoint, a Hugging Face model folder.
+        step: number of steps of the run, including those before it was resumed.
         tokens_seen: number of tokens of these steps.
-        train_loss: loss of the last step; None when there was no step left to do, or it was
-            skipped for having none.
-        evaluation: the last one of this call; None without a validation split.
+        train_loss: loss of the last step; None if no step was left to do, or if the step was
+            skipped because its loss was not finite.
+        evaluation: last evaluation of this call; None without a validation split.
         stopped_by: reason why the run ended before its last step: a signal's name, such as
             "SIGTERM", or "max_minutes"; None for a run that is complete.
-        findings: faults of the run, such as overfitting; of kind "diverged" for a run whose loss
-            ended above that of guessing, or never fell.
-        best_checkpoint: the kept one with the lowest validation loss; None where no checkpoint has
-            one.
+        findings: faults of the run, such as overfitting. A finding of kind "diverged" means that
+            the loss ended above that of guessing, or never fell.
+        best_checkpoint: folder of the kept checkpoint with the lowest validation loss; None if no
+            kept checkpoint has a validation loss.
         summary: time of the run.
     """
 
@@ -123,33 +122,40 @@ def train(
     progress: bool | None = None,
     forecaster: Forecaster | None = None,
 ) -> TrainResult:
-    """Train a model as a recipe says.
+    """Train a model by a recipe.
 
     Processes that were started together (`firstlight train --nproc`, torchrun, srun, ...) train one
-    model, as `distributed` says, and all get the same result. From the first step on, SIGTERM,
-    SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run after a checkpoint; a second one at once.
+    model, as the recipe's `distributed` section says, and all get the same result. From the first
+    step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run after a checkpoint; a second
+    signal ends it at once.
 
     Args:
         recipe: a recipe, its values, or its file.
-        resume: go on from the run folder's newest checkpoint, if any, as if it had not stopped.
+        resume: continue from the run folder's newest checkpoint, if there is one, as if the run had
+            not been interrupted.
         init_from: model folder, run or hub id to start from; replaces the recipe's `model`.
-        new_rows: rows for the tokens that the data's tokenizer has beyond that of `init_from`:
-            "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old one.
-        branch_from: checkpoint of another run to go on from with all of its state, in a folder
-            without a checkpoint (else `resume` takes that one). See `cooldown_recipe`.
-        on_step: called with each step's metrics, in the main process, from step 1 on. The global
-            generators of Python, numpy and torch, which it may use, are seeded, saved and resumed.
-        progress: show the run to a person: on stderr, or in a notebook as one output of the cell
-            with the report's picture at the end. None does so in a notebook only.
+        new_rows: rows of embedding and head for tokens that the data's tokenizer has in addition to
+            that of `init_from`: "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old
+            token.
+        branch_from: checkpoint of another run that this run continues with all of its state. With
+            `resume`, a checkpoint in this run's own folder has priority. See `cooldown_recipe`.
+        on_step: called with each step's metrics, in the main process, from step 1 on. It may use
+            the global random generators of Python, numpy and torch, which are seeded, saved and
+            resumed.
+        progress: show the run to the user: on stderr, or in a notebook as one output of the cell
+            with the report's picture at the end. None shows it in a notebook only.
         forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: before the first step, something does
-            not fit, and nothing is written. Later, a shard was changed (DataError; a checkpoint is
-            saved), or the run folder moved (CheckpointError; nothing is written in its place).
+        ConfigError, DataError, ModelError, CheckpointError: recipe, data, model or checkpoint do
+            not fit; nothing has been written.
+        DataError: data could not be read during the run, for which a checkpoint is saved.
+        CheckpointError: the run folder was moved during the run; nothing is written in its place.
         RankError: another process of the run failed, or is gone.
-        DivergedError, TrainingError, StorageError: loss or gradients are not finite and `guard`
-            knows no way back; no row fits into memory; the disk refused. The checkpoints stay.
+        DivergedError: loss or gradients are not finite, and `guard` can't go back to a checkpoint.
+        TrainingError: a step can't be made: not even one row fits into memory, memory ran out in an
+            update, or a batch has no labels.
+        StorageError: a file system error. As after the two errors above, the checkpoints stay.
     """
     recipe = _read_recipe(recipe)
     if progress is None:
@@ -182,15 +188,18 @@ def training_loop(
 ) -> None:
     """Train until the last step, or until there is a reason to stop (`run.stopped_by`).
 
-    `checkpoints` also takes the run back to a checkpoint after a divergence; `show` is called with
-    each step's metrics once they are written down.
+    Args:
+        run: the run.
+        checkpoints: saves checkpoints, and takes the run back to one after a divergence.
+        stopping: the requests to stop.
+        show: called with each step's metrics after they are written to the logs.
 
     Raises:
         DivergedError, TrainingError: see `RunCheckpoints.go_back`, `smaller_micro_batches`.
         CheckpointError, StorageError: a checkpoint or the metrics could not be written.
     """
     program, engine = run.program, run.engine
-    # A process that stopped in the middle of an evaluation would leave the others waiting.
+    # With several processes, one that stopped during an evaluation would leave the others waiting.
     check = stopping.check if engine.world.size == 1 else lambda: None
     while run.goes_on:
         run.times.begin_step()
@@ -221,15 +230,16 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            # In an evaluation: its step is saved as pending, and resuming evaluates it first.
+            # In an evaluation: the step is saved as pending, and resuming evaluates it first.
             break
         except DataError as error:
-            # One process alone has read the validation split to its damaged place: see `check`.
+            # In the validation split. Of several processes, only the one that read the damaged part
+            # knows of it, so the run can't save a checkpoint together.
             if engine.world.size > 1:
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
-        # Metrics before the checkpoint: a checkpoint never names a step that has no line.
+        # Metrics before the checkpoint, so that the step of a checkpoint has its line in the logs.
         show(run.write_record())
         if checkpoints.are_due:
             checkpoints.save()
@@ -246,7 +256,8 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 def _watched(
     run: Run, comparison: ForecastComparison, on_step: Callable[[Mapping[str, Any]], None] | None
 ) -> Callable[[Mapping[str, Any]], None]:
-    """The function that shows each step's metrics to all who watch the run."""
+    """The function that gives each step's metrics to the progress view, to the comparison with the
+    forecast, and to `on_step`."""
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
@@ -260,7 +271,7 @@ def _watched(
 
 
 def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> TrainResult:
-    """The result of a run that is saved.
+    """The result of a run, whose last checkpoint is saved.
 
     Raises:
         DataError: the run was stopped by data that could not be read.
@@ -270,7 +281,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
         if problem is not None:
             raise DataError(f"{problem} (saved at step {run.state.step})")
     wait_for_main(run.engine, run.require_folder)
-    # Before the report is drawn, which loads libraries of its own.
+    # Before the report is drawn, since the libraries for that would count as memory of the run.
     if run.engine.is_main and (text := comparison.write(run.folder)) is not None:
         run.tell(text)
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
@@ -294,7 +305,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
 
 @contextlib.contextmanager
 def _reported_if_diverged(run: Run) -> Iterator[None]:
-    """A context that draws the report of a run that has no way back, too."""
+    """Context in which the report is drawn if the run ends with a DivergedError."""
     try:
         yield
     except DivergedError:
@@ -303,7 +314,8 @@ def _reported_if_diverged(run: Run) -> Iterator[None]:
 
 
 def _reported(run: Run) -> dict[str, Any]:
-    """Draw the report; return findings, best checkpoint and median times as JSON values."""
+    """Draw the report; return `findings`, `best_checkpoint` and `medians` (of `RunSummary`) as JSON
+    values."""
     best = best_checkpoint(run.folder)
     ended: dict[str, Any] = {
         "findings": [],

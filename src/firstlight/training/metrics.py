@@ -1,5 +1,7 @@
-"""Each step's figures: the lines of metrics.jsonl, samples.jsonl and events.jsonl, the same for
-TensorBoard. One line a step, exact floats, never a step twice."""
+"""The logs of a run: metrics.jsonl, samples.jsonl and events.jsonl, and the same for TensorBoard.
+
+metrics.jsonl has one line for each step, with floats that are read back exactly, and no step twice.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from firstlight.report.report import HTML_NAME, REPORT_NAME
 from firstlight.training.forecast import FORECAST_NAME
 from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
 
-#: Files that a run writes into its folder beside its checkpoints, and can do without.
+#: Files other than checkpoints that a run writes into its folder, and can be resumed without.
 _DERIVED = (
     *(METRICS_NAME, SAMPLES_NAME, EVENTS_NAME, STARTS_NAME, RECIPE_NAME, RUN_NAME),
     *(LENGTH_NAME, FORECAST_NAME, REPORT_NAME, HTML_NAME),
@@ -34,26 +36,32 @@ _DERIVED = (
 
 
 def clear_file_names(folder: Path) -> Iterator[str]:
-    """Rename folders, pipes and devices of a run folder that have the name of a file which a run
-    writes there.
+    """Rename folders, pipes and devices in a run folder that have the name of a file that a run
+    writes.
 
     Yields:
-        a warning for each.
+        A warning for each.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error.
     """
     for path in (folder / name for name in _DERIVED):
-        # Renamed and not deleted: it is somebody's.
+        # Renamed, not deleted: the run did not make it.
         if path.exists() and not path.is_file():
             yield f"warning: {path} was not a file, and was renamed to {set_aside(path)}"
 
 
 class JsonLines:
-    """A file of JSON objects, one in each line, that a run appends to.
+    """A file with one JSON object a line, to which a run appends.
 
-    Floats are written so that reading gives the same float. A line that the disk refuses is
-    taken back, so that the file is always whole lines.
+    Floats are read back exactly. If a line can't be written in full, its part is removed, so that
+    the file always has whole lines.
+
+    Args:
+        path: the file, which is made if it is missing.
+
+    Raises:
+        StorageError: the file can't be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +73,7 @@ class JsonLines:
         """Append one object.
 
         Raises:
-            StorageError: the disk is full or not writable; the file is as before.
+            StorageError: the disk is full or not writable; the file is unchanged.
         """
         with storage_errors(self._path):
             self._file.append(json_line(record).encode())
@@ -81,8 +89,8 @@ class JsonLines:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """A line of a log; escaped where it holds half of a surrogate pair, which UTF-8 has no bytes
-    for."""
+    """A line of a log as UTF-8 text; escaped to ASCII if it has a lone surrogate, which UTF-8 can't
+    encode."""
     line = json.dumps(record, ensure_ascii=False) + "\n"
     try:
         line.encode()
@@ -92,23 +100,24 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
-    """Drop the lines after `step`, since the run is about to do those steps again, and damaged
-    ones: the reports read what stays. A damaged file, or a path that is not a file, is kept under
-    another name. A link is replaced by a file.
+    """Drop a log's damaged lines, and those after `step`, which the run will do again. A damaged
+    file, or a path that is not a file, is kept under another name. A link is replaced by a file.
 
     Args:
-        samples: it is samples.jsonl, whose lines hold texts, several of one step; else a step has
-            one line.
+        path: the log.
+        step: last step whose lines are kept.
+        samples: True for samples.jsonl, whose lines have texts, and in which a step may have
+            several lines; False for a log with one line a step.
 
     Returns:
-        (steps of the lines that stay; the problem of the file and its new name, None without a
-        problem).
+        (steps of the lines that are kept; a message with the file's damage and its new name, None
+        if it is not damaged).
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error.
     """
     if not path.exists():
-        remove_file(path)  # a link to nothing, that would be written through
+        remove_file(path)  # a broken link, through which the log would be written elsewhere
         return [], None
     records, problem = sound_json_lines(path)
     there = [record for record in records if record["step"] <= step]
@@ -126,22 +135,23 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
 
 
 def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
-    """Places of a longest rising subsequence (patience sorting): a wrong step, too large or too
-    small, is left out alone.
+    """Indices of a longest increasing subsequence (patience sorting), so that a wrong step, too
+    large or too small, is left out without the right steps around it.
 
     Args:
-        several: a step may stand there several times.
+        steps: steps of the lines in the order of the file.
+        several: True if a step may occur several times.
     """
     find = bisect_right if several else bisect_left
-    # For each length, the subsequence with the least last step: that step and its place.
+    # For each length, the subsequence with the lowest last step: that step and its index.
     ends: list[int] = []
     places: list[int] = []
     before: list[int] = []
     for place, step in enumerate(steps):
-        # In the list of least last steps, which rises, the longest that this step can follow.
+        # `ends` is sorted: find the longest subsequence that this step can continue.
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
-        # If a step has two lines, the first one stays: others were added to the file.
+        # If a step has two lines, keep the first: later ones were added to the file.
         if ends[length : length + 1] != [step]:
             ends[length : length + 1] = [step]
             places[length : length + 1] = [place]
@@ -153,7 +163,8 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
 
 
 def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
-    """The steps from `first` to `last` that have no line, such as "3, 7 to 9"; "" if all have."""
+    """The steps from `first` to `last` that have no line, such as "3, 7 to 9"; "" if there are
+    none."""
     gaps, expected = [], first
     for step in (*sorted(steps), last + 1):
         if step > expected:
@@ -163,24 +174,24 @@ def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
 
 
 class RunLogs:
-    """The logs of a run, open to be appended to. A context; closed at its end.
+    """The logs of a run, open for appending. A context manager, which closes them.
 
-    Metrics and samples of a step are there together or not at all, for later resuming: lines of
-    steps after the checkpoint's step are dropped.
+    When a run is resumed, lines of steps after the checkpoint's step are dropped, so that the logs
+    have both metrics and samples of a step or neither.
 
     Args:
         folder: the run folder.
-        last_step: the last step whose lines stay; -1 drops all.
-        events: the lines of events.jsonl; a file that is there is replaced. Without any, there
-            is no such file.
-        is_branch: the run branches off another one after `last_step`, and has no lines yet.
-        tensorboard: write all metrics into the folder's tensorboard/, too; otherwise that folder is
-            left as it is.
-        tell: called with a message for each file in which lines are damaged or missing: logs are
-            derived, and never keep a run from going on.
+        last_step: last step whose lines are kept; -1 drops all lines.
+        events: the lines of events.jsonl, which replace those of the file; without any, the file is
+            removed.
+        is_branch: True if the run branches off another one after `last_step`, and has no lines yet.
+        tensorboard: write all metrics into the folder tensorboard/ too; False leaves that folder as
+            it is.
+        tell: called with a message for each file with damaged or missing lines, which do not keep
+            the run from continuing.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error.
     """
 
     def __init__(
@@ -210,14 +221,14 @@ class RunLogs:
         """Append a step's metrics, and the texts written after it."""
         samples = list(samples)
         for sample in samples:
-            # Texts first: a step whose metrics are there is complete.
+            # Samples first, so that a step with metrics is complete.
             self._samples.write(sample)
         self._metrics.write(record)
         if self._tensorboard is not None:
             self._tensorboard.write(record, samples)
 
     def write_events(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Make events.jsonl these lines."""
+        """Replace the content of events.jsonl by these lines; remove the file if there are none."""
         path = self._folder / EVENTS_NAME
         if events:
             write_file(path, "".join(map(json_line, events)))
@@ -225,7 +236,7 @@ class RunLogs:
             remove_file(path)
 
     def drop_after(self, step: int) -> None:
-        """Forget the lines after a step: the run is about to do those steps again."""
+        """Drop the lines after a step, since the run will do those steps again."""
         self._close()
         self._open(step)
 
@@ -245,7 +256,7 @@ class RunLogs:
         self._metrics = JsonLines(self._folder / METRICS_NAME)
         self._samples = JsonLines(self._folder / SAMPLES_NAME)
         if self._tensorboard is not None:
-            # Rewritten from the logs that stay, so that it has no step twice.
+            # Rewritten from the lines that are kept, so that no step is in it twice.
             lines = (read_json_lines(self._folder / name) for name in (METRICS_NAME, SAMPLES_NAME))
             self._tensorboard.begin(*lines)
 
@@ -256,7 +267,8 @@ class RunLogs:
             self._tell(f"warning: {problem}; the run goes on without the damaged lines")
         if name != METRICS_NAME:
             return
-        # A run that branched off another one, or continues its schedule, begins at a later step.
+        # A run that branched off another one, or continues another one's schedule, has no lines of
+        # the steps before.
         starts, _ = sound_json_lines(self._folder / STARTS_NAME)
         begins = starts[0]["step"] if starts else last_step if self._is_branch else 0
         first = begins + 1 if starts or not steps else min(steps)
@@ -274,7 +286,7 @@ class RunLogs:
 
 
 class SilentLogs:
-    """Has the methods of `RunLogs`, and writes nothing: the main process does."""
+    """The methods of `RunLogs` without effect, for all processes except the main one."""
 
     def __enter__(self) -> SilentLogs:
         return self
@@ -284,13 +296,13 @@ class SilentLogs:
     def write_step(
         self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def write_events(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def drop_after(self, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def sync(self) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,7 +1,7 @@
-"""The largest micro-batch that fits into memory: found by trying, in a process of its own.
+"""The largest micro-batch that fits into memory, found by trials in separate processes.
 
-A process that runs out of memory may not be able to go on, or may be killed by the system; so
-trials never run in the process that is to train. `recipe/resolve.py` decides whether they are run.
+A process that runs out of memory may not be able to continue, or may be killed by the system, so
+trials never run in the process that is to train. `recipe/resolve.py` decides if they are needed.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: The share of the free memory that a micro-batch may take on a CPU: its programs share it.
+#: Share of the free memory that a trial may take on a CPU, where other programs use the memory too.
 _SHARE = 0.9
 
+#: Exit codes of a trial's process: the micro-batch fits; the recipe is invalid; out of memory.
 _FITS, _REFUSED, _TOO_LARGE = 0, 3, 4
 
 
 def largest_micro_batch(
     recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None], processes: int = 1
 ) -> int:
-    """The largest micro-batch whose training step fits into the memory that is free now.
+    """The largest micro-batch, in rows, whose training step fits into the memory that is free now.
 
-    The whole global batch is tried first, then the next smaller number of rows that cuts it
-    evenly, at most half as many, and so on: the batch of a step stays as it is.
+    The trials begin with the whole global batch. The next size is the largest divisor of it that is
+    at most half as large, and so on. So the global batch stays as it is.
 
     Args:
-        recipe: recipe with batch.global_batch_tokens; its micro-batch size is not looked at.
+        recipe: recipe with batch.global_batch_tokens; its micro-batch size is ignored.
         hardware: the device to run on.
         tell: called with a message about the result.
-        processes: number of processes that share each step; the trial is the part of one process.
+        processes: number of processes that share each step; a trial has the share of one process.
 
     Raises:
-        ConfigError: the step can't be shared evenly; not even one row fits, or the recipe's
+        ConfigError: the global batch can't be shared evenly, not even one row fits, or the recipe's
             methods can't work together.
     """
     whole = recipe.batch.global_rows(recipe.data.seq_len)
@@ -71,7 +72,7 @@ def largest_micro_batch(
         )
     # The trial runs in one process with that process's share of the batch.
     tokens = total * recipe.data.seq_len
-    # The first steps of a ramp have to come out even too.
+    # The micro-batch has to divide the smaller global batches of a ramp too.
     first = (recipe.batch.ramp_start_tokens or 0) // (recipe.data.seq_len * processes)
     batch = {"global_batch_tokens": tokens, "ramp_start_tokens": None, "ramp_steps": None}
     recipe = recipe.with_keys("batch", **batch).model_copy(
@@ -97,8 +98,8 @@ def cuts(total: int) -> Iterator[int]:
 
 
 def fewer_rows(rows: int) -> int:
-    """The next smaller micro-batch that cuts one of `rows` rows evenly, at most half as large;
-    0 if there is none."""
+    """The next smaller micro-batch: the largest divisor of `rows` that is at most half as large; 0
+    if there is none."""
     return next(itertools.islice(cuts(rows), 1, None), 0)
 
 
@@ -107,8 +108,8 @@ class Trial:
     """Measurements of a trial of two steps.
 
     Attributes:
-        peak_bytes: peak of the GPU's allocator; on a CPU the growth of resident memory.
-        step_seconds: time of the second step.
+        peak_bytes: peak of torch's allocator on a GPU; growth of the resident memory on a CPU.
+        step_seconds: seconds of the second step, scaled to all micro-batches of a step.
     """
 
     peak_bytes: int
@@ -116,20 +117,21 @@ class Trial:
 
 
 def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | None:
-    """Try a micro-batch of `rows` rows for two steps; None if it does not fit. A process that is
-    killed needed too much.
+    """Do two steps with a micro-batch of `rows` rows in a separate process; None if it does not
+    fit, or if the process is killed by a signal.
 
     Args:
-        recipe: recipe of one process; its micro-batch size is not looked at.
+        recipe: recipe of one process; its micro-batch size is ignored.
         hardware: the device to run on.
+        rows: rows of the micro-batch.
 
     Raises:
-        ConfigError: the recipe's methods can't work together, or it can't be tried.
+        ConfigError: the recipe's methods can't work together, or the trial failed otherwise.
     """
     values = recipe.with_keys("batch", micro_batch_size=rows).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
     done = ask_module("firstlight.training.micro_batch", request)
-    # A negative code is a signal, such as the system's SIGKILL when memory ran out: no refusal.
+    # A negative code is a signal, such as SIGKILL from the system when memory ran out.
     if done.returncode == _REFUSED:
         raise ConfigError(json.loads(done.stdout.splitlines()[-1])["error"])
     if done.returncode > 0 and done.returncode != _TOO_LARGE:
@@ -144,7 +146,7 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
 
 
 def ask_module(module: str, request: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE` with a request as JSON on its stdin."""
+    """Run `python -m MODULE` with a request as JSON on its stdin, and wait for its end."""
     return subprocess.run(
         [sys.executable, "-P", "-m", module],
         input=json.dumps(request),
@@ -157,7 +159,8 @@ def ask_module(module: str, request: Mapping[str, Any]) -> subprocess.CompletedP
 
 
 def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
-    """Do two steps: the first makes the optimizer's state, the second has it.
+    """Do two steps in this process: the first one makes the optimizer's state, with which the
+    second one reaches the peak of memory.
 
     Raises:
         RuntimeError, MemoryError: the micro-batch does not fit into memory.
@@ -171,15 +174,16 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     shape = (recipe.batch.rows, recipe.data.seq_len)
     input_ids = torch.randint(recipe.model.vocab_size, shape)
     documents = torch.zeros(shape, dtype=torch.int32) if recipe.data.document_masking else None
-    # Every token is a label: the most that a batch of this shape can take.
+    # Every token is a label, which takes the most memory that a batch of this shape can take.
     batch = Batch(input_ids, input_ids, input_ids.numel(), documents).to(hardware.device)
-    # From the second on, the gradients of those before are there too.
+    # Two micro-batches if a step has several: the gradients of the first are then in memory while
+    # the second runs.
     count = min(2, recipe.batch.accumulation(recipe.data.seq_len))
     seconds = 0.0
     for _ in range(2):
         synchronize(hardware.device)
         start = time.perf_counter()
-        # An update with rate 0 takes as much memory and time as any other.
+        # An update with a learning rate of 0 takes as much memory and time as any other.
         program.step([batch] * count, lr_scale=0.0)
         synchronize(hardware.device)
         seconds = time.perf_counter() - start
@@ -188,7 +192,11 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
 
 
 def main() -> int:
-    """Read a request from stdin and try it; return the exit code for the outcome."""
+    """Read a request of `try_rows` from stdin and do its steps.
+
+    Returns:
+        The exit code for the outcome. The last line of stdout has the trial or the error as JSON.
+    """
     request = json.loads(sys.stdin.read())
     hardware = find_hardware(request["device"])
     try:
@@ -197,7 +205,7 @@ def main() -> int:
             _limit_memory(int(_SHARE * free_memory_bytes(hardware.device)))
         trial = try_step(recipe, hardware)
     except FirstlightError as error:
-        # After any output of a library.
+        # Not by print: the line must come after any output of libraries.
         os.write(1, (json.dumps({"error": str(error)}) + "\n").encode())
         return _REFUSED
     except (RuntimeError, MemoryError) as error:
@@ -209,7 +217,8 @@ def main() -> int:
 
 
 def _limit_memory(more: int) -> None:
-    """Let allocations fail where the system would begin to swap or kill."""
+    """Make allocations fail after `more` further bytes, before the system begins to swap or to kill
+    processes. Does nothing on systems without /proc."""
     status = Path("/proc/self/status")
     if not status.exists():
         return

@@ -1,5 +1,5 @@
 """Runs whose length is given in minutes: the number of steps is predicted at the start, and decided
-by measured steps when the learning rate begins to depend on it."""
+from measured steps when the learning rate begins to depend on it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.run import Run
 
-#: Guesses for what has not been measured yet: time of a sequence's evaluation as a share of its
-#: step's, seconds of a sampled token, bytes a second of a checkpoint.
+#: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
+#: share of those in a step, seconds of a generated token, written bytes of a checkpoint a second.
 _FORWARD_SHARE = 0.35
 _SAMPLED_TOKEN_SECONDS = 0.01
 _WRITTEN_PER_SECOND = 150e6
@@ -42,16 +42,16 @@ def budget_of(
     *,
     resumed: bool,
 ) -> TimeBudget | None:
-    """The time of a run in minutes, and its earlier decision on the number of steps; None for other
-    runs.
+    """The time budget of a run in minutes, with its recorded number of steps if it is resumed; None
+    for other runs.
 
     Args:
         recipe: recipe of the run.
         program: program of the run.
         folder: the run folder.
-        newest: checkpoint that is gone on from; None without one.
+        newest: checkpoint that the run is resumed from or branches off; None without one.
         rows_per_epoch: rows of the training split.
-        resumed: False for a new run, which has no past.
+        resumed: False for a new run, whose record in the folder is ignored.
 
     Raises:
         CheckpointError: the run's record of its length is damaged.
@@ -67,10 +67,10 @@ def budget_of(
         record: dict[str, Any] = {"seconds_used": 0.0}
         if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
             record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
-        # A decided number of steps is valid only for the minutes that it was decided for.
+        # A recorded number of steps is valid only for the same minutes and upper limit.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
-        # A new run, or a resumed run with other minutes, whose used time counts.
+        # A new run; or a resumed run with other minutes, whose used seconds are kept.
         rate = _usual_tokens_per_second(recipe, program)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
         return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}
@@ -87,7 +87,7 @@ def budget_of(
 
 
 def _usual_tokens_per_second(recipe: ResolvedRecipe, program: TrainingProgram) -> float:
-    """A rough prediction of the speed, for runs that nothing better is known of."""
+    """A rough prediction of the speed from the usual MFU, for runs without a forecast."""
     peak = peak_flops(program.hardware.device, program.dtype) * program.engine.world.size
     model = meta_model(program.model.config)
     flops = train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)
@@ -95,13 +95,18 @@ def _usual_tokens_per_second(recipe: ResolvedRecipe, program: TrainingProgram) -
 
 
 def predict_length(run: Run, tokens_per_second: float | None) -> None:
-    """Predict the number of steps of a new run in minutes by its predicted speed, of all processes
-    together; None leaves the rough prediction."""
+    """Set the number of steps of a new run in minutes to a prediction.
+
+    Args:
+        run: the run; nothing is changed if it is not a new run in minutes.
+        tokens_per_second: predicted speed of all processes together; None keeps the rough
+            prediction.
+    """
     budget = run.budget
     if budget is None or not budget.is_new:
         return
-    # The main process' rate for all: with lengths of their own, processes would wait for each
-    # other.
+    # All processes take the main process' speed: with different lengths, some would end while
+    # others wait for them.
     rate = on_main(run.engine, lambda: tokens_per_second)
     if rate is not None:
         steps = predicted_steps(budget.seconds / 60, rate, run.batch, run.seq_len)
@@ -110,13 +115,13 @@ def predict_length(run: Run, tokens_per_second: float | None) -> None:
 
 
 def decide_length(run: Run) -> None:
-    """Decide the number of steps of a run in minutes before its next step, if it is time.
+    """Decide the number of steps of a run in minutes before its next step, if that is due.
 
     All processes take the main process's decision, which is on the disk before any of them
     continues.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: the decision can't be written.
     """
     budget, step = run.budget, run.state.step
     if budget is None or not run.schedule.is_open or run.state.pending is not None:
@@ -139,10 +144,13 @@ def decide_length(run: Run) -> None:
 
 
 def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
-    """Evaluations and saves of the run, each as long as the last one took.
+    """Evaluations and saves of the run, each with the time of its last occurrence, or with a guess
+    before the first.
 
     Args:
-        sequence_seconds: seconds of a sequence in a step: a guess for evaluations before the first.
+        run: the run.
+        sequence_seconds: seconds of a sequence in a step, from which the first evaluation is
+            guessed.
     """
     evaluation, checkpoint, found = run.recipe.evaluation, run.recipe.checkpoint, run.times.seconds
     seconds = found.get("evaluation")
@@ -153,7 +161,7 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
     optimizer = run.program.optimizer
     size = checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
     writing = size / _WRITTEN_PER_SECOND
-    # A thread writes while training goes on, but for the last checkpoint.
+    # A thread writes checkpoints while training goes on; only the last one is waited for.
     save = last_save = 0.0 if checkpoint.asynchronous is not False else writing
     if "save" in found:
         save, last_save = found["save"], found["save"] + run.times.write_seconds
@@ -161,7 +169,8 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
         last_save = writing
     # With the best checkpoint kept, an evaluation may be followed by a save.
     keeps_best = run.validation is not None and checkpoint.keep_best and checkpoint.every_steps
-    # The last evaluation and save are counted apart: the run has to end within its time.
+    # The last evaluation and save have times of their own, since the run has to end in time: no
+    # save for the best checkpoint follows this evaluation, and this save is waited for.
     periodic = [
         Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
         Periodic(checkpoint.every_steps, save, last_save),
@@ -173,7 +182,7 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
 
 
 def _evaluated_sequences(run: Run) -> int:
-    """Sequences of an evaluation, of one process."""
+    """The number of sequences of an evaluation."""
     config = run.recipe.evaluation
 
     def taken(split: Corpus | None, most: int) -> int:

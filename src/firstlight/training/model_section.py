@@ -1,5 +1,5 @@
-"""The recipe's `model` section compared with the config of an existing model: that of --init-from,
-or of a checkpoint."""
+"""The recipe's `model` section compared with the config of an existing model, which is that of
+--init-from or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from firstlight.errors import ConfigError
 from firstlight.models import DEFAULT_FAMILY, ModelConfig
 from firstlight.recipe import Recipe
 
-#: Keys of a `model` section that may change the model of --init-from: its positions.
+#: Keys of the `model` section that may change the model of --init-from: those of its positions.
 _POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_theta"))
 
 
 def with_positions(
     recipe: Recipe, config: ModelConfig, init_from: str | Path, tell: Callable[[str], None]
 ) -> ModelConfig:
-    """The config of --init-from with the recipe's positions, where its `model` section names those
-    and nothing else: a whole section is of another model.
+    """The config of the model of --init-from, with the position keys of the recipe's `model`
+    section if that has no other keys. A section with other keys describes a model of its own, and
+    changes nothing.
+
+    Args:
+        recipe: the recipe.
+        config: config of the model.
+        init_from: name of the model, for messages.
+        tell: called with a message if the config is changed.
 
     Raises:
-        ConfigError: the model can't have them.
+        ConfigError: the model can't have these positions.
     """
-    # A section without model_type got the default one.
+    # Without model_type: a section that does not name it has the default.
     names = set() if recipe.model is None else _written_keys(recipe.model) - {"model_type"}
     changes = {name: getattr(recipe.model, name) for name in sorted(names)}
     is_same = all(getattr(config, name, None) == value for name, value in changes.items())
@@ -52,10 +59,10 @@ def with_positions(
 
 
 def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
-    """The `model.` keys that the recipe sets to something else than `config` has."""
+    """The keys, as `model.KEY`, that the recipe sets to another value than `config` has."""
     if recipe.model is None:
         return []
-    # A key that the recipe leaves out is a default, which contradicts nothing.
+    # Only keys that the recipe names: a default contradicts nothing.
     found = changed_keys(recipe.model.model_dump(), config.model_dump())
     given = _written_keys(recipe.model) - ({"vocab_size"} if not recipe.model.vocab_size else set())
     if not given <= _POSITION_KEYS | {"model_type"}:
@@ -66,7 +73,7 @@ def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
 
 
 def _written_keys(model: ModelConfig) -> set[str]:
-    """The keys of a recipe's `model` section, without those that were filled in."""
+    """The keys that a recipe's `model` section names, without those that validation filled in."""
     usual = type(model).model_validate({"model_type": model.model_type})
     filled = usual.model_fields_set - {"model_type"}
     return {
@@ -77,5 +84,5 @@ def _written_keys(model: ModelConfig) -> set[str]:
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, or that only one has."""
+    """The keys whose values differ, a missing key counting as None; sorted."""
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

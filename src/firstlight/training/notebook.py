@@ -1,4 +1,5 @@
-"""A run in a Jupyter notebook: one output that is updated during the run, and its report."""
+"""A run in a Jupyter notebook: an output of the cell that is updated during the run, and the
+picture of the report."""
 
 from __future__ import annotations
 
@@ -14,14 +15,19 @@ from firstlight.training.course import Course
 
 #: Seconds between two updates of the output.
 _SECONDS_BETWEEN_UPDATES = 1.0
-#: Characters of a line, and the curve of the loss in pixels.
+#: Characters of a line; width and height of the loss curve in pixels.
 _COLUMNS, _WIDTH, _HEIGHT = 110, 640, 150
-#: Lines that stand above the figures, at most.
+#: Most message lines that are shown above the figures.
 _MOST_MESSAGES = 40
 
 
 class NotebookView:
-    """The course of a run as one output of a cell, with the messages of the run above it."""
+    """The course of a run as one output of a cell, with the messages of the run above it.
+
+    Args:
+        course: the figures of the run.
+        display: IPython's `display`.
+    """
 
     def __init__(self, course: Course, display: Callable[..., Any]) -> None:
         self._course, self._display = course, display
@@ -30,21 +36,21 @@ class NotebookView:
         self._due = 0.0
 
     def open(self) -> None:
-        """Begin."""
+        """Show the output below the cell."""
         self._handle = self._display(self._content(), raw=True, display_id=True)
 
     def step(self, course: Course) -> None:
-        """Show the course after a step, once a second."""
+        """Show the course after a step, at most once a second, and after the last step."""
         if time.monotonic() >= self._due or course.is_done:
             self._update()
 
     def message(self, text: str) -> None:
-        """Show a line above the figures."""
+        """Show a message line above the figures."""
         self._messages = [*self._messages, text][-_MOST_MESSAGES:]
         self._update()
 
     def close(self) -> None:
-        """Show the end of it."""
+        """Draw the last state."""
         self._update()
 
     def _update(self) -> None:
@@ -53,7 +59,7 @@ class NotebookView:
             self._handle.update(self._content(), raw=True)
 
     def _content(self) -> dict[str, str]:
-        """The output in both forms that notebooks show."""
+        """The output by MIME type, as text and as HTML: a notebook shows the one that it can."""
         (
             first,
             figures,
@@ -67,7 +73,7 @@ class NotebookView:
 
 
 def _curve(course: Course) -> str:
-    """The curve of the loss as SVG; empty before there are two points."""
+    """The loss curve as an SVG element; "" if it has fewer than two points."""
     means = course.curve.means
     if len(means) < 2:
         return ""
@@ -92,7 +98,7 @@ def _curve(course: Course) -> str:
 
 
 def show_picture(path: Path) -> None:
-    """Show a picture below the cell, if there is a notebook and the picture exists."""
+    """Show a picture below the cell; does nothing outside a notebook or if the file is missing."""
     display = notebook_display()
     if display is not None and path.is_file():
         display(importlib.import_module("IPython.display").Image(filename=str(path)))
