@@ -1,4 +1,4 @@
-"""The Hugging Face hub: downloads happen here and nowhere else."""
+"""Downloads of models from the Hugging Face hub. No other module downloads models."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from firstlight.errors import (
     first_line,
 )
 
-#: Files of a model folder: never pickled weights, never code.
+#: Patterns of the files that are downloaded: no pickled weights and no code, which could run.
 _WEIGHTS = "*.safetensors"
 _DOWNLOADED = ["*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt"]
-#: Pickled weights, for a conversion of a model that has no others.
+#: Patterns of pickled weights, which are only downloaded to convert a model without safetensors.
 _PICKLED = ["pytorch_model*.bin"]
 
-#: Copies of the same weights that some models keep for other programs.
+#: Patterns of files that are not downloaded: copies of the weights for other programs.
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
-#: Folders that people write runs and models into, and no owner of models.
+#: Usual names of local folders for runs and models, which are not taken for owners on the hub.
 _LOCAL_FOLDERS = frozenset(
     ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
 )
 
-#: Errors of writing a download, not of receiving it.
+#: Error numbers that mean that a download could not be written, rather than received.
 _DISK_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -46,23 +46,26 @@ _DISK_ERRORS = (
 def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
-    """The folder of a local model, or of a hub id after its download.
+    """The folder of a local model, or of a hub model after its download.
 
-    A hub id is OWNER/NAME (`openai-community/gpt2`), followed by @REVISION for another branch,
-    tag or commit than the newest of `main`. The revision begins at the first "@", which no name
-    contains, so that it may itself contain "@" and "/" (`OWNER/NAME@refs/pr/1`).
+    A hub id is OWNER/NAME (`openai-community/gpt2`), or OWNER/NAME@REVISION for a branch, tag or
+    commit other than the newest of `main`. The revision begins at the first "@", which no
+    repository name contains; it may itself contain "@" and "/" (`OWNER/NAME@refs/pr/1`).
 
-    huggingface_hub does the downloading, with its cache (`HF_HOME`), its token (`HF_TOKEN` or
-    `hf auth login`) and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache
-    are not downloaded again, and are used without a message if the hub can't be reached. With
-    `pickled`, a `pytorch_model.bin` is downloaded where there are no safetensors. Without
-    `weights`, only the other files are: config.json and the tokenizer.
+    huggingface_hub downloads with its cache (`HF_HOME`), its token (`HF_TOKEN` or `hf auth login`)
+    and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache are not downloaded
+    again. If the hub can't be reached, the cached files are used without a message.
 
-    A name that was `typed` by a person and looks like a mistyped path (see `_is_mistyped_path`) is
-    not asked for at the hub; with a revision (`OWNER/NAME@main`) it is.
+    Args:
+        name: a folder or a hub id.
+        pickled: download `pytorch_model*.bin` if the model has no safetensors.
+        weights: False downloads only config.json, the tokenizer and other small files.
+        typed: True if the user typed the name. It is then not looked up at the hub if it looks
+            like a mistyped path (see `_is_mistyped_path`), unless it has a revision
+            (`OWNER/NAME@main`).
 
     Raises:
-        ModelError: neither a folder nor something that can be downloaded.
+        ModelError: `name` is no folder, and can't be downloaded.
         StorageError: the cache can't be written.
     """
     path = Path(name).expanduser()
@@ -96,12 +99,12 @@ def find_model_folder(
             snapshot_download(repository, allow_patterns=_PICKLED, **options)
         return folder
     except Exception as error:
-        # The errors of its HTTP library come through too, and which library that is varies.
+        # huggingface_hub passes on errors of its HTTP library, which differs between versions.
         raise _failure(error, text) from error
 
 
 def is_hub_id(name: str) -> bool:
-    """True if a name, with or without @REVISION, means a model of the hub and no folder here."""
+    """True if `name`, with or without @REVISION, means a model on the hub and not a local path."""
     repository, at, _ = name.partition("@")
     path = Path(repository)
     if _HUB_ID.fullmatch(repository) is None or path.exists():
@@ -110,13 +113,15 @@ def is_hub_id(name: str) -> bool:
 
 
 def repository_of(folder: Path) -> str | None:
-    """OWNER/NAME of the hub's model that a folder of huggingface_hub's cache holds."""
+    """OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache; None for any
+    other folder."""
     found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
     return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
 
 
 def _near(path: Path) -> str:
-    """ "(did you mean 'mine/run'?)" of a path that does not exist, "" where nothing is near."""
+    """Suggestion for a path that does not exist, such as " (did you mean 'mine/run'?)"; "" if no
+    existing path is similar."""
     match: list[str] = []
     with contextlib.suppress(OSError):
         if path.parent.is_dir():
@@ -133,13 +138,14 @@ def _near(path: Path) -> str:
 
 
 def _is_mistyped_path(path: Path, hint: str) -> bool:
-    """True if NAME/NAME that does not exist is a path rather than a hub id: it is in a folder that
-    is there, is near to something that is there, or begins as the folders of runs do."""
+    """True if OWNER/NAME, which does not exist here, is a mistyped path rather than a hub id: its
+    parent folder exists, `hint` suggests a similar path, or it begins with a usual name of a folder
+    for runs."""
     return bool(hint) or path.parent.is_dir() or path.parts[0] in _LOCAL_FOLDERS
 
 
 def _failure(error: Exception, text: str) -> FirstlightError:
-    """The error for people that says why the hub id `text` could not be downloaded."""
+    """The error with the reason why the hub id `text` could not be downloaded."""
     from huggingface_hub import constants
 
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -153,7 +159,7 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """One line with the fault of a download of the hub id `text`, and its remedy."""
+    """One line with the reason why the download of the hub id `text` failed, and a remedy."""
     from huggingface_hub import constants, errors
 
     repository, _, revision = text.partition("@")

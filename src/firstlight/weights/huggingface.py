@@ -1,7 +1,7 @@
-"""Model folders in the Hugging Face layout, in and out.
+"""Reading and writing model folders in the Hugging Face layout.
 
-An adapter's folder (PEFT's, or a checkpoint of a run with `lora`) is read as the model that it
-makes of its base.
+The folder of an adapter (PEFT's, or a checkpoint of a run with `lora`) is read as its base model
+with the adapter merged in.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class LoadedModel:
         tokenizer: the folder's tokenizer; None if it has none.
         eos_token_ids: ids that end a generation.
         folder: the model folder, or an adapter's own folder.
-        mapped: the files that are mapped as parameters; () if the weights were copied.
-        trained_on: the data that a checkpoint was trained on, where they were read with it; else
-            None.
+        mapped: the files that are memory-mapped as parameters; () if the weights were copied.
+        trained_on: description of a checkpoint's training data (`checkpoint.selection.trained_on`);
+            None if it was not read.
     """
 
     model: Model
@@ -59,7 +59,7 @@ class LoadedModel:
     trained_on: Mapping[str, Any] | None = None
 
     def require_unchanged(self) -> None:
-        """Refuse weights whose mapped file has changed; call it before each use.
+        """Refuse weights whose mapped file has changed. To be called before each use of the model.
 
         Raises:
             ModelError: a mapped file was changed in place.
@@ -79,22 +79,22 @@ def load_model(
 ) -> LoadedModel:
     """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
 
-    An adapter is merged into its base; files that it lacks (tokenizer, generation config) are the
-    base's.
+    An adapter is merged into its base. Files that the adapter lacks (tokenizer, generation config)
+    are read from the base.
 
     Args:
         folder: a model folder, an adapter's folder, or a hub id.
         device: the parameters' device.
         dtype: the parameters' dtype; None is the file's.
         mode: the loading mode, see `firstlight.weights.loading`.
-        vocab_multiple: the vocabulary is padded to a multiple of this.
-        config: the model's shape and positions; None is those of the folder.
+        vocab_multiple: number of which the embedding's rows are padded to a multiple.
+        config: config with which the model is built; None is that of the folder.
 
     Raises:
-        ModelError: a file is missing or damaged, the family is unknown, or a tensor is
-            missing, extra or of the wrong shape (named); an adapter's base is not there, or the
-            adapter is of a kind that isn't read.
-        TokenizerError: there is a tokenizer, and it is damaged.
+        ModelError: a file is missing or damaged; the family is unknown; a tensor is missing, extra
+            or of the wrong shape (the message names it); or an adapter's base is missing, or its
+            kind is not supported.
+        TokenizerError: the folder's tokenizer is damaged.
     """
     folder = find_model_folder(folder)
     *adapters, base = adapter_chain(folder)
@@ -106,7 +106,8 @@ def load_model(
         load_adapter(model, adapter)
         merge_lora(model)
         own = tokenizer_of(adapter)
-        # A tokenizer for chats ends its texts otherwise than the base's; both are ends.
+        # An adapter's tokenizer for chats may have another end-of-text token than the base's. The
+        # model may generate either, and both end a text.
         eos_token_ids = _eos_token_ids(adapter, None) or tuple(
             dict.fromkeys((*eos_token_ids, *(() if own is None else _eos_token_ids(adapter, own))))
         )
@@ -114,27 +115,28 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
 
 
-#: Number of layers, and of experts in all layers, that are quickly made, whatever the files hold.
+#: Numbers of layers, and of experts in all layers, that are allowed whatever the files hold, since
+#: a model of that size is built quickly on the meta device.
 _FEW_LAYERS, _FEW_EXPERTS = 200, 20_000
-#: Fewest tensors of a layer, and of an expert where each layer has experts.
+#: Minimum number of tensors in a layer, and of an expert.
 _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 
 
 def unloaded_model(
     config: ModelConfig, folder: Path, vocab_multiple: int = 1, *, tensors: int | None = None
 ) -> Model:
-    """The model of a config on the meta device, once its size is checked against the files: a
-    config.json can ask for any size.
+    """The model of a config, on the meta device. Its size is first checked against the number of
+    tensors in the files, since a damaged config.json can have any numbers.
 
     Args:
         config: the config of the folder's config.json.
         folder: the model folder.
-        vocab_multiple: the vocabulary is padded to a multiple of this.
-        tensors: number of tensors in its files, stacked experts counted one by one; None counts
-            them.
+        vocab_multiple: number of which the embedding's rows are padded to a multiple.
+        tensors: number of tensors in the folder's files, with each expert of a stack counted; None
+            counts them.
 
     Raises:
-        ModelError: the files don't have the config's number of layers or experts, or they are
+        ModelError: the files have too few tensors for the config's layers or experts, or are
             damaged.
     """
     count = count_tensors(stored_tensors(folder)) if tensors is None else tensors
@@ -155,15 +157,16 @@ def unloaded_model(
     try:
         with torch.device("meta"):
             return build_model(config, vocab_multiple)
-    except (RuntimeError, TypeError, OverflowError) as error:  # more than torch can count
+    except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64-bit integers
         raise ModelError(f"{folder}: {CONFIG_NAME}: such sizes are impossible: {error}") from error
 
 
 def base_identity(folder: Path) -> str:
-    """SHA-256 over a model's weights and shape, and over those of its base if it is an adapter:
-    by it a run with `lora`, whose checkpoints hold no base, notices that its base has changed.
+    """SHA-256, in hexadecimal, over a model's weights and config; for an adapter, over its own and
+    its base's.
 
-    Reads all weights: a second or so for each GB.
+    The checkpoints of a run with `lora` do not hold the base. By this hash a resumed run notices
+    that its base has changed. All weights are read, which takes about a second for each GB.
 
     Raises:
         ModelError: a file is missing or damaged.
@@ -177,7 +180,7 @@ def base_identity(folder: Path) -> str:
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder; None where it has none.
+    """The tokenizer of a model folder; None if it has none.
 
     Raises:
         TokenizerError: the folder's tokenizer is damaged.
@@ -186,16 +189,16 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True if a folder has a file that is a tokenizer by its name."""
+    """True if a folder has a file with a usual name of a tokenizer."""
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     return any((folder / name).is_file() for name in names)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model config of a folder's config.json, or of the base model of an adapter without one.
+    """The model config of a folder's config.json; for an adapter without one, that of its base.
 
     Raises:
-        ModelError: config.json is missing, damaged, or of a family that firstlight doesn't have.
+        ModelError: config.json is missing, damaged, or of an unsupported family.
     """
     path = _config_path(folder)
     if not path.is_file():
@@ -216,7 +219,7 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         where: the object's name in messages.
 
     Raises:
-        ModelError: the config is damaged, or of a family that firstlight doesn't have.
+        ModelError: the config is damaged, or of an unsupported family or quantisation.
     """
     family = FAMILIES.get(str(content.get("model_type")))
     packed = content.get("quantization_config")
@@ -243,7 +246,8 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a text, of generation_config.json, else config.json, else the tokenizer."""
+    """The ids that end a text: from generation_config.json, else from config.json, else from the
+    tokenizer; () if none of them has any."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         path = folder / name
         values = read_json_object(path, ModelError) if path.is_file() else {}
@@ -258,7 +262,7 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]
 
 
 def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The text files of a Hugging Face model folder: all but the weights, by name."""
+    """The files of a Hugging Face model folder except the weights, as texts by name."""
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     content = {**config.to_hf(), **special, "dtype": "float32", "torch_dtype": "float32"}
     return {
@@ -269,8 +273,8 @@ def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
-    """The `generation_config.json` of a model with this tokenizer. The ids that end a turn of its
-    chat template end a text as well."""
+    """The `generation_config.json` of a model with this tokenizer, as an object. Ids that end a
+    turn of the tokenizer's chat template also end a generation."""
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends += [end for end in turn_end_ids(tokenizer) if end not in ends]
     content: dict[str, int | list[int]] = {}
@@ -282,11 +286,12 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
 
 
 def training_notes(folder: Path) -> list[str]:
-    """Training settings of a model folder that firstlight does not apply: one line each."""
+    """Notes for the user on training settings in a model folder's config.json that firstlight does
+    not apply, such as dropout."""
     path = _config_path(folder)
     content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
-    # GPT-2 has the last two.
+    # Of the keys below, GPT-2 applies resid_pdrop and embd_pdrop.
     applied = {} if family is None else family.config.model_fields
     names = ("attention_dropout", "hidden_dropout", "router_jitter_noise")
     return [
@@ -297,7 +302,8 @@ def training_notes(folder: Path) -> list[str]:
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Differences between transformers and firstlight in reading a model folder: one line each.
+    """Notes for the user on differences between transformers and firstlight in reading a model
+    folder.
 
     Args:
         config: the folder's config.json.

@@ -1,20 +1,19 @@
-"""Weights between a model and its safetensors files, without holding them twice.
+"""Loading and saving a model's weights in safetensors files, without holding them twice.
 
-A model on the meta device gets its weights in one of three modes:
+A model on the meta device gets its weights in one of these modes:
 
-    sequential  memory for the model is taken once, and each tensor is read from its file straight
-                into its place, on any device and in any dtype
-    mmap        the parameters *are* the file, mapped into memory: nothing is read until it is
-                used, and processes share it. The file must not change while the model lives
-    straight    all tensors are read, then copied into the model: twice the memory, as most
-                programs load; here to be compared with
+    sequential  memory for the model is allocated once, and each tensor is read from its file
+                directly into its parameter, on any device and in any dtype
+    mmap        the parameters *are* the memory-mapped file: nothing is read until it is used, and
+                processes share it. The file must not change while the model exists
+    straight    all tensors are read, then copied into the model, as most programs do: this takes
+                twice the memory, and is only a baseline for benchmarks
 
-The default, `auto`, maps what can be mapped whole, which is what makes a model on the CPU answer at
-once, and reads the rest sequentially: other devices, other dtypes, stacked experts, experts in
-MXFP4, padded vocabularies. Training, which writes all of its weights, reads sequentially.
+The default, `auto`, is mmap if all parameters can be mapped, so that a model on the CPU is ready at
+once. Else it is sequential: for other devices, other dtypes, stacked experts, experts in MXFP4 and
+padded vocabularies. Training overwrites all weights, and therefore loads sequentially.
 
-`file_tensors` is the one table of names in the file and places in the model, for loading and for
-saving.
+`file_tensors` maps names in the file to parameters of the model, for loading and for saving.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from firstlight.weights.stored import (
 
 LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
 
-#: Buffers that old checkpoints carry beside the weights; they are computed, not learned.
+#: Ends of the names of buffers that old checkpoints contain: they are computed, not learned.
 COMPUTED_BUFFERS = (
     *(".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"),
     # Pythia's masks.
@@ -50,7 +49,7 @@ COMPUTED_BUFFERS = (
 
 
 class _Described(Protocol):
-    """A tensor's properties before it is read; see `StoredTensor`."""
+    """Properties of a tensor that is not yet read; see `StoredTensor`."""
 
     @property
     def kind(self) -> str: ...
@@ -62,22 +61,22 @@ class _Described(Protocol):
 _AnyTensor = TypeVar("_AnyTensor", bound=_Described)
 
 
-#: The parameter of the head.
+#: Name of the output head's parameter in the model.
 HEAD_WEIGHT = "lm_head.weight"
 
-#: The end of a name that only files with stacked experts have.
+#: End of a tensor's name that only files with stacked experts have.
 _STACKED = ".mlp.experts.gate_up_proj"
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """True if the tensors of these names keep a layer's experts in one tensor, as transformers 5
-    writes them with `save_original_format=False`, and as the model has them."""
+    """True if files with tensors of these names keep all experts of a layer in one tensor, as the
+    model does. transformers 5 writes such files with `save_original_format=False`."""
     return any(name.endswith(_STACKED) for name in names)
 
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
-    """Number of tensors in a model's files, stacked experts counted one by one."""
-    # A tensor without numbers can have any number of experts.
+    """Number of tensors in a model's files, with each expert of a stack counted."""
+    # An empty tensor is left out: its header can claim any number of experts.
     return sum(
         t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1
         for n, t in stored.items()
@@ -86,14 +85,14 @@ def count_tensors(stored: Mapping[str, _Described]) -> int:
 
 
 def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
-    """The tensors of a model's file by name, as views of its parameters.
+    """The tensors of a model's file by their names there, as views of the model's parameters.
 
     A tied head and the rows that pad the vocabulary are left out.
 
     Args:
         model: the model.
-        stacked: True keeps the experts of a layer as one tensor [E, ...]; False gives a view of
-            each expert under its name in the family's files.
+        stacked: True keeps all experts of a layer in one tensor [E, ...]; False gives a view of
+            each expert's matrices under its name in the family's files.
     """
     config = model.config
     tensors: dict[str, Tensor] = {}
@@ -107,8 +106,8 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Tensors in which stacked experts [E, 2F, C] and [E, C, F] are replaced by views of each
-    expert's matrices, under the names of their family's files."""
+    """The tensors, with stacked experts ([E, 2F, C] for gate and up, [E, C, F] for down) replaced
+    by views of each expert's matrices, under their names in the family's files."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if config.family.experts is not None and ".mlp." in name:
@@ -119,7 +118,7 @@ def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
 
 
 def file_name(model: Model, name: str) -> str:
-    """The name in a model's file of a parameter that is not of an expert."""
+    """The name in a model's file of the parameter `name`, which is not an expert's."""
     return model.head_file_name if name == HEAD_WEIGHT else name
 
 
@@ -151,19 +150,21 @@ def load_weights(
     dtype: torch.dtype | None = None,
     mode: LoadingMode = "auto",
 ) -> tuple[FileState, ...]:
-    """Give a model on the meta device the weights of a model folder; return the files that stay
-    mapped as its parameters.
+    """Give a model on the meta device the weights of a model folder.
 
     Args:
         model: the model; its parameters get memory on `device`.
         folder: a folder with one safetensors file, or several with an index.
         device: the parameters' device.
         dtype: the parameters' dtype; None is the dtype of the embedding in the file.
-        mode: the loading mode, see the head of this module.
+        mode: the loading mode, see the docstring of this module.
+
+    Returns:
+        The files that stay memory-mapped as parameters; () if all weights were copied.
 
     Raises:
-        ModelError: a file is missing or damaged, or a tensor is missing, extra, of the wrong
-            shape, not floating-point, or a tied head differs from the embedding (all named).
+        ModelError: a file is missing or damaged; a tensor is missing, extra, of the wrong shape or
+            not floating point; or a tied head differs from the embedding. The message names it.
     """
     stored = fitting_tensors(model, folder)
     dtype = dtype or stored[embedding_name(model)].dtype
@@ -175,8 +176,8 @@ def load_weights(
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
-    """The tensors of a model folder by the names of `file_tensors`, with experts stacked as in its
-    files.
+    """The tensors of a model folder by the names of `file_tensors`, with experts stacked if the
+    files have them so.
 
     Args:
         model: the model of that folder's config, on any device.
@@ -194,7 +195,7 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """Do the same as `fitting_tensors`, from the tensors `stored` that the folder's files have.
+    """The same as `fitting_tensors`, given all tensors in the folder's files by name (`stored`).
 
     Raises:
         ModelError: the tensors do not fit the model, see `load_weights`.
@@ -203,9 +204,9 @@ def require_fit(
     prefix, _, short = embedding_name(model).partition(".")
     head_name = model.head_file_name
     heads = (HEAD_WEIGHT, head_name)
-    if short in stored:  # saved without its head, and without the name that it has beside that
+    if short in stored:  # the base model saved alone, without the prefix that it has beside a head
         stored = {n if n in heads else f"{prefix}.{n}": tensor for n, tensor in stored.items()}
-    if HEAD_WEIGHT in stored:  # transformers 5 calls it so in all families
+    if HEAD_WEIGHT in stored:  # the head's name in transformers 5, in all families
         stored = {head_name if n == HEAD_WEIGHT else n: tensor for n, tensor in stored.items()}
     stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(COMPUTED_BUFFERS)}
     left_out = model.config.family.left_out
@@ -228,7 +229,7 @@ def require_fit(
         ("lacks", sorted(expected.keys() - stored.keys()), ""),
         ("has unknown", sorted(stored.keys() - expected.keys()), ""),
         ("has misshapen", wrong, ""),
-        # Quantised weights mean nothing without their scales.
+        # Quantised weights are useless without their scales, which are not read.
         ("has quantised", quantised, ": take the model that was not quantised"),
     ):
         if names:
@@ -250,18 +251,18 @@ def _load_sequentially(
     inference = torch.is_inference_mode_enabled()
 
     def read(tensor: AnyStored, place: Tensor) -> None:
-        # The mode is a thread's own.
+        # torch's inference mode is set for each thread.
         with torch.inference_mode(inference):
             tensor.read_into(place)
 
-    # Several at a time: reading releases Python's lock, and one core doesn't fill the memory bus.
+    # Threads help: reading releases the GIL, and one core can't use the whole memory bandwidth.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda name: read(stored[name], places[name]), stored))
     return ()
 
 
 def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
-    """The tensors of a model's file that are no parameters, by name."""
+    """The (name, buffer) pairs of a model's buffers that its files contain."""
     saved = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
@@ -269,7 +270,7 @@ def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
 def _load_mapped(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # Unpacked tensors are copies in memory, which a change of the file does not affect.
+    # A change of the file can't affect packed tensors, which are unpacked into memory.
     plain = [tensor for tensor in stored.values() if isinstance(tensor, StoredTensor)]
     files = tuple({tensor.file for tensor in plain})
     mapped = open_tensors(stored)
@@ -284,7 +285,7 @@ def _load_mapped(
         ):
             whole[name] = tensor
         else:
-            # Stacked experts, padded vocabularies, other dtypes and devices need own memory.
+            # Stacked experts, padded vocabularies, other dtypes and devices need their own memory.
             whole[name] = torch.zeros_like(parameter, device=device)
     model.load_state_dict(whole, strict=False, assign=True)
     model.finish_loading()
@@ -297,7 +298,7 @@ def _load_mapped(
 def _load_straight(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # Copies, so that all of them are in memory at once and not only mapped there.
+    # Cloned, so that all tensors are in memory at once and not only memory-mapped.
     read = {name: tensor.clone() for name, tensor in open_tensors(stored).items()}
     allocate(model, device)
     for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
@@ -330,7 +331,7 @@ LOADING_MODES = tuple(_MODES)
 
 
 def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Give a model on the meta device memory on the CPU and copies of tensors.
+    """Give a model on the meta device memory on the CPU, and copy tensors into it.
 
     Args:
         model: changed in place.
@@ -344,13 +345,13 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
 
 def weights_to_save(model: Model) -> dict[str, Tensor]:
-    """The tensors of `model.safetensors`: on the CPU and contiguous."""
+    """The tensors of a model's `model.safetensors`, contiguous and on the CPU."""
     return {
         name: tensor.detach().cpu().contiguous() for name, tensor in file_tensors(model).items()
     }
 
 
-# Room for new tokens in a model that is there already
+# Adding rows for new tokens to an existing model
 
 
 @torch.no_grad()
@@ -364,19 +365,19 @@ def grow_vocabulary(
 ) -> None:
     """Give the tokens from `tokens_before` up to `tokens_now` rows in the embedding and the head.
 
-    A new token's rows are the mean of the old tokens' (Hewitt 2021: the new token is then as
-    likely as the average one, and takes little from the others), or those of one old token. The
-    old rows stay as they are to the last bit; their logits, too, except for the rounding of a
-    matrix product of another size (none at most sizes, up to 2e-8 observed). A tied head stays
+    A new token's rows are the mean of the old tokens' rows (Hewitt 2021: the new token is then as
+    likely as the average token, and takes little probability from the others), or a copy of one old
+    token's rows. The old rows do not change. Their logits do not either, except for the rounding of
+    a matrix product of another size (none at most sizes, up to 2e-8 observed). A tied head stays
     tied.
 
     Args:
-        model: changed in place, its `config` too. If the model has rows beyond `tokens_before`
-            already, as padded vocabularies do, those of new tokens are overwritten.
-        tokens_before: ids that the old tokenizer had.
-        tokens_now: ids that the new one has.
-        copied_from: the old token whose rows are copied; None takes the mean.
-        vocab_multiple: the rows are padded to a multiple of this.
+        model: changed in place, its `config` as well. If the model already has rows beyond
+            `tokens_before`, as padded vocabularies have, those of new tokens are overwritten.
+        tokens_before: number of token ids that the old tokenizer had.
+        tokens_now: number of token ids that the new tokenizer has.
+        copied_from: id of the old token whose rows are copied; None takes the mean.
+        vocab_multiple: number of which the embedding's rows are padded to a multiple.
     """
     assert tokens_before <= model.config.vocab_size
     assert copied_from is None or copied_from < tokens_before

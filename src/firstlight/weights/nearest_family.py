@@ -1,4 +1,8 @@
-"""The known family that is nearest to a config.json of an unknown one, for people."""
+"""The supported family that is nearest to a config.json of an unsupported one, for error messages.
+
+Families are compared by the keys of their config.json, by their activation and by traits of the
+architecture, such as experts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 from firstlight.models import FAMILIES
 
-#: Keys of config.json that say nothing about the architecture.
+#: Keys of config.json that are not compared, since they say little about the architecture.
 _NOT_OF_THE_ARCHITECTURE = frozenset(
     (
         *("architectures", "auto_map", "model_type", "transformers_version", "name_or_path"),
@@ -52,11 +56,11 @@ _SAME_KEYS = {
     "scale_depth": "residual_multiplier",
     "dim_model_base": "logits_scaling",
 }
-#: Keys of an epsilon, of LayerNorm in most families, of RMSNorm beside SiLU.
+#: Keys of a norm's epsilon: of RMSNorm in families with the activation SiLU, else of LayerNorm.
 _EITHER_NORM = ("layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 _STATE = "a state in place of attention"
-#: A trait of an architecture -> beginnings of keys that show it, and its weight in comparisons.
+#: Trait of an architecture -> (beginnings of the keys that show it, its weight in comparisons).
 _TRAITS = {
     "experts": (("num_experts", "moe_", "expert"), 2),
     _STATE: (
@@ -68,17 +72,21 @@ _TRAITS = {
     "LayerNorm": (("layer_norm_eps",), 1),
 }
 
-#: Keys that count as much as a difference in one trait.
+#: Number of different keys that count as much as a difference in one trait of weight 1.
 _TRAIT_KEYS = 6
+#: Maximum number of keys in a message.
 _SHOWN = 8
 
 
 def nearest_family(content: Mapping[str, Any]) -> str:
-    """The known family with the most similar config.json, and the differences, as the rest of a
-    sentence; "" if there is nothing to compare.
+    """The supported family with the most similar config.json, and the differences from it.
 
     Args:
         content: the object in config.json.
+
+    Returns:
+        The end of a sentence, such as ": the nearest is llama, which has no clip_qkv"; "" if no
+        key is shared with the nearest family.
     """
     text = content.get("text_config")
     asked = text if isinstance(text, Mapping) else content
@@ -88,7 +96,8 @@ def nearest_family(content: Mapping[str, Any]) -> str:
     found: list[tuple[int, str]] = []
     for name, family in FAMILIES.items():
         known = family.config.from_hf({"model_type": name}).to_hf()
-        # A model that keeps a state is far from all that keep none, however few its keys.
+        # Models with a recurrent state are only compared with each other: a config.json of few
+        # keys would otherwise seem near to any family.
         if (_STATE in _traits(asked)) != (_STATE in _traits(known)):
             continue
         has, all_keys = _keys_of(known), _all_keys_of(known)
@@ -112,7 +121,7 @@ def nearest_family(content: Mapping[str, Any]) -> str:
         differs.append(f"has hidden_act {act!r} in place of {_act_of(asked)!r}")
     more_traits = sorted(_traits(known) - _traits(asked))
     if "rms_norm_eps" not in asked:
-        # OPT and others have LayerNorm, and no key for its epsilon.
+        # OPT and others have LayerNorm without a key for its epsilon.
         more_traits = [trait for trait in more_traits if trait != "LayerNorm"]
     differs += [f"has {', '.join(more_traits)}"] if more_traits else []
     own = "; of its parts only the text_config was compared" if asked is text else ""
@@ -121,7 +130,8 @@ def nearest_family(content: Mapping[str, Any]) -> str:
 
 
 def _small_differences(asked: Mapping[str, Any], name: str, known: Mapping[str, Any]) -> str:
-    """The differences from a family whose config.json has all keys of `asked` that are set.
+    """The differences from a family whose config.json has all keys of `asked` with a value, as the
+    end of a sentence.
 
     Args:
         asked: the object in config.json.
@@ -129,7 +139,8 @@ def _small_differences(asked: Mapping[str, Any], name: str, known: Mapping[str, 
         known: a config.json of the family.
     """
     all_keys = _all_keys_of(known)
-    # OLMo's clip_qkv and SeedOSS' attention_out_bias are null or false by default.
+    # Keys that are null or false by default, such as OLMo's clip_qkv and SeedOSS'
+    # attention_out_bias, still show that the classes differ.
     unset = sorted(
         key
         for key in asked
@@ -144,21 +155,22 @@ def _small_differences(asked: Mapping[str, Any], name: str, known: Mapping[str, 
 
 
 def _listed(names: list[str]) -> str:
-    """The first names, and the number of the others, for a sentence."""
+    """The first `_SHOWN` names, and the number of the remaining ones."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _our_name(key: str, config: Mapping[str, Any]) -> str:
-    """Our name of a key of config.json."""
-    # EXAONE 3 and Mamba have the epsilon of an RMSNorm under the name of a LayerNorm's.
+    """firstlight's name of a key of config.json."""
+    # In EXAONE 3 and Mamba, the epsilon of RMSNorm has the usual name of LayerNorm's.
     if key in _EITHER_NORM and _act_of(config) == "silu":
         return "rms_norm_eps"
     return _SAME_KEYS.get(key, key)
 
 
 def _act_of(config: Mapping[str, Any]) -> str | None:
-    """The activation of a config.json, where it names one."""
+    """The activation that a config.json names, with variants under one name; None if it names none.
+    """
     for key, value in config.items():
         if _SAME_KEYS.get(key, key) == "hidden_act" and isinstance(value, str):
             return {"swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}.get(
@@ -168,8 +180,8 @@ def _act_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _keys_of(config: Mapping[str, Any]) -> set[str]:
-    """The keys that describe an architecture, under firstlight's names; a value that is false, 0 or
-    empty is the same as a missing key."""
+    """The keys that describe the architecture, under firstlight's names. A key whose value is
+    false, 0, null or empty counts as missing."""
     return {
         _our_name(key, config)
         for key, value in _with_rope(config).items()
@@ -178,13 +190,13 @@ def _keys_of(config: Mapping[str, Any]) -> set[str]:
 
 
 def _all_keys_of(known: Mapping[str, Any]) -> set[str]:
-    """The keys of a known family's config.json, under firstlight's names."""
+    """All keys of a supported family's config.json, under firstlight's names."""
     return {_SAME_KEYS.get(key, key) for key in _with_rope(known)}
 
 
 def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json with the rotated part of a head beside the rotary settings, as transformers 4
-    wrote it, where it is not the whole head."""
+    """A config.json with transformers 4's key `partial_rotary_factor`, if its rope_parameters say
+    that only a part of each head is rotated."""
     rope = config.get("rope_parameters")
     part = rope.get("partial_rotary_factor", 1) if isinstance(rope, Mapping) else 1
     return {**config, "partial_rotary_factor": part} if part != 1 else config
@@ -210,21 +222,20 @@ def _traits(config: Mapping[str, Any]) -> Set[str]:
     if any("head" in key for key in keys):
         found.add("attention")
     elif {"hidden_size", "num_hidden_layers"} <= keys:
-        # RWKV's keys show its state only by the absence of heads.
+        # RWKV's config.json shows its state only by the absence of keys about heads.
         found.add(_STATE)
-    # Baichuan and MiniCPM rotate by the usual base and have no key for it; so does Falcon without
-    # ALiBi.
+    # Baichuan, MiniCPM, and Falcon without ALiBi have rotary positions without a key for the base.
     is_plain = {"rms_norm_eps", "max_position_embeddings"} <= keys and _STATE not in found
     if is_plain or config.get("alibi") is False:
         found.add("rotary positions")
-    # Others, as BLOOM, add a bias to the scores, and have no greatest position.
+    # Families with neither, such as BLOOM, add a bias to the scores, and have no greatest position.
     if "max_position_embeddings" in keys and "rotary positions" not in found:
         found.add("learned positions")
     return found
 
 
 def _no_decoder(content: Mapping[str, Any]) -> str:
-    """The kind of a model that does not continue texts, for a sentence; "" for others."""
+    """The end of a sentence about a model that is no causal language model; "" if it is one."""
     if content.get("is_encoder_decoder"):
         return "; it is an encoder with a decoder, firstlight has decoders alone"
     classes = content.get("architectures")

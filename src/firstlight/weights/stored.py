@@ -1,4 +1,4 @@
-"""Safetensors files on the disk: headers, and tensors read straight into their places."""
+"""Safetensors files: reading headers, reading tensors directly into parameters, and writing."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _AnyTensor = TypeVar("_AnyTensor")
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: The names of pickled weights and their index, which `conversion/pickled.py` reads.
+#: File names of pickled weights and their index, which only `conversion/pickled.py` reads.
 PICKLED_NAME = "pytorch_model.bin"
 PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 
-#: The formats of weights, by safetensors' names; all others are of quantised models.
+#: Number formats of plain weights, by safetensors' names. Quantised models have others.
 FLOAT_FORMATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,11 +43,13 @@ FLOAT_FORMATS = {
     "BF16": torch.bfloat16,
 }
 
-#: Tensors of a file, 1.5 KB each while it is read: models have up to 100,000 in all files.
+#: Maximum number of tensors in a file. Each takes 1.5 KB of memory while the header is read; models
+#: have up to 100,000 in all their files.
 _MOST_TENSORS = 100_000
-#: Bytes read at a time to be converted: few enough for a core's cache, and for several threads.
+#: Bytes that are read and converted at a time: few enough for the cache, even of several threads.
 _CHUNK_BYTES = 1 << 20
-#: The same for a GPU, each time with a wait; what is converted there lies there twice a thread.
+#: The same for a GPU: larger, since the host waits for each copy, but not much, since each thread's
+#: part is on the GPU twice while it is converted.
 _GPU_CHUNK_BYTES = 1 << 21
 
 
@@ -56,9 +58,9 @@ class FileState:
     """A file's identity and state at one moment.
 
     Attributes:
-        path: the file's path at that moment.
-        identity: device and inode, which a rename over its name does not change.
-        state: size in bytes, time of the last change in nanoseconds.
+        path: the file's path.
+        identity: (device, inode). Another file that is renamed to the path has another identity.
+        state: (size in bytes, time of the last change in nanoseconds).
     """
 
     path: Path
@@ -67,7 +69,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path, file: io.FileIO | None = None) -> FileState:
-        """The file at `path`, or an open one, as it is now."""
+        """The present state of the file at `path`, which may be open as `file`."""
         found = os.stat(path) if file is None else os.fstat(file.fileno())
         return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
 
@@ -80,7 +82,7 @@ class FileState:
         try:
             now = FileState.of(self.path)
         except OSError:
-            return  # a deleted file lives on as long as it is mapped
+            return  # the content of a deleted file stays as long as it is mapped
         if now.identity == self.identity and now.state != self.state:
             raise ModelError(
                 f"{self.path} was changed in place while the model was in use: load it again "
@@ -93,11 +95,11 @@ class StoredTensor:
     """A tensor in a safetensors file.
 
     Attributes:
-        file: the file when its header was read.
+        file: state of the file when its header was read.
         name: the tensor's name in the file.
-        kind: the number format, as safetensors names it (F32, BF16).
-        shape: the tensor's sizes.
-        offset: position of its first byte in the file.
+        kind: number format, as safetensors names it (F32, BF16).
+        shape: sizes of the tensor.
+        offset: position of the tensor's first byte in the file.
     """
 
     file: FileState
@@ -113,11 +115,11 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its number format, one of `FLOAT_FORMATS`, or bytes."""
+        """The dtype of `kind`: one of `FLOAT_FORMATS`, or uint8."""
         return torch.uint8 if self.kind == "U8" else FLOAT_FORMATS[self.kind]
 
     def read_into(self, target: Tensor) -> None:
-        """Copy its values into a contiguous tensor of the same shape, any dtype and any device.
+        """Copy the values into a contiguous tensor of the same shape, of any dtype, on any device.
 
         Raises:
             ModelError: the file can't be read, is shorter than its header says, or was replaced.
@@ -130,13 +132,14 @@ class StoredTensor:
         start = 0
         for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
             place = flat[start : start + len(part)]
-            # A GPU converts faster; a part of the same dtype goes straight into its place.
+            # Another dtype is converted on the target's device, where a GPU is faster.
             place.copy_(part if part.dtype == place.dtype else part.to(flat.device))
             start += len(part)
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """True if its numbers are those of another tensor of the same shape."""
-        # Parts of the same number of elements, whatever their sizes in bytes.
+        """True if all values equal those of another tensor of the same shape and any dtype; NaN
+        equals NaN."""
+        # Parts with the same number of elements, even if the dtypes differ.
         count = _CHUNK_BYTES // 8
         pairs = zip(
             self._parts(count * self.dtype.itemsize),
@@ -150,14 +153,14 @@ class StoredTensor:
 
     @classmethod
     def mean(cls, tensors: Sequence[StoredTensor]) -> Tensor:
-        """The mean of tensors of one shape, added up in fp64, in fp32 on the CPU.
+        """The mean of tensors of one shape, fp32 on the CPU. The sum is computed in fp64.
 
         Raises:
             ModelError: a file can't be read, is shorter than its header says, or was replaced.
         """
         result = torch.empty(tensors[0].shape, dtype=torch.float32, device="cpu")
         flat, start = result.view(-1), 0
-        # Parts of the same number of elements, few enough for all of them to stay in the cache.
+        # Parts with the same number of elements, so few that those of all tensors fit in the cache.
         count = _CHUNK_BYTES // 32
         for parts in zip(*(one._parts(count * one.dtype.itemsize) for one in tensors), strict=True):
             total = parts[0].double()
@@ -169,7 +172,7 @@ class StoredTensor:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[io.FileIO]:
-        """The file at the tensor's first byte.
+        """Open the file at the tensor's first byte.
 
         Raises:
             ModelError: the file can't be read, or was replaced after its header was read.
@@ -184,7 +187,7 @@ class StoredTensor:
             raise ModelError(f"{self.path} can't be read: {describe_os_error(error)}") from error
 
     def _parts(self, chunk_bytes: int) -> Iterator[Tensor]:
-        """Its values in order, some at a time, in a buffer that is used again."""
+        """The values in order, in 1-D parts of up to `chunk_bytes`. All parts share one buffer."""
         count = torch.Size(self.shape).numel()
         size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
         buffer = torch.empty(size, dtype=self.dtype, device="cpu")
@@ -195,6 +198,7 @@ class StoredTensor:
                 yield part
 
     def _fill(self, flat: Tensor, file: io.FileIO) -> None:
+        """Read the next bytes of the file into a 1-D tensor of the file's dtype on the CPU."""
         if not len(flat):
             return
         memory = flat.view(torch.uint8).numpy().data
@@ -206,11 +210,11 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model folder: of its one file of weights, or of all that its index names.
+    """All tensors of a model folder by name: of `model.safetensors`, or of all files in its index.
 
     Raises:
         ModelError: the folder has no weights, a file is missing or damaged, or the index does not
-            fit the files (named).
+            fit the files; the message names the file.
     """
     if (folder / WEIGHTS_NAME).is_file():
         return read_header(folder / WEIGHTS_NAME)
@@ -222,15 +226,15 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def indexed_tensors(
     folder: Path, index_name: str, read: Callable[[Path], Mapping[str, _AnyTensor]]
 ) -> dict[str, _AnyTensor]:
-    """The tensors of all files that an index names.
+    """The tensors by name of all files that an index names.
 
     Args:
         folder: the folder of the index and the files.
-        index_name: the index's file name.
-        read: the reader of a file's tensors.
+        index_name: file name of the index.
+        read: function that reads the tensors of a file by name.
 
     Raises:
-        ModelError: a file is missing or damaged, or the index is not that of the files.
+        ModelError: a file is missing or damaged, or the index does not fit the files.
     """
     weight_map = _read_index(folder, index_name)
     tensors: dict[str, _AnyTensor] = {}
@@ -266,7 +270,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             content = file.read(length) if length <= MAX_JSON_BYTES else b""
             if (count := content.count(b"{")) > _MOST_TENSORS:
                 raise ModelError(f"{path} has {count:,} tensors: the limit is {_MOST_TENSORS:,}")
-            # The library checks the header against the file's length, but does not give offsets.
+            # safetensors checks the header and the file's length, but does not tell offsets.
             with safetensors.safe_open(path, framework="pt"):
                 header = json.loads(content, object_pairs_hook=unique_keys)
     except FileNotFoundError:
@@ -293,7 +297,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def has_pickled_weights(folder: Path) -> bool:
-    """True if a model folder has pickled weights only."""
+    """True if a model folder has pickled weights and no safetensors."""
     return any(
         (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
@@ -319,10 +323,10 @@ def _no_weights(folder: Path) -> ModelError:
 
 
 def _read_index(folder: Path, index_name: str) -> dict[str, str]:
-    """The file name of each tensor, by an index.
+    """The file name of each tensor, from an index.
 
     Raises:
-        ModelError: the index is damaged, or names a file elsewhere.
+        ModelError: the index is damaged, or names a file outside its folder.
     """
     path, fault = folder / index_name, "has no weight_map of tensors to files"
     weight_map = read_json_object(path, ModelError, fault).get("weight_map")
@@ -337,11 +341,11 @@ def _read_index(folder: Path, index_name: str) -> dict[str, str]:
 
 
 def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The tensors by the names given: the files, mapped into memory, which must not change
-    while they are used.
+    """The tensors by the names in `stored`, memory-mapped. The files must not change while the
+    tensors are in use.
 
     Raises:
-        ModelError: a file is not the one whose header was read.
+        ModelError: a file was replaced or changed after its header was read.
     """
     files: dict[Path, dict[str, Tensor]] = {}
     for state in {tensor.file for tensor in stored.values()}:
@@ -356,10 +360,10 @@ def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file, atomically: an old one stands until the new one is complete.
+    """Write a safetensors file atomically: an old one at `path` stays until the new one is complete.
 
     Raises:
-        StorageError: the disk refuses, or the format has no name for a tensor's dtype.
+        StorageError: the file system refuses a write, or safetensors lacks a tensor's dtype.
     """
     with replacing(path) as file:
         write_tensors(file, tensors, {"format": "pt"})
@@ -368,11 +372,11 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def save_weights(
     tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write the weights of a model folder: one file, or several with an index where they are
-    larger than `max_shard_bytes`.
+    """Write the weights of a model folder: one file, or several with an index if the tensors have
+    more than `max_shard_bytes` together.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: the file system refuses a write.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
