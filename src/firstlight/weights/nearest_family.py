@@ -169,8 +169,7 @@ def _our_name(key: str, config: Mapping[str, Any]) -> str:
 
 
 def _act_of(config: Mapping[str, Any]) -> str | None:
-    """The activation that a config.json names, with variants under one name; None if it names none.
-    """
+    """The activation that a config.json names (variants under one name); None if it names none."""
     for key, value in config.items():
         if _SAME_KEYS.get(key, key) == "hidden_act" and isinstance(value, str):
             return {"swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}.get(

@@ -137,8 +137,7 @@ class StoredTensor:
             start += len(part)
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """True if all values equal those of another tensor of the same shape and any dtype; NaN
-        equals NaN."""
+        """True if a tensor of the same shape and any dtype has equal values; NaN equals NaN."""
         # Parts with the same number of elements, even if the dtypes differ.
         count = _CHUNK_BYTES // 8
         pairs = zip(
@@ -360,7 +359,7 @@ def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file atomically: an old one at `path` stays until the new one is complete.
+    """Write a safetensors file atomically: an old one stays until the new one is complete.
 
     Raises:
         StorageError: the file system refuses a write, or safetensors lacks a tensor's dtype.
