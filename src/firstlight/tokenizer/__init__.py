@@ -1,11 +1,10 @@
-"""Tokenizers: load any of the usual files, train one's own, stream ids back to text.
+"""Tokenizers: load the usual kinds of files, train a new tokenizer, stream ids back to text.
 
-Every kind of file becomes one `Tokenizer` around the `tokenizers` library, and the saved form
-is always `tokenizer.json` + `tokenizer_config.json`, the layout that
-transformers reads.
+Every kind of file becomes a `Tokenizer` around the `tokenizers` library. A tokenizer is always
+saved as `tokenizer.json` + `tokenizer_config.json`, which transformers reads.
 
-Text is plain text unless the caller says otherwise: a document that happens to hold
-`<|endoftext|>` becomes the ordinary tokens of those characters, never the control token.
+Text is plain text by default: `<|endoftext|>` in a document becomes the ordinary tokens of these
+characters, never the special token. Special tokens are also called control tokens here.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ def train_tokenizer(
     pattern: str = GPT2_PATTERN,
     special_tokens: Sequence[str] = (END_OF_TEXT,),
 ) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, as GPT-2's (Sennrich et al. 2016, Radford et al. 2019).
+    """Train a byte-level BPE tokenizer like GPT-2's (Sennrich et al. 2016, Radford et al. 2019).
 
     Args:
         texts: the corpus, in texts of any length.
-        vocab_size: number of tokens, special ones and the 256 bytes included. A small corpus
-            can run out of pairs to merge; the tokenizer is then smaller.
-        pattern: the regular expression whose matches are never merged across.
-        special_tokens: control tokens, ids 0, 1, ...; the first one, if any, ends documents.
+        vocab_size: number of tokens, including special tokens and the 256 bytes. If the corpus has
+            too few pairs to merge, the tokenizer has fewer tokens.
+        pattern: regular expression that splits texts; no merge crosses the bounds of a match.
+        special_tokens: special tokens, with ids 0, 1, ...; the first one is the eos token.
 
     Raises:
         TokenizerError: `vocab_size` is too small, or the texts are empty.

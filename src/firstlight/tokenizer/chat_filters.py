@@ -1,4 +1,7 @@
-"""The filters and tests of chat templates: Jinja's, each with a limit on its input."""
+"""The filters and tests of chat templates: those of Jinja, with limits on their input and output.
+
+In messages, "it" is the chat template.
+"""
 
 from __future__ import annotations
 
@@ -22,41 +25,44 @@ from firstlight.tokenizer.chat_meter import (
     replaced_bytes,
 )
 
-#: Name of the variable with a rendering's meter, which no template can spell.
+#: Name of the variable with a rendering's meter. The space keeps templates from using it.
 METER = " meter"
 
-#: Jinja's filters that multiply text, or need far more than a look at each character; no chat
-#: template needs them.
+#: Jinja's filters that can lengthen a text, or take much time for each character; no chat template
+#: needs them.
 _LEFT_OUT = ("batch", "center", "pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
-#: Filters that make a text of any value, and the characters that each may take.
+#: Filters that convert any value to a text, with the most characters that the value may have.
 _OF_TEXT = {
     **dict.fromkeys(("capitalize", "e", "escape", "float", "forceescape", "int"), MAX_CHARS),
     **dict.fromkeys(("lower", "string", "trim", "truncate", "upper"), MAX_CHARS),
-    # Those that look at each word by itself.
+    # These process each word separately, which takes longer.
     **dict.fromkeys(("title", "urlencode", "wordcount"), 1_000_000),
 }
-#: Filters that look at each item by itself, and compare it with others.
+#: Filters that process all items at once, and may compare each item with others.
 _OF_ITEMS = ("dictsort", "groupby", "max", "min", "sort", "sum", "unique")
-#: Filters that make their items as they are asked for.
+#: Filters that yield one item at a time.
 _ONE_BY_ONE = ("map", "reject", "rejectattr", "select", "selectattr")
-#: Escapes of HTML have up to five characters.
+#: Filters that escape HTML: a character may become five, as in "&#39;".
 _ESCAPING = ("e", "escape", "forceescape")
-#: Tests that take time by the length of the compared values.
+#: Tests whose time grows with the length of the compared values.
 _LONG_TESTS = (
     *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le"),
     *("lessthan", "lower", "lt", "ne", "upper"),
 )
+#: Most characters in the argument of `trim`.
 _MAX_STRIPPED_CHARS = 1000
+#: Most digits to which `round` rounds.
 _MAX_DIGITS = 100
 
 
 def meter_of(context: Context) -> Meter:
-    """The meter of the rendering at hand."""
+    """The meter of the current rendering."""
     return cast(Meter, context.parent[METER])
 
 
 def metered_filters(filters: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Jinja's filters by name, and those that the compiler puts into templates."""
+    """Jinja's filters by name, each with limits, and the filters that `chat_sandbox` inserts into
+    templates, whose names begin with a space so that no template can use them."""
     metered = {
         name: _metered_filter(name, function)
         for name, function in filters.items()
@@ -78,13 +84,13 @@ def metered_filters(filters: Mapping[str, Any]) -> dict[str, Callable[..., Any]]
 
 
 def metered_tests(tests: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Jinja's tests by name."""
+    """Jinja's tests by name, with limits on those whose time grows with their input."""
     long = {name: _metered_test(tests[name]) for name in _LONG_TESTS}
     return {**tests, **long}
 
 
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja that counts its input and its output."""
+    """Jinja's filter `function`, with its input and output counted."""
 
     @jinja2.pass_context
     @functools.wraps(function)
@@ -123,7 +129,8 @@ def _metered_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_argument(function: Callable[..., Any], context: Context) -> tuple[Any, ...]:
-    """The argument that a filter asks of Jinja besides its value."""
+    """The argument that Jinja passes to a filter or test before its value, because it was decorated
+    with `pass_context`, `pass_eval_context` or `pass_environment`; () if there is none."""
     asked = getattr(function, "jinja_pass_arg", None)
     if asked is None:
         return ()
@@ -144,7 +151,7 @@ def _account_for_text(meter: Meter, name: str, value: Any, arguments: list[Any])
 
 
 def _few_items(meter: Meter, name: str, value: Any) -> Any:
-    """A value whose items are few."""
+    """The value, or a list of the items of an iterator, if it has at most `MAX_ITEMS` items."""
     if not hasattr(value, "__len__"):
         value = list(meter.each(value))
     meter.size(value, f"it puts a value through {name}")
@@ -153,7 +160,7 @@ def _few_items(meter: Meter, name: str, value: Any) -> Any:
     return value
 
 
-# For the compiler's use
+# Filters that `chat_sandbox` inserts into templates
 
 
 @jinja2.pass_context
@@ -176,7 +183,7 @@ def _made(context: Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _joined(context: Context, values: list[Any]) -> str:
-    """The result of `~`."""
+    """The result of the operator `~`, which concatenates texts."""
     meter = meter_of(context)
     if any(type(value) is not str for value in values):
         values = [_as_text(meter, value) for value in values]
@@ -203,7 +210,7 @@ def _compared(context: Context, value: Any) -> Any:
     return value
 
 
-# Under Jinja's names
+# Filters that replace those of Jinja with the same name
 
 
 @jinja2.pass_context
@@ -251,9 +258,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own: no HTML escapes, letters as they are."""
+    """Unlike Jinja's `tojson`, but like that of transformers, this does not escape HTML, nor, by
+    default, characters other than ASCII."""
     meter = meter_of(context)
-    # Indented JSON is written by Python itself, item by item.
+    # Indented JSON is slower: json then writes it in Python code, item by item, not in C.
     most = MAX_CHARS if indent is None else 1_000_000
     size = meter.size(value, "it makes JSON of a value", most)
     if isinstance(indent, int) and indent > 100:

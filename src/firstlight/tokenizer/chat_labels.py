@@ -1,21 +1,24 @@
 """Conversations as tokens with a loss mask: the assistant's tokens are the labels of fine-tuning.
 
-The conversation is encoded as at inference: the template's special tokens by their ids, and
-each text between two of them in one go. The labels are found in the characters of the rendered
-text first:
+A conversation is encoded as at inference: each special token of the template by its id, and each
+text between two special tokens in one call. Which characters of the rendered text are labels is
+determined first:
 
-    {% generation %} blocks    what stands inside of them, exactly
-    without them               from the end of the prompt that the model would be given
-                               (the messages before, with the generation prompt) to where the
-                               conversation up to this answer ends, without the white space
-                               after its end token. Both are looked for at the beginning of the
-                               whole text. Where a template lays out an answer otherwise once
-                               more follows, the answer itself is looked for, by putting marks
-                               around it.
+    with {% generation %} blocks       The content of the blocks.
+    without blocks, for each answer    The text from `start` to `end`:
+                                       - `start`: the end of the prompt that the model would get at
+                                         inference (the messages before, with the generation prompt)
+                                       - `end`: the end of the conversation up to this answer,
+                                         without the white space after its end token
 
-A token is a label if its first character is. A token that begins in the prompt and ends in the
-answer (if a template's last character and the answer's first ones make one token) is not a label:
-at inference the prompt ends before it, and the model can't write it.
+Without blocks, the prompt, and the conversation up to the answer, are rendered on their own; each
+must be a prefix of the whole text. Some templates render an answer differently if further messages
+follow it. Then the answer's content is located in the whole text instead, by rendering it with
+marks around it.
+
+A token is a label if its first character is a label. A token that begins in the prompt and ends in
+the answer (because the template's last and the answer's first characters are one token) is not a
+label: at inference the prompt ends before this token, so the model can't write it.
 """
 
 from __future__ import annotations
@@ -55,10 +58,10 @@ class LabelledChat:
     """A conversation as tokens.
 
     Attributes:
-        ids: the same as `Tokenizer.encode_chat`'s.
+        ids: token ids, the same as from `Tokenizer.encode_chat`.
         loss_mask: True for each id that is a label.
-        text_bytes: UTF-8 bytes of the labels' text, special tokens not counted.
-        torn: answers whose beginning lies inside a token that begins in the prompt.
+        text_bytes: UTF-8 bytes of the labels' text, without special tokens.
+        torn: number of answers that begin inside a token which begins in the prompt.
     """
 
     ids: list[int]
@@ -83,7 +86,7 @@ class ChatEncoder:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
         self._variables = tokenizer.named_tokens
         self._special = tokenizer.special_tokens
-        # Post-processing only trims the offsets: those of " a" would be those of "a".
+        # Without post-processor, because it trims offsets: those of " a" would be those of "a".
         state = json.loads(tokenizer.backend.to_str())
         self._plain = Tokenizer(
             tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
@@ -101,12 +104,12 @@ class ChatEncoder:
 
         Args:
             messages: objects with `role` and `content`, both texts.
-            masked: indices of the assistant's messages outside the loss.
-            everything: all tokens are labels but those of the masked messages.
+            masked: indices of the assistant's messages that are outside the loss.
+            everything: all tokens are labels, except those of the masked messages.
 
         Raises:
-            InputError: the messages are something else, or the template refuses them.
-            TokenizerError: the template fails, or the assistant's text can't be found in the
+            InputError: the messages are not such objects, or the template refuses them.
+            TokenizerError: the template fails, or the assistant's text can't be located in the
                 rendered text.
         """
         plain = plain_messages(messages)
@@ -132,7 +135,14 @@ class ChatEncoder:
         text: str,
         answers: list[int],
     ) -> list[tuple[int, int]]:
-        """The characters of each answer that are labels, in their order."""
+        """The characters of each answer that are labels, as (start, end) in `text`, in order.
+
+        Args:
+            messages: the marked messages (see `chat_template.protected`).
+            pattern: the pattern for marks and special tokens.
+            text: the rendered text of `messages`.
+            answers: indices of the assistant's messages.
+        """
         free = free_characters(messages, self._template)
         marks = next(free), next(free)
         if self._has_blocks:
@@ -155,7 +165,8 @@ class ChatEncoder:
     def _blocks(
         self, messages: list[dict[str, Any]], text: str, marks: tuple[str, str]
     ) -> list[tuple[int, int]]:
-        """The spans of the template's `{% generation %}` blocks."""
+        """The spans in `text` of the template's `{% generation %}` blocks, located by `marks`
+        before and after each block."""
         parts = re.split(f"([{''.join(marks)}])", self._render(messages, generation_marks=marks))
         plain, signs = "".join(parts[::2]), parts[1::2]
         if plain != text or signs != [*marks] * (len(signs) // 2):
@@ -174,12 +185,14 @@ class ChatEncoder:
         index: int,
         marks: tuple[str, str],
     ) -> tuple[int, int]:
-        """The span of one answer with its end token, without blocks."""
+        """The span in `text` of answer number `index` with its end token, for a template without
+        blocks."""
         prompt = self._beginning(text, messages[:index], add_generation_prompt=True)
         last = index + 1 == len(messages)
         whole = len(text) if last else self._beginning(text, messages[: index + 1])
         if prompt is None or whole is None:
-            # A template may leave out the beginning of an answer, such as its thoughts.
+            # The part is not a prefix of the whole text: for example, some templates leave out the
+            # thoughts of earlier answers.
             marks = ("" if prompt is not None else marks[0], marks[1])
             start, end = self._marked_content(messages, text, index, marks)
             end = self._with_end_token(text, end, pattern)
@@ -189,22 +202,30 @@ class ChatEncoder:
         if specials and not text[specials[-1].end() : whole].strip():
             end = specials[-1].end()
         elif (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
-            end += len(eos)  # of a template that ends a turn where another one begins
+            end += len(eos)  # the template ends a turn only where the next one begins
         return prompt, end
 
     def _beginning(self, text: str, messages: list[dict[str, Any]], **options: Any) -> int | None:
-        """The length of these messages' text if the whole begins with it; else None."""
+        """The length of the rendered text of `messages` if `text` begins with it; otherwise None.
+        `options` are those of `render`."""
         try:
             part = self._render(messages, **options)
-        except (InputError, TokenizerError):  # a template that takes no such part
+        except (InputError, TokenizerError):  # the template refuses a part of a conversation
             return None
         return len(part) if text.startswith(part) else None
 
     def _marked_content(
         self, messages: list[dict[str, Any]], text: str, index: int, marks: tuple[str, str]
     ) -> tuple[int, int]:
-        """The span of a message's content without white space at its ends; from 0 on without a
-        mark for its beginning."""
+        """The span in `text` of a message's content, without white space at its ends.
+
+        Args:
+            messages: the marked messages.
+            text: the rendered text of `messages`.
+            index: index of the message.
+            marks: characters to put before and after the content. If the first is "", the start of
+                the span is not located, and is 0.
+        """
         before, after = marks
         content = messages[index]["content"]
         core = content.strip()
@@ -221,7 +242,8 @@ class ChatEncoder:
         return found.index(before), found.index(after) - len(before)
 
     def _with_end_token(self, text: str, end: int, pattern: re.Pattern[str]) -> int:
-        """The end of the special token that ends a turn, if it is the next."""
+        """The end of the special token that follows `end`, after white space at most; `end` if
+        there is none."""
         match = pattern.search(text, end)
         if match is None or not match["special"] or text[end : match.start()].strip():
             return end
@@ -248,8 +270,8 @@ class ChatEncoder:
         return LabelledChat(ids, loss_mask, text_bytes, torn)
 
 
-#: Form of control tokens in all known templates. Some models were trained on the characters of such
-#: a text instead of a token; their tokenizers come with the template.
+#: Form of special tokens in all known templates. Some models were trained on such a text as plain
+#: characters; their template is already in their tokenizer, where this form is not checked.
 _CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]{1,64}\|>|<(?:start|end)_of_\w{1,32}>")
 
 _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -258,11 +280,12 @@ _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "conten
 def with_chat_template(
     tokenizer: Tokenizer, template: str | None, folder: str = "DIR"
 ) -> Tokenizer:
-    """The tokenizer with the named template, or its own.
+    """The tokenizer with the given chat template, or the tokenizer itself if none is given.
 
     Args:
-        tokenizer: the tokenizer to extend.
-        template: a built-in template's name, or a .jinja file; None is the tokenizer's own.
+        tokenizer: the tokenizer.
+        template: name of a built-in template, or path of a .jinja file; None is the tokenizer's
+            own template.
         folder: the tokenizer's folder, for messages.
 
     Raises:
@@ -289,7 +312,7 @@ def with_chat_template(
     ]
     if missing:
         source = shlex.quote(folder)
-        # Those of a built-in template are added with it.
+        # `tokenizer extend` adds the special tokens of a built-in template by itself.
         named = "" if required else f" --add {' '.join(map(shlex.quote, missing))}"
         raise TokenizerError(
             f"the chat template {template} writes {' '.join(missing)}, which the tokenizer of "
@@ -306,7 +329,12 @@ def with_chat_template(
 
 
 def _try_out(tokenizer: Tokenizer) -> str:
-    """The text of an ordinary conversation; "" if the template refuses it, being for others."""
+    """The text of a short conversation; "" if the template refuses it, because it is for other
+    conversations.
+
+    Raises:
+        TokenizerError: the template fails.
+    """
     try:
         return tokenizer.apply_chat_template(_CONVERSATION)
     except InputError:
@@ -314,39 +342,45 @@ def _try_out(tokenizer: Tokenizer) -> str:
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special tokens that end an assistant's turn under the tokenizer's chat template: the
-    first one that the template writes after the assistant's text. Empty where there is no template,
-    or where turns end in plain text.
+    """The id of the special token that ends an assistant's turn: the first special token that the
+    tokenizer's chat template writes after the assistant's text. Empty if there is no template, or
+    if turns end in plain text.
 
-    Such a token need not be among the model's end tokens. For example, `<|im_end|>` of a template
-    that was added later is not, and an answer would continue into further turns.
+    Generation must stop at this token, even if it is not among the model's eos tokens. For example,
+    `<|im_end|>` of a template that was added later is not, and the model would write further turns.
     """
     if tokenizer.chat_template is None:
         return ()
     question, again = {"role": "user", "content": "1"}, {"role": "user", "content": "2"}
     for more in ([], [again]):  # some templates end a turn only where another one begins
         try:
-            # Two answers without a character in common: what both texts end with comes after.
+            # Two answers without a common character: the common end of both is after the answer.
             one, other = (
                 tokenizer.encode_chat([question, {"role": "assistant", "content": text}, *more])
                 for text in ("3", "4")
             )
         except (InputError, TokenizerError):
             continue
-        if one == other:  # a template that leaves the last answer out
+        if one == other:  # the template leaves out the last answer
             continue
         pairs = zip(reversed(one), reversed(other), strict=False)
         same = [token_id for token_id, _ in itertools.takewhile(lambda p: p[0] == p[1], pairs)]
         after = same[::-1]
         for place, token_id in enumerate(after):
             if token_id in tokenizer.special_token_ids:
-                # A turn that ends in text, as "USER:", is not ended by what follows that.
+                # If text such as "USER:" comes first, it is the text that ends the turn.
                 return () if tokenizer.decode(after[:place]).strip() else (token_id,)
     return ()
 
 
 def require_end(ids: list[int], loss_mask: list[bool], tokenizer: Tokenizer) -> str | None:
-    """A warning if the last label of an example is not a special token; else None."""
+    """A warning if the last label of an example is not a special token; otherwise None.
+
+    Args:
+        ids: the example's token ids.
+        loss_mask: True for each id that is a label.
+        tokenizer: the tokenizer.
+    """
     last = next((i for i, own in zip(ids[::-1], loss_mask[::-1], strict=True) if own), None)
     if last is None or last in tokenizer.special_token_ids:
         return None

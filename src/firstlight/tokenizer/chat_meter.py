@@ -1,7 +1,8 @@
-"""The budget of rendering a chat template: time, text that it makes, values that it keeps.
+"""Limits on rendering a chat template: time, size of the text, size of the values.
 
-One call of Python's own functions can't be interrupted, so an operation that takes time or memory
-by the length of its input is counted before it runs, and the time is checked after it.
+A single call of a built-in function can't be interrupted. So the cost of an operation whose time or
+memory grows with its input is counted before it runs, and the time is checked afterwards. In
+messages, "it" is the chat template.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-#: Characters of a rendered conversation, and of any one value on the way.
+#: Most characters of a rendered conversation, and of any value while it is rendered.
 MAX_CHARS = 10_000_000
-#: Characters that one item of a list counts as.
+#: Characters that an item of a list counts as.
 _CHARS_PER_ITEM = 20
-#: Bytes of all that is made in one rendering.
+#: Most bytes of all values together that one rendering creates.
 MAX_BYTES_MADE = 150_000_000
-#: Bytes of a short text, as a text is cut into.
+#: Bytes that a short string counts as, such as each part of a split text.
 BYTES_PER_PIECE = 80
-#: Most items that are sorted, grouped or made distinct: each takes a microsecond.
+#: Most items that are sorted, grouped or made unique; each takes about a microsecond.
 MAX_ITEMS = 100_000
-#: Bits of a whole number.
+#: Most bits of an integer.
 _MAX_INTEGER_BITS = 100_000
-#: Characters that may be taken off the ends of a text: each place is compared with each of them.
+#: Most characters in the argument of `strip`, with each of which it compares characters of a text.
 _MAX_STRIPPED_CHARS = 1000
-#: Characters looked for from the end of a text times those of the text: Python may compare each
-#: with each.
+#: Most characters of a text times those searched for from its end: `rfind` may compare all pairs.
 _MAX_BACKWARD_COMPARISONS = 100_000_000
-#: Processor time of one rendering; a conversation of a million words takes a tenth.
+#: Most processor time of one rendering. A conversation of a million words takes a tenth of it.
 MAX_SECONDS = 0.7
-#: Characters that are looked at before the time is, and those that anything at all counts for.
+#: Characters that are processed between two checks of the time; characters that any operation
+#: counts at least.
 _SIZE_PER_CLOCK, _LEAST_SIZE = 20_000, 400
-#: Values that are looked at before the time is.
+#: Values of a nested value, and items of a loop, between two calls of `Meter.tick`.
 _VALUES_PER_TICK = 200
 _ITEMS_PER_TICK = 16
 
@@ -51,7 +52,10 @@ _ENCODINGS = ("utf-8", "utf8", "ascii", "latin-1")
 
 
 class Meter:
-    """The time and memory that one rendering has used."""
+    """Counts the time and memory of one rendering.
+
+    Every method raises a SecurityError if a limit is exceeded.
+    """
 
     def __init__(self) -> None:
         self._started = time.thread_time()
@@ -62,7 +66,8 @@ class Meter:
         """Check the time limit; called wherever a template can loop.
 
         Args:
-            size: characters that were looked at. The clock is read once for many short values.
+            size: characters that were processed. The clock is read once for many small sizes,
+                because reading it takes longer than a small operation.
         """
         self._since_clock += size + _LEAST_SIZE
         if self._since_clock < _SIZE_PER_CLOCK:
@@ -72,7 +77,12 @@ class Meter:
             raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
 
     def make(self, size: int, chars: int = 0) -> None:
-        """Count `size` bytes, or a text of `chars` characters, before the value is made."""
+        """Count a value before it is created.
+
+        Args:
+            size: bytes of the value.
+            chars: characters of the value, if it is a text.
+        """
         if chars > MAX_CHARS:
             raise SecurityError(f"it makes more than {MAX_CHARS:,} characters at once")
         self._made += max(size, 0)
@@ -80,7 +90,7 @@ class Meter:
             raise SecurityError(f"it makes more than {MAX_BYTES_MADE:,} bytes")
 
     def made(self, value: Any) -> Any:
-        """Count a value that was made, and return it."""
+        """Count a value that was created, and return it."""
         if isinstance(value, str | bytes | list | tuple | dict | set):
             if isinstance(value, str | bytes) and len(value) > MAX_CHARS:
                 raise SecurityError(f"it makes a text of more than {MAX_CHARS:,} characters")
@@ -92,15 +102,20 @@ class Meter:
         return value
 
     def keep(self, value: Any) -> None:
-        """Check the size of a value that gets a name, so that none can be doubled for ever."""
+        """Check the size of a value that is assigned to a variable, so that no variable can be
+        doubled without end."""
         self.size(value, "it keeps a value")
 
     def size(self, value: Any, action: str, most: int | None = None) -> int:
-        """The characters of a value and all that is in it, its items counted too.
+        """Characters of a value: of all strings in it, and 20 for each item of a container.
+
+        Args:
+            value: any value, nested or not.
+            action: beginning of the error message.
+            most: the limit; None is `MAX_CHARS`.
 
         Raises:
-            SecurityError: there are more than `most` (by default as many as any value may have),
-                in a sentence that begins with `action`.
+            SecurityError: the value has more than `most` characters.
         """
         most = MAX_CHARS if most is None else most
         if isinstance(value, str) and len(value) <= most:
@@ -133,7 +148,7 @@ class Meter:
         return size
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Items as they come, with the time looked at between them."""
+        """The same items, one by one, with the limits checked between them."""
         for number, item in enumerate(items):
             if number % _ITEMS_PER_TICK == 0:
                 self.tick(_ITEMS_PER_TICK * _LEAST_SIZE)
@@ -142,7 +157,7 @@ class Meter:
 
 
 def joined_bytes(items: Iterable[Any], separator: str | bytes) -> int:
-    """Bytes of a text that is joined of others."""
+    """Upper bound on the bytes of `separator.join(items)`."""
     between = sys.getsizeof(separator)
     return sum(
         between + (sys.getsizeof(i) if isinstance(i, str | bytes) else BYTES_PER_PIECE)
@@ -151,7 +166,11 @@ def joined_bytes(items: Iterable[Any], separator: str | bytes) -> int:
 
 
 def account_for_operator(meter: Meter, operator: str, left: Any, right: Any) -> None:
-    """Account for the result of an operator between two values, before it is made."""
+    """Count the result of a binary operator (+, *, %, **, ...) before it is computed.
+
+    Raises:
+        SecurityError: the result would exceed a limit.
+    """
     if isinstance(left, int) and isinstance(right, int):
         a, b = left.bit_length(), right.bit_length()
         bits = a * max(right, 0) if operator == "**" else a + b
@@ -170,8 +189,12 @@ def account_for_operator(meter: Meter, operator: str, left: Any, right: Any) -> 
 
 
 def account_for_format(meter: Meter, template: str | bytes, values: Any) -> None:
-    """Account for a formatted text: it can name each value many times, and a width of a few digits
-    can fill the memory."""
+    """Count a formatted text before it is created: a format can insert a value many times, and a
+    width of a few digits can fill the memory.
+
+    Raises:
+        SecurityError: the text could exceed a limit, or takes a width from a value (`%*d`).
+    """
     text = template if isinstance(template, str) else template.decode("latin-1")
     if re.search(r"%[^%a-zA-Z]*\*", text):
         raise SecurityError("it formats with a width that is not in the format")
@@ -183,8 +206,17 @@ def account_for_format(meter: Meter, template: str | bytes, values: Any) -> None
 
 
 def account_for_method(meter: Meter, owner: Any, name: str, arguments: list[Any]) -> None:
-    """Account for the result of a method of a text, a number or a list, and refuse the methods that
-    no template needs."""
+    """Count the result of a method before it is called.
+
+    Args:
+        meter: the rendering's meter.
+        owner: the text, number or container whose method is called.
+        name: name of the method.
+        arguments: its arguments, positional and keyword.
+
+    Raises:
+        SecurityError: the result could exceed a limit, or no template needs the method.
+    """
     if isinstance(owner, str | bytes):
         _account_for_text(meter, owner, name, arguments)
     elif isinstance(owner, int):
@@ -233,21 +265,22 @@ def _account_for_text(meter: Meter, owner: str | bytes, name: str, arguments: li
 
 
 def replaced_bytes(text: Any, old: Any, new: Any) -> int:
-    """Bytes of a text in which one part is replaced by another."""
+    """Bytes of `text.replace(old, new)`."""
     if isinstance(text, str) != isinstance(old, str):
-        return 0  # Python says that they are of two kinds
+        return 0  # a mix of str and bytes: `replace` itself will raise a TypeError
     width = max(_width(text), _width(new))
     return int(width * (len(text) + text.count(old) * len(new)))
 
 
 def _width(text: Any) -> int:
-    """Bytes of one of its characters."""
+    """Bytes of a character in Python's memory: 1, 2 or 4."""
     if isinstance(text, bytes) or text.isascii():
         return 1
     return 4 if sys.getsizeof(text) >= 4 * len(text) else 2
 
 
 def one_line(text: Any) -> str:
-    """A template's own words as part of a message: short, and without a terminal's commands."""
+    """A template's text for a message: at most 300 characters in one line, without control
+    characters, which a terminal could take for commands."""
     words = "".join(c if c.isprintable() else " " for c in str(text)[:1000]).split()
     return " ".join(words)[:300]

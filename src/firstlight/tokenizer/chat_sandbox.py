@@ -1,11 +1,11 @@
-"""The sandbox in which chat templates are rendered: with limits, and out of Python's reach.
+"""The sandbox in which chat templates are rendered: with limits, and without access to Python.
 
-A template often comes with a downloaded model, so it is treated as somebody else's program: it sees
-only plain JSON data, can change nothing, and can't reach Python through these data (Jinja's
-sandbox). Its time, its text and its values are limited, against loops in loops, multiplied and
-doubled strings, lists of themselves, and endless macros. The input of each operator, filter, test
-and method that takes time by the length of its input is limited, too (`chat_meter`,
-`chat_filters`).
+A template often comes with a downloaded model, so it is treated as an untrusted program. It gets
+only plain JSON data, can't change the data, and can't reach Python objects through them (Jinja's
+sandbox). Its time, the size of its text and the size of its values are limited, because nested
+loops, repeatedly doubled strings, lists that contain themselves and recursive macros could take any
+time and memory. For the same reason, the input of each operator, filter, test and method whose time
+grows with its input is limited (`chat_meter`, `chat_filters`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from firstlight.tokenizer.chat_meter import (
     one_line,
 )
 
-#: Characters of a template.
+#: Most characters of a template.
 MAX_TEMPLATE_CHARS = 1_000_000
-#: Jinja tokens of a template: each takes some 50 microseconds to compile. The longest
-#: of published models have 5,000.
+#: Most Jinja tokens of a template, each of which takes about 50 microseconds to compile. The
+#: longest templates of published models have 5,000.
 MAX_TEMPLATE_TOKENS = 15_000
 
 
@@ -61,24 +61,24 @@ def render(
     add_generation_prompt: bool = False,
     generation_marks: tuple[str, str] = ("", ""),
 ) -> str:
-    """The text of a conversation, the same that transformers' `apply_chat_template` makes.
+    """The text of a conversation, the same as from transformers' `apply_chat_template`.
 
     Args:
-        template: Jinja.
-        messages: plain JSON data, with `role` and `content` in each.
-        variables: further names that the template may use: `bos_token` and the like.
+        template: the template, in Jinja.
+        messages: plain JSON data: objects with `role` and `content`.
+        variables: further variables of the template, such as `bos_token`.
         add_generation_prompt: end with the beginning of the assistant's next turn.
-        generation_marks: texts before and after the content of `{% generation %}` blocks.
+        generation_marks: texts to write before and after the content of a `{% generation %}` block.
 
     Raises:
-        TokenizerError: the template doesn't compile, fails, uses something that is forbidden, or
-            runs too long.
+        TokenizerError: the template doesn't compile, fails, does something that is forbidden, or
+            takes too long.
         InputError: the template itself refuses the conversation (`raise_exception`).
     """
     compiled = _compiled(template)
     values: dict[str, Any] = {
         "messages": messages,
-        # Templates ask `tools is not none`, which an undefined name would answer with yes.
+        # Templates test `tools is not none`, which is true for an undefined variable.
         "tools": None,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
@@ -129,16 +129,17 @@ def _compiled(template: str) -> jinja2.Template:
     )
 
 
-#: Name of the variable with the marks of `{% generation %}` blocks, which no template can spell.
+#: Name of the variable with the marks of `{% generation %}` blocks. The space keeps templates from
+#: using it.
 _MARKS = " marks"
 
 
 class _RefusalError(TemplateError):
-    """The template's own `raise_exception`."""
+    """The template called `raise_exception`."""
 
 
 def _concat(pieces: Iterable[str]) -> str:
-    """The text of a macro or a `set` block."""
+    """The text of a macro or a `set` block, within the limit on characters."""
     pieces = list(pieces)
     if sum(map(len, pieces)) > MAX_CHARS:
         raise SecurityError(f"it makes a text of more than {MAX_CHARS:,} characters")
@@ -146,7 +147,8 @@ def _concat(pieces: Iterable[str]) -> str:
 
 
 class _Metering(NodeTransformer):
-    """Puts the meter at every place of a template that can loop, grow or take long."""
+    """Changes a template's syntax tree: every expression that can loop, or whose result can be
+    large or take long, is passed through one of the filters of `chat_filters` that count it."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
@@ -156,7 +158,7 @@ class _Metering(NodeTransformer):
             case nodes.Assign():
                 node.node = _through(" kept", node.node)
             case nodes.AssignBlock():
-                # The innermost filter takes the text that the block has written.
+                # They wrap the block's own filters, of which the innermost gets the block's text.
                 for name in (" made", " kept"):
                     node.filter = nodes.Filter(
                         node.filter, name, [], [], None, None, lineno=node.lineno
@@ -191,7 +193,7 @@ def _meter_comparison(node: nodes.Compare) -> None:
     sides = [node.expr, *(operand.expr for operand in node.ops)]
     looks = any(operand.op in ("in", "notin") for operand in node.ops)
     if not looks and any(isinstance(side, nodes.Const) for side in sides):
-        return  # as long as the constant at most
+        return  # comparing takes no longer than the constant is
     node.expr = _compared(node.expr)
     for operand in node.ops:
         operand.expr = _compared(operand.expr)
@@ -204,7 +206,7 @@ def _compared(value: nodes.Expr) -> nodes.Expr:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a meter at every place where a template can go round or grow."""
+    """Jinja's sandbox, in which operators and calls are counted by the rendering's `Meter`."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     concat = staticmethod(_concat)
@@ -225,7 +227,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         meter = meter_of(context)
         meter.keep(args)
         meter.keep(kwargs)
-        # The sandbox wraps str.format.
+        # Jinja's sandbox wraps str.format; the original method has the text as `__self__`.
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str | bytes | int | list | tuple | dict | set):
@@ -238,10 +240,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _written(context: Context, value: Any) -> Any:
-    """The value of an expression that is written, before it becomes text."""
+    """Count the value of an expression `{{ ... }}` before it is converted to text."""
     if not isinstance(value, str | int | jinja2.Undefined):
         meter = meter_of(context)
-        # Each character can be shown as \U and eight digits.
+        # `repr` may show a character as \U and eight digits, which are ten characters.
         meter.make(10 * meter.size(value, "it writes a value"))
     return value
 
@@ -257,12 +259,13 @@ def _strftime_now(format: str) -> str:  # the name that transformers gives the a
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """`dict` itself would bring its attributes along."""
+    """The function `dict` of templates; the class itself would give them its attributes."""
     return dict(*args, **kwargs)
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names that begin with an underscore and without its contents as text."""
+    """Jinja's `namespace`, without attributes that begin with an underscore. As text, it does not
+    show its contents, whose size is not counted."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -280,7 +283,8 @@ class _Namespace(Namespace):
 
 
 class _Generation(Extension):
-    """`{% generation %}` blocks around an answer: rendered as is, between the marks of `render`."""
+    """`{% generation %}` blocks, which templates put around an answer: the content is rendered as
+    usual, between the `generation_marks` of `render`."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as the one text that a model was, or will be, trained on.
+"""Chat templates, which turn a conversation into the text that a model is trained on.
 
-A template is Jinja, in the dialect of Hugging Face's chat templates. Here are those that come
-with firstlight, and what goes into a template; `chat_sandbox` renders it.
+A template is written in Jinja, in the dialect of Hugging Face's chat templates. This module has the
+built-in templates, and prepares the input of a template; `chat_sandbox` renders it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from firstlight.errors import InputError
 from firstlight.files.atomic import plain_lines, read_file
 from firstlight.tokenizer.chat_sandbox import render
 
-#: OpenAI's ChatML: no token before the first turn.
+#: OpenAI's ChatML, without a bos before the first turn.
 _CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' -}}
@@ -26,7 +26,8 @@ _CHATML = """\
 {%- endif -%}
 """
 
-#: meta-llama/llama `llama/generation.py`: the system message stands inside the first user turn.
+#: Llama 2's (meta-llama/llama `llama/generation.py`): the system message is inside the first user
+#: turn.
 _LLAMA2 = """\
 {%- set system = '' -%}
 {%- set turns = messages -%}
@@ -51,7 +52,7 @@ _LLAMA2 = """\
 {%- endfor -%}
 """
 
-#: meta-llama/llama3 `llama/tokenizer.py` (ChatFormat).
+#: Llama 3's (meta-llama/llama3 `llama/tokenizer.py`, ChatFormat).
 _LLAMA3 = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -63,8 +64,8 @@ _LLAMA3 = """\
 {%- endif -%}
 """
 
-#: tatsu-lab/stanford_alpaca `train.py` (PROMPT_DICT): plain text, and the end of text after each
-#: answer. A system message replaces the first sentences.
+#: Alpaca's (tatsu-lab/stanford_alpaca `train.py`, PROMPT_DICT): plain text, with eos after each
+#: answer. A system message replaces the first two sentences.
 _ALPACA = """\
 {{- bos_token -}}
 {%- if messages[0].role == 'system' -%}
@@ -84,7 +85,7 @@ _ALPACA = """\
 {%- endfor -%}
 """
 
-#: The templates that come with firstlight, by name.
+#: The built-in templates by name.
 CHAT_TEMPLATES: dict[str, str] = {
     "chatml": _CHATML,
     "llama2": _LLAMA2,
@@ -94,26 +95,27 @@ CHAT_TEMPLATES: dict[str, str] = {
 
 _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
-    # [INST] and <<SYS>> are plain text; the turns end with eos_token.
+    # [INST] and <<SYS>> are plain text, and turns end with eos_token.
     "llama2": (),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "alpaca": (),
 }
 
-#: Most bytes of a template's file.
+#: Most bytes of a chat template's file.
 _MAX_TEMPLATE_BYTES = 4_000_000
 
 
 def required_tokens(name: str) -> tuple[str, ...]:
-    """The special tokens that the built-in template `name` writes, besides bos and eos."""
+    """The special tokens, besides bos and eos, that the built-in template `name` writes."""
     return _REQUIRED_TOKENS[name]
 
 
 def find_template(name: str) -> tuple[str, tuple[str, ...]]:
-    """(template, the special tokens it is known to write) of a built-in name or of a file.
+    """(template, special tokens that it is known to write) for the name of a built-in template or
+    the path of a file. The special tokens of a file are unknown: ().
 
     Raises:
-        InputError: the name is neither, or the file can't be read.
+        InputError: the name is neither a built-in template nor a file, or the file can't be read.
     """
     if name in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[name], required_tokens(name)
@@ -133,17 +135,17 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text of a conversation, the same that transformers' `apply_chat_template` makes.
+    """The text of a conversation, the same as from transformers' `apply_chat_template`.
 
     Args:
-        template: Jinja.
-        messages: objects with `role` and `content`, both texts; further entries, as plain JSON,
-            are the template's to use.
-        variables: further names that the template may use: `bos_token` and the like.
+        template: the template, in Jinja.
+        messages: objects with `role` and `content`, both texts. Further entries must be plain JSON;
+            the template may use them.
+        variables: further variables of the template, such as `bos_token`.
         add_generation_prompt: end with the beginning of the assistant's next turn.
 
     Raises:
-        InputError: the messages are something else, or the template refuses them.
+        InputError: the messages are not such objects, or the template refuses them.
         TokenizerError: the template doesn't compile, fails or does something that is forbidden.
     """
     plain = plain_messages(messages)
@@ -158,14 +160,19 @@ def chat_pieces(
     *,
     add_generation_prompt: bool = False,
 ) -> Iterator[tuple[str, bool]]:
-    """The text of `render_chat` cut into (text, whether it is a special token).
+    """The text of `render_chat` in pieces: (text, True if it is a special token).
 
-    Only text of the template itself can be a special token; the same characters in a message are
-    text. A template that looks for a special token's name in a message finds it only within a text
-    (`in`, `split`), not at its ends.
+    Only the template's own text can be a special token; the same characters in a message are plain
+    text. Inside the template, a special token's name in a message is surrounded by marks. So the
+    template finds the name in a message with `in` or `split`, but not with `startswith` or
+    `endswith`.
+
+    Args:
+        template, messages, variables, add_generation_prompt: see `render_chat`.
+        special_tokens: the tokenizer's special tokens.
 
     Raises:
-        InputError, TokenizerError: as `render_chat`.
+        InputError, TokenizerError: see `render_chat`.
     """
     marked, pattern = protected(plain_messages(messages), special_tokens, template)
     text = render(template, marked, variables, add_generation_prompt=add_generation_prompt)
@@ -176,8 +183,16 @@ def chat_pieces(
 def flagged_pieces(
     text: str, flags: bytearray, pattern: re.Pattern[str]
 ) -> Iterator[tuple[str, bytearray, bool]]:
-    """(text, the flags of its characters, whether it is a special token): the pieces of a rendered
-    text between two special tokens, and those tokens; `pattern` is that of `protected`."""
+    """The pieces of a rendered text: its special tokens, and each text between two of them.
+
+    Args:
+        text: the rendered text of marked messages (see `protected`).
+        flags: one byte for each character of `text`, of any meaning.
+        pattern: the pattern from `protected`.
+
+    Yields:
+        (text of the piece without marks, flags of its characters, True if it is a special token)
+    """
     position, pending, own = 0, "", bytearray()
     for match in pattern.finditer(text):
         pending += text[position : match.start()] + (match["text"] or "")
@@ -196,7 +211,12 @@ def flagged_pieces(
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of `messages` as plain JSON data, entries that are None left out."""
+    """A copy of `messages` as plain JSON data, without entries that are None.
+
+    Raises:
+        InputError: the messages are not a list of objects with texts as `role` and `content`, or
+            not JSON.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError(
             "messages must be a list of one or more objects with role and content, "
@@ -210,7 +230,7 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
             if not isinstance(message.get(name), str):
                 raise InputError(f"messages[{number}].{name} must be a text")
         try:
-            # An object may have methods; the template gets only its JSON.
+            # The template gets a copy from JSON, because an object could have dangerous methods.
             copy = json.loads(json.dumps({k: v for k, v in message.items() if v is not None}))
             json.dumps(copy, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
@@ -228,7 +248,8 @@ def _described(messages: object) -> str:
 
 
 def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Iterator[str]:
-    """Characters for private use that neither messages nor template hold, always the same ones."""
+    """Characters of Unicode's private use area that occur neither in the messages nor in the
+    template, in ascending order."""
     used = set(template).union(json.dumps(messages, ensure_ascii=False))
     return (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
@@ -236,16 +257,24 @@ def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Ite
 def protected(
     messages: list[dict[str, Any]], tokens: Sequence[str], template: str
 ) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
-    """Messages in which the names of special tokens are marked as text.
+    """Messages in which the names of special tokens are marked as plain text, by a character before
+    and a character after each name.
+
+    Args:
+        messages: the messages, from `plain_messages`.
+        tokens: the special tokens.
+        template: the chat template.
 
     Returns:
-        (messages, pattern): `pattern`, searched in a template's output for these messages, finds
-        special tokens that the template wrote (group "special"), marked text (group "text"), and
-        marks that a template has torn off their text (neither group).
+        (marked messages, pattern). The pattern, searched in the template's output for the marked
+        messages, finds special tokens that the template wrote (group "special"), marked names
+        (group "text"), and single marks that the template has separated from their name (neither
+        group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)
-    # Longest first, so that a token wins over those it contains.
+    # The longest tokens first, because the first alternative that matches wins. "(?!)", for no
+    # tokens, matches nothing.
     names = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
     special = re.compile(names)
 

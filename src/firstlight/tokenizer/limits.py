@@ -1,9 +1,10 @@
-"""Limits on a tokenizer's files: no more memory and time than any real tokenizer needs.
+"""Limits on a tokenizer's files: no more memory and time than any published tokenizer needs.
 
-tokenizer.json is a small program: steps that rewrite a text, patterns that cut it, templates that
-put tokens around it. The library runs every tokenizer.json, so its steps, and the factor by which
-they lengthen a text, are counted here before the library reads the file. Patterns that no count
-judges are tried on short texts: see `formats.require_fast_patterns`.
+tokenizer.json is a small program: steps that rewrite a text, patterns that split it, templates that
+put tokens around it. The `tokenizers` library runs every tokenizer.json without limits. So the
+steps, and the factor by which they lengthen a text, are computed here before the library reads the
+file. The time of patterns can't be computed; they are tried on short texts (see
+`formats.require_fast_patterns`).
 """
 
 from __future__ import annotations
@@ -20,46 +21,50 @@ import tokenizers
 from firstlight.errors import InputError, TokenizerError
 from firstlight.files.atomic import read_file, require_few_values
 
+#: Largest file of a tokenizer that is read.
 LARGEST_FILE_BYTES = 100_000_000
-#: Bytes that are looked at when every token is cut into two in every way: Llama 3's have 10^7.
+#: Most bytes to process when every token is cut in two in every possible way, which is the sum of
+#: the squared token lengths; 10^7 for Llama 3.
 _MOST_CUT_BYTES = 200_000_000
-#: Steps of a normalizer, pre-tokenizer or decoder; real ones have up to twenty.
+#: Most steps of a normalizer, pre-tokenizer or decoder; published ones have up to twenty.
 _MOST_STEPS = 100
-#: Steps that put tokens around a text, and tokens that one of them puts there.
+#: Most steps of a post-processor, and most tokens that one step puts around a text.
 _MOST_FRAMES, _MOST_FRAME_TOKENS = 10, 256
-#: Characters that one may become. Real ones write a line end as "<|newline|>".
+#: Most characters that one character may become: some tokenizers write "\n" as "<|newline|>".
 _MOST_GROWTH = 16.0
-#: Characters put before a text.
+#: Most characters that steps put before a text.
 _MOST_PREPENDED = 1000
-#: Characters of a pattern, or of any other text of a step.
+#: Most characters of a pattern, or of any other string in a step.
 _MOST_STEP_CHARS = 10_000
-#: Times that bytes are written as characters, which makes most of them two.
+#: Most ByteLevel steps. Each writes every byte as a character, most of which have two bytes.
 _MOST_BYTE_LEVELS = 3
 _MOST_BERT_NORMALIZERS = 3
+#: Most characters of all added tokens together, and of one added token.
 _MOST_ADDED_CHARS = 4_000_000
 _MOST_ADDED_TOKEN_CHARS = 10_000
-#: Nodes of the tree that a Unigram model makes of its tokens, some 300 bytes each: XLM-R's and
-#: mT5's 250,000 tokens make fewer than this.
+#: Most nodes of the prefix tree that a Unigram model builds of its tokens, about 300 bytes each.
+#: XLM-R and mT5 have fewer for 250,000 tokens.
 _MOST_UNIGRAM_NODES = 1_500_000
-#: A WordPiece model looks at every part of a word: BERT's take words of 100 characters.
+#: Largest `max_input_chars_per_word` of a WordPiece model, which tries every part of a word; it is
+#: 100 for BERT.
 _LONGEST_WORD = 1000
 #: Highest id that is accepted; no vocabulary reaches it.
 _HIGHEST_ID = 1 << 26
-#: Tokens of a vocabulary, some 600 bytes each in the library: the largest models have 262,144.
+#: Most tokens of a vocabulary, about 600 bytes each in the library; the largest has 262,144.
 _MOST_TOKENS = 500_000
-#: Colons in a file, of which each entry of an object has one, and lines of a file that is no JSON:
-#: each takes 100 bytes or more once it is read. The largest merges have 580,000 lines.
+#: Most colons in a JSON file (one for each entry of an object), or lines of another file. Each
+#: takes 100 bytes of memory or more once parsed. The largest published merges have 580,000 lines.
 _MOST_ENTRIES = 1_000_000
 
 _SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """The bytes of one of a tokenizer's files.
+    """The bytes of a tokenizer's file.
 
     Raises:
-        TokenizerError: the path can't be read, is not a file, or is larger than any tokenizer's
-            file.
+        TokenizerError: the path can't be read, is not a file, or has more bytes, values or lines
+            than a tokenizer's file may have.
     """
     try:
         content = read_file(path, LARGEST_FILE_BYTES)
@@ -77,7 +82,11 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def require_few_tokens(path: Path, count: int) -> None:
-    """Refuse a vocabulary of more tokens than any model has.
+    """Refuse a vocabulary with more tokens than any model has.
+
+    Args:
+        path: the tokenizer's file, for the message.
+        count: number of tokens.
 
     Raises:
         TokenizerError: the vocabulary has more than 500,000 tokens.
@@ -89,10 +98,14 @@ def require_few_tokens(path: Path, count: int) -> None:
 
 
 def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
-    """Refuse tokens that are too long to be looked at in all their parts.
+    """Refuse tokens so long that cutting each in two in every way would take too much time.
+
+    Args:
+        path: the tokenizer's file, for the message.
+        tokens: the vocabulary's tokens.
 
     Raises:
-        TokenizerError: there are such.
+        TokenizerError: the tokens are too long.
     """
     if sum(len(token) ** 2 for token in tokens) > _MOST_CUT_BYTES:
         raise TokenizerError(f"tokenizer {path} holds tokens that are longer than any text's words")
@@ -102,13 +115,17 @@ def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
 
 
 def require_bounded(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer.json whose steps would take memory or time without end.
+    """Refuse a tokenizer.json whose steps or tokens could take unbounded memory or time.
 
-    Fields of a wrong type are left to the library, which names them.
+    Fields of a wrong type are not reported here: the library's own error names them.
+
+    Args:
+        path: the file, for messages.
+        state: the content of tokenizer.json; "model" is an object.
 
     Raises:
-        TokenizerError: the tokenizer has more steps, makes texts longer, or has more or longer
-            tokens than any real tokenizer.
+        TokenizerError: the tokenizer has more steps, lengthens texts more, or has more or longer
+            tokens than any published tokenizer; or its BPE model has a dropout.
     """
     vocabulary = state["model"].get("vocab")
     require_few_tokens(path, len(vocabulary) if isinstance(vocabulary, dict | list) else 0)
@@ -126,7 +143,7 @@ def require_bounded(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def steps_of(section: Any) -> Iterator[Mapping[str, Any]]:
-    """A section's steps, in their order, those of sequences in sequences too."""
+    """The steps of a section of tokenizer.json in their order; nested sequences are flattened."""
     rest = [section]
     while rest:
         step = rest.pop()
@@ -164,7 +181,7 @@ def _require_bounded_section(section: str, steps: list[Mapping[str, Any]]) -> No
 
 
 def _require_few_frames(step: Mapping[str, Any]) -> None:
-    """Limit the tokens that are put around a text."""
+    """Refuse a post-processor's step that puts too many tokens around a text."""
     pieces = [step.get(name) for name in ("single", "pair")]
     count = sum(len(piece) for piece in pieces if isinstance(piece, list))
     tokens = step.get("special_tokens")
@@ -186,12 +203,15 @@ def _require_short_texts(section: str, step: Mapping[str, Any]) -> None:
 
 
 def _require_sound_map(text: str) -> None:
-    """Require of sentencepiece's map of characters a true length, for which the library takes
-    memory, and short texts for each character."""
+    """Check a `precompiled_charsmap`, sentencepiece's map of characters, in base64.
+
+    Its first four bytes are the length of its trie, for which the library allocates memory, so the
+    length must be true. The replacement of one character may have at most 256 bytes.
+    """
     try:
         content = base64.b64decode(text)
     except ValueError:
-        return  # the library says so
+        return  # the library reports invalid base64 itself
     size = int.from_bytes(content[:4], "little")
     if size > len(content):
         raise TokenizerError("is damaged, its map of characters is cut short")
@@ -201,11 +221,12 @@ def _require_sound_map(text: str) -> None:
 
 
 def _growth(steps: list[Mapping[str, Any]]) -> tuple[float, float]:
-    """(the most characters that the steps make of one, characters that they put before a text)."""
-    # From the last step to the first: the number of characters that each character becomes in the
-    # steps from there on. The characters of a pattern share the length of its replacement.
+    """(most characters that the steps make of one character, characters put before a text)."""
+    # Steps are processed from the last to the first. `weights` has the number of characters that
+    # each named character becomes in the steps processed so far, `every` that of all other
+    # characters. The characters of a replaced string share the length of its replacement.
     weights: defaultdict[str, float] = defaultdict(lambda: 1.0)
-    every = 1.0  # of characters that no step names
+    every = 1.0
     prepended = 0.0
 
     def weight(text: Any) -> float:
@@ -229,7 +250,7 @@ def _growth(steps: list[Mapping[str, Any]]) -> tuple[float, float]:
                     share = made / len(found)
                     weights[character] = share if len(found) == 1 else max(now, share)
             else:
-                # A pattern can match any character, and nothing at all beside each.
+                # A regular expression can match any character, and the empty string beside each.
                 every = max(every, *weights.values(), made) + (made if made > 1 else 0)
                 weights.clear()
         if max(every, *weights.values(), prepended, 0.0) > 1e12:
@@ -263,7 +284,9 @@ def _require_bounded_tokens(added: Any, model: Mapping[str, Any]) -> None:
 
 
 def _require_small_tree(vocabulary: list[Any]) -> None:
-    """Limit the tree of a Unigram model's tokens."""
+    """Limit the prefix tree of a Unigram model's tokens, given as [token, score] entries. Its nodes
+    are counted in sorted order: each token adds the characters that its predecessor does not share.
+    """
     entries = (entry for entry in vocabulary if isinstance(entry, list) and entry)
     tokens = [entry[0] for entry in entries if isinstance(entry[0], str)]
     if sum(map(len, tokens)) <= _MOST_UNIGRAM_NODES:
@@ -280,9 +303,9 @@ def _require_small_tree(vocabulary: list[Any]) -> None:
 
 # The bytes of a text that one token can stand for
 
-#: Steps that leave out no part of a text, with the bytes of the text that one byte of their result
-#: can come from. A character becomes at least one (4 bytes become 1); NFC and NFKC join up to four
-#: characters into one of at least two bytes.
+#: Steps that leave out no part of a text. For each, the most bytes of the text that become one byte
+#: of the result: 4 where a character of 4 bytes may become one of 1 byte; 8 for NFC and NFKC, which
+#: may join four characters (16 bytes) into one of at least two bytes.
 _KEEPING = {
     **dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"), 1),
     **dict.fromkeys(("Lowercase", "NFD", "NFKD"), 4),
@@ -291,9 +314,12 @@ _KEEPING = {
 
 
 def most_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of a text that become one token: a text of n bytes has at least n divided by
-    this number of tokens. None if there may be no bound, because a step can leave out characters
-    (spaces, accents), or because one or many unknown characters can become no token or one."""
+    """The most bytes of a text that can become one token: a text of n bytes has at least n divided
+    by this number of tokens.
+
+    None if there may be no bound: a step can leave out characters (spaces, accents), or any number
+    of unknown characters can become one token or none.
+    """
     state = json.loads(backend.to_str())
     model, added = state["model"], state["added_tokens"]
     most, kinds = 1, set()
@@ -310,7 +336,7 @@ def most_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return None
     if any((one["lstrip"] or one["rstrip"]) and not one["special"] for one in added):
-        return None  # such a token takes in the spaces beside it
+        return None  # such a token absorbs any number of spaces beside it
     characters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     is_byte_level = "ByteLevel" in kinds and characters <= model["vocab"].keys()
     bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))

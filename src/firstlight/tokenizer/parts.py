@@ -1,8 +1,8 @@
 """The parts of a tokenizer: its configuration and chat template, its backend's steps and special
-tokens, and the errors of the library that runs it.
+tokens, and the errors of the `tokenizers` library.
 
-The `tokenizers` library is written in Rust. On unexpected input its code panics, which is not an
-Exception in Python, and writes a page to stderr.
+The library is written in Rust. On unexpected input its code may panic: it writes a page to stderr,
+and raises a PanicException, which in Python is not a subclass of Exception.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from firstlight.errors import FirstlightError, InputError, TokenizerError
 from firstlight.files.atomic import plain_lines, read_file, read_json_object
 from firstlight.tokenizer.patterns import may_panic
 
-#: Names of padding tokens; Qwen's is `<|endoftext|>`, because its turns end with another token.
+#: Usual names of padding tokens. Qwen pads with `<|endoftext|>`, because its turns end with another
+#: token.
 _PAD_TOKENS = (
     *("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|padding|>", "<|finetune_right_pad_id|>"),
     "<|endoftext|>",
 )
 
-#: Most bytes of a template's file; the rendered text may have a million characters.
+#: Most bytes of a chat template's file.
 _MAX_TEMPLATE_BYTES = 4_000_000
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`; empty where there is none.
+    """The content of `tokenizer_config.json` in `folder`; {} if there is no such file.
 
     Raises:
         TokenizerError: the file can't be read, or is not a JSON object.
@@ -44,13 +45,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_chat_template(folder: Path) -> dict[str, Any]:
-    """`{"chat_template": ...}` from where transformers looks for it, or `{}`.
+    """`{"chat_template": ...}` from the files in which transformers looks for it; {} if there is
+    none.
 
-    `chat_template.jinja` wins over the entry of `tokenizer_config.json`, and that one over
-    `chat_template.json`.
+    The order is `chat_template.jinja`, the entry in `tokenizer_config.json`, the entry in
+    `chat_template.json`; the first one found is returned.
 
     Raises:
-        TokenizerError: a file can't be read, or its content is not that of its name.
+        TokenizerError: a file can't be read, or is not UTF-8 or a JSON object.
     """
     jinja = folder / "chat_template.jinja"
     try:
@@ -72,7 +74,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def chat_template_of(config: dict[str, Any]) -> str | None:
-    """The chat template of a config: a text, or of a list by name the one called "default"."""
+    """The chat template in a config. If the config has a list of named templates, this is the one
+    named "default"; None if there is none."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict)]
@@ -81,12 +84,12 @@ def chat_template_of(config: dict[str, Any]) -> str | None:
 
 
 def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> dict[str, str]:
-    """The tokens that a config names, by name: what chat templates may write.
+    """The tokens in a config by name, which chat templates use as variables.
 
     Args:
-        config: the config without bos and eos.
-        bos: `bos_token`, if there is one.
-        eos: `eos_token`, likewise.
+        config: content of tokenizer_config.json; its `bos_token` and `eos_token` are not used.
+        bos: `bos_token`; None if there is none.
+        eos: `eos_token`; None if there is none.
     """
     further = config.get("extra_special_tokens")
     entries = {name: token for name, token in config.items() if name.endswith("_token")}
@@ -99,20 +102,21 @@ def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> di
 def natural_pad_token(
     special_tokens: Collection[str], ends: Collection[str | None], *, byte_fallback: bool
 ) -> str | None:
-    """The token that a vocabulary has for padding, which no text that a model learns contains.
+    """The special token that can serve for padding, because no training text contains it; None if
+    there is none.
 
     Args:
-        special_tokens: control tokens of the vocabulary.
-        ends: bos and eos, which are labels: a collator that pads with one of them leaves it out
-            of the loss everywhere.
-        byte_fallback: every text has tokens, so that `<unk>` is in none.
+        special_tokens: special tokens of the vocabulary.
+        ends: bos and eos, which are never used for padding. They are labels, and a collator that
+            masks padding would mask them everywhere.
+        byte_fallback: the tokenizer encodes unknown characters as bytes, so `<unk>` is in no text.
     """
     names = [*_PAD_TOKENS, *(["<unk>"] if byte_fallback else [])]
     return next((name for name in names if name in special_tokens and name not in ends), None)
 
 
 def token_text(token: Any) -> str | None:
-    """A token in a config: a string, or an object with `content`."""
+    """The text of a token in a config, where a token is a string or an object with `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -124,13 +128,13 @@ def extended_backend(
     """A copy of `backend` with further special tokens, ids `first_id`, `first_id + 1`, ...
 
     Args:
-        backend: a tokenizer that takes special tokens in texts as text.
+        backend: the tokenizer, which encodes special tokens in texts as plain text.
         tokens: the new tokens.
-        first_id: the id after the highest so far.
+        first_id: the highest id of `backend` plus one.
 
     Raises:
-        TokenizerError: a token is empty, given twice or in the vocabulary already; or the ids
-            so far have gaps, which the new tokens would fill.
+        TokenizerError: a token is empty, given twice or already in the vocabulary; or the ids of
+            `backend` have gaps, which the library would give to the new tokens.
     """
     for number, token in enumerate(tokens):
         _require_new(backend, token)
@@ -151,7 +155,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
     require_unicode(token)
     if any(added.content == token for added in backend.get_added_tokens_decoder().values()):
         raise TokenizerError(f"'{token}' is an added token of this tokenizer already")
-    # A word may stand in the vocabulary under other letters: Ġthe, ▁the.
+    # The vocabulary may hold the word in another form, such as Ġthe or ▁the.
     with library_errors(f"the tokenizer can't encode '{token}'", muted=may_panic(backend)):
         ids = backend.encode(token, add_special_tokens=False).ids
         is_word = len(ids) == 1 and backend.decode(ids) == token
@@ -164,7 +168,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:
-    """The arguments of a `Tokenizer`; see there."""
+    """The arguments of `Tokenizer`, as a reader of files returns them."""
 
     backend: tokenizers.Tokenizer
     bos_token: str | None = None
@@ -174,10 +178,10 @@ class TokenizerParts:
 
 
 def require_unicode(text: str) -> None:
-    """Refuse the half surrogate pairs that Python makes of invalid UTF-8 in names and arguments.
+    """Refuse lone surrogates, which Python makes of invalid UTF-8 in file names and arguments.
 
     Raises:
-        InputError: the text has half of a surrogate pair, which is not a character.
+        InputError: the text has a lone surrogate, which is not a character.
     """
     try:
         text.encode("utf-8")
@@ -189,7 +193,7 @@ def require_unicode(text: str) -> None:
 
 
 def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """Make transformers, too, begin every text with `bos`."""
+    """Set a post-processor that puts `bos` before every text, so that transformers does so, too."""
     bos_id = backend.token_to_id(bos)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
@@ -198,17 +202,17 @@ def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
 
 @contextlib.contextmanager
 def library_errors(problem: str, *, muted: bool) -> Iterator[None]:
-    """Turn an error of the library into a `TokenizerError` of one line.
+    """Turn an error or panic of the library into a `TokenizerError` with one line.
 
     Args:
         problem: the beginning of the line.
-        muted: suppress the library's output to stderr, too.
+        muted: also suppress the page that the library writes to stderr when it panics.
     """
     try:
         with _muted_library() if muted else contextlib.nullcontext():
             yield
     except BaseException as error:
-        # Ctrl-C is no Exception either.
+        # By its name, because KeyboardInterrupt is a BaseException, too, and must pass.
         is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not is_of_library or isinstance(error, FirstlightError | MemoryError):
             raise
@@ -217,7 +221,7 @@ def library_errors(problem: str, *, muted: bool) -> Iterator[None]:
 
 
 def _remedy(reason: str) -> str:
-    """Advice on an error of the library."""
+    """Advice for the message about an error of the library."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "mend its tokenizer.json, or take another tokenizer"
@@ -228,15 +232,16 @@ _MUTED = threading.Lock()
 
 @contextlib.contextmanager
 def _muted_library() -> Iterator[None]:
-    """Leave out the library's page on stderr when it panics; other threads' lines come later."""
-    # The library writes past Python, to the process's stderr.
+    """Drop what is written to stderr in the block if the library panics; otherwise write it at the
+    end of the block, since it may come from other threads."""
+    # File descriptor 2 is redirected, because the library does not write through `sys.stderr`.
     with _MUTED, contextlib.ExitStack() as stack:
         try:
             stderr = os.dup(2)
             stack.callback(os.close, stderr)
             held = stack.enter_context(_unnamed_file())
             os.dup2(held.fileno(), 2)
-        except OSError:  # no stderr, or no room for what is written
+        except OSError:  # there is no stderr, or the unnamed file can't be created
             yield
             return
         stack.callback(os.dup2, stderr, 2)
@@ -262,7 +267,7 @@ def _pass_on(held: IO[bytes], stderr: int) -> None:
 
 
 def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer that cuts a text by a pattern, and writes the bytes of the parts."""
+    """The pre-tokenizer that splits a text by a pattern, and writes each byte as a character."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
@@ -272,5 +277,5 @@ def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
-    """Make `tokens` control tokens; tokens that are in the vocabulary already keep their ids."""
+    """Make `tokens` special tokens; tokens that are already in the vocabulary keep their ids."""
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])

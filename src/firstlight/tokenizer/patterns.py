@@ -1,8 +1,8 @@
-"""Patterns and steps of tokenizer.json on which the library may panic.
+"""Detection of regular expressions and steps in tokenizer.json on which the library may panic.
 
-A pattern that repeats repeated groups can make the library's regular expressions give up in the
-middle of a text. Files with such steps are tried on short texts: see
-`formats.require_fast_patterns`.
+With nested repetitions, such as `(a+)+`, the library's regular expressions can exceed their limit
+of tries in the middle of a text, and the library panics. A tokenizer with such steps is tried on
+short texts: see `formats.require_fast_patterns`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import tokenizers
 
 from firstlight.tokenizer.limits import steps_of
 
-#: Steps whose code in the library can't panic on any text.
+#: Types of steps whose code in the library can't panic on any text.
 _SOUND_STEPS = frozenset(
     "BPEDecoder BertNormalizer BertPreTokenizer ByteFallback ByteLevel CharDelimiterSplit Digits "
     "Fuse Lowercase Metaspace NFC NFD NFKC NFKD Nmt Prepend Punctuation Replace Sequence Split "
     "Strip StripAccents UnicodeScripts Whitespace WhitespaceSplit WordPiece".split()
 )
-#: Repetitions of a quantifier such as + that names no end.
+#: Largest number of repetitions of a quantifier without an upper bound, such as +.
 _NO_END = 1 << 30
 
 
 def _is_simple(pattern: str) -> bool:
-    """True for a pattern of few tries at each position: no group is repeated, and at most two parts
-    of an alternative are repeated. All published splits are of this kind."""
+    """True for a pattern that needs few tries at each position of a text: no group is repeated, and
+    each alternative has at most two repeated parts. All published split patterns are simple."""
     depth = repeats = position = 0
     while position < len(pattern):
         character, is_group = pattern[position], pattern[position] == ")"
@@ -62,12 +62,12 @@ def _is_simple(pattern: str) -> bool:
     return True
 
 
-#: A quantifier with the mark that makes it lazy or possessive.
+#: A quantifier, with the ? or + that makes it lazy or possessive.
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d*)(,?)(\d*)\})[+?]?")
 
 
 def _most(quantifier: re.Match[str]) -> int:
-    """Greatest number of repetitions of a quantifier."""
+    """Largest number of repetitions of a quantifier."""
     sign, least, comma, most = quantifier.groups()
     if sign:
         return 1 if sign == "?" else _NO_END
@@ -80,7 +80,8 @@ def _end(expected: str, pattern: str, position: int) -> int:
 
 
 def _end_of_class(pattern: str, position: int) -> int | None:
-    """The position after a [...] that begins before `position`; classes may be nested."""
+    """The position after the end of the character class [...] whose "[" is before `position`; None
+    if the class does not end. Classes may be nested."""
     depth = 1
     while position < len(pattern):
         if pattern[position] == "\\":
@@ -94,7 +95,8 @@ def _end_of_class(pattern: str, position: int) -> int | None:
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """True if the tokenizer's steps don't rule out that the library panics on some texts."""
+    """True unless the tokenizer's steps are known to be safe: the library may then panic on some
+    texts."""
     parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
     for part in parts:
         for step in steps_of(None if part is None else json.loads(part.__getstate__())):
@@ -102,6 +104,6 @@ def may_panic(backend: tokenizers.Tokenizer) -> bool:
             regex = pattern.get("Regex") if isinstance(pattern, dict) else None
             if step.get("type") not in _SOUND_STEPS or (regex and not _is_simple(regex)):
                 return True
-            if step.get("type") == "Strip" and step.get("stop"):  # of a decoder
+            if step.get("type") == "Strip" and step.get("stop"):  # the decoder of this name
                 return True
     return False

@@ -1,7 +1,7 @@
-"""Sentencepiece model files, read from protobuf's wire format alone.
+"""Reader of sentencepiece model files.
 
-No protobuf runtime is needed: the few fields that matter (google/sentencepiece
-`sentencepiece_model.proto`) are picked out by number.
+The protobuf package is not needed: the few necessary fields (google/sentencepiece
+`sentencepiece_model.proto`) are read by their number from protobuf's wire format.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from firstlight.errors import TokenizerError
 from firstlight.tokenizer.limits import require_short
 from firstlight.tokenizer.parts import TokenizerParts, add_special_tokens, prepend_bos
 
-#: Fields of a message: of a model one for each piece, of which the largest have 262,144, and of a
-#: piece three.
+#: Most fields of a model, which has one for each piece (the largest have 262,144 pieces), and of a
+#: piece, which has three.
 _MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
 
 
 def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
-    """(piece, score, type) of each entry of a sentencepiece `ModelProto`.
+    """(text, score, type) of each piece of a sentencepiece `ModelProto`.
 
-    Field 1 = pieces; in each 1 = text, 2 = score, 3 = type. Types: 1 normal, 2 unknown,
-    3 control, 4 user-defined, 6 byte.
+    Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score, 3 = type. The
+    types are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
 
     Raises:
-        ValueError, IndexError: the bytes are no such message.
+        ValueError, IndexError: the bytes are not a `ModelProto`.
     """
     for field, value in _protobuf_fields(content):
         if field == 1 and isinstance(value, bytes):
@@ -43,14 +43,15 @@ def sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 
 
 def unsupported_features(content: bytes) -> list[str]:
-    """Features of the `ModelProto` that would give other ids here than in sentencepiece.
+    """The features of a `ModelProto` with which the ids here would differ from sentencepiece's.
 
-    Field 2 = trainer: 3 model type (1 unigram, 2 BPE), 24 white space at the end of words;
-    field 3 = normalizer: 2 character map, 3 space before the text, 4 join repeated spaces.
-    An absent field means what sentencepiece's own default is.
+    Field 2 of the message is the trainer's specification: its field 3 is the model type (1 unigram,
+    2 BPE), 24 puts white space at the end of words. Field 3 of the message is the normalizer's
+    specification: its field 2 is a map of characters, 3 puts a space before the text, 4 joins
+    repeated spaces. A missing field has sentencepiece's default.
 
     Raises:
-        ValueError, IndexError: the bytes are no such message.
+        ValueError, IndexError: the bytes are not a `ModelProto`.
     """
     parts = dict(_protobuf_fields(content))
     trainer, normalizer = (
@@ -68,7 +69,15 @@ def unsupported_features(content: bytes) -> list[str]:
 
 
 def _protobuf_fields(content: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) pairs of one protobuf message, of `most` fields at most."""
+    """(field number, value) of each field of a protobuf message.
+
+    Args:
+        content: the message.
+        most: largest number of fields.
+
+    Raises:
+        ValueError, IndexError: the bytes are not a message, or it has more than `most` fields.
+    """
     position = count = 0
 
     def varint() -> int:
@@ -102,7 +111,15 @@ def _protobuf_fields(content: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple
 
 
 def from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
-    """A sentencepiece BPE model with byte fallback, as Llama 2's `tokenizer.model`."""
+    """Read a sentencepiece BPE model with byte fallback, such as Llama 2's `tokenizer.model`.
+
+    Args:
+        path: the file, for messages.
+        content: the file's bytes.
+
+    Raises:
+        TokenizerError: the file is not such a model, or has a feature that would give other ids.
+    """
     try:
         pieces = list(sentencepiece_pieces(content))
         unsupported = unsupported_features(content)
@@ -156,8 +173,9 @@ def from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
 def _merges(
     pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """The BPE merges that give sentencepiece's ids: every cut of a normal piece into two pieces,
-    by the score of the whole, then by the ids of the halves."""
+    """The BPE merges that give the same ids as sentencepiece: every way to cut a normal piece into
+    two pieces, ordered by the score of the whole piece (highest first), then by the ids of the two
+    pieces."""
     merges = [
         (-score, vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])
         for piece, score, kind in pieces

@@ -1,4 +1,4 @@
-"""The `Tokenizer`: text to ids and back, and chat; `TextStream`: text token by token."""
+"""`Tokenizer`: text and chats to ids, and ids to text; `TextStream`: ids to text one at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from firstlight.tokenizer.parts import (
 )
 from firstlight.tokenizer.patterns import may_panic
 
-#: Sections of tokenizer.json that decide the ids, besides the added tokens.
+#: Sections of tokenizer.json on which the ids of a text depend, besides the added tokens.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
 
 _CANT_ENCODE = "the tokenizer can't encode this text"
@@ -38,15 +38,14 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """Text to token ids and back, with the special tokens that a model folder names.
+    """Converts text to token ids and back, with the special tokens of a model folder.
 
     Args:
-        backend: the `tokenizers.Tokenizer` that does the work.
-        bos_token: the token that begins every text, if the model expects one.
-        eos_token: the token that ends a document, if there is one.
+        backend: the `tokenizers.Tokenizer`, which is changed: truncation and padding are disabled.
+        bos_token: the token before the beginning of a text; None if there is none.
+        eos_token: the token after the end of a document; None if there is none.
         add_bos: documents and prompts begin with `bos_token`.
-        config: further entries of `tokenizer_config.json` (chat template and the like),
-            kept as they are.
+        config: further entries of `tokenizer_config.json` (chat template, ...), kept unchanged.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Tokenizer:
         add_bos: bool = False,
         config: dict[str, Any] | None = None,
     ) -> None:
-        # A tokenizer.json may carry truncation to some length: it would cut documents silently.
+        # A tokenizer.json may enable truncation, which would silently cut documents.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -81,13 +80,13 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Load a tokenizer from a folder or a file; its kind follows from its content.
+        """Load a tokenizer from a folder or a file, whose kind is detected from its content.
 
-        Accepted: `tokenizer.json`; GPT-2's `vocab.json` + `merges.txt` (also called
-        `encoder.json` + `vocab.bpe`); tiktoken's rank files of Llama 3 (`tokenizer.model`) and
-        GPT-2; a sentencepiece BPE model (Llama 2's `tokenizer.model`). In a folder these names
-        come first; without them, the one file that is a tokenizer by its content. The chat
-        template is read from the files beside it.
+        Kinds: `tokenizer.json`; GPT-2's `vocab.json` + `merges.txt` (or `encoder.json` +
+        `vocab.bpe`); tiktoken's rank files of Llama 3 (`tokenizer.model`) and GPT-2; sentencepiece
+        BPE models (Llama 2's `tokenizer.model`). In a folder, a file with one of these names is
+        read, or else the only file whose content is that of a tokenizer. The chat template is read
+        from the files beside it.
 
         Raises:
             TokenizerError: there is no readable tokenizer, or it is damaged.
@@ -102,23 +101,23 @@ class Tokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """The highest token id plus one: the rows that a model's embedding needs."""
+        """The highest token id plus one: the number of rows that a model's embedding needs."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The control tokens and their ids."""
+        """The ids of the special tokens, by the tokens' text."""
         added = self.backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids of the control tokens, which decoding leaves out."""
+        """Ids of the special tokens, which decoding leaves out."""
         return frozenset(self.special_tokens.values())
 
     @property
     def separator_id(self) -> int:
-        """The token that stands before the first token of a text: bos, or else eos.
+        """Id of the token before the first token of a text: bos, or eos if there is no bos.
 
         Raises:
             TokenizerError: the tokenizer has neither.
@@ -133,7 +132,7 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over all that decides a text's ids; equal for equal tokenizers."""
+        """SHA-256 of everything on which the ids of a text depend: equal for equal tokenizers."""
         state = self._state()
         deciding = [state.get(key) for key in ("added_tokens", *_DECIDING)]
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
@@ -142,8 +141,8 @@ class Tokenizer:
         return cast(dict[str, Any], json.loads(self.backend.to_str()))
 
     def extends(self, other: Tokenizer) -> bool:
-        """True if every text gets the same ids as from `other`, and all additional tokens are
-        special tokens with ids from `other.vocab_size` on."""
+        """True if this tokenizer is `other` with further special tokens, whose ids begin at
+        `other.vocab_size`: every text then has the same ids in both."""
         state, before = self._state(), other._state()
         if any(state.get(key) != before.get(key) for key in _DECIDING):
             return False
@@ -155,11 +154,11 @@ class Tokenizer:
         )
 
     def extended(self, tokens: Sequence[str], chat_template: str | None = None) -> Tokenizer:
-        """This tokenizer with further special tokens, which get the ids from `vocab_size` on.
+        """A copy of this tokenizer with further special tokens, whose ids begin at `vocab_size`.
 
         Args:
             tokens: the new tokens, in the order of their ids.
-            chat_template: replaces the tokenizer's own, if given.
+            chat_template: the copy's chat template; None keeps that of this tokenizer.
 
         Raises:
             TokenizerError: a token is empty, given twice or in the vocabulary already, or the
@@ -181,25 +180,25 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """The ids of a text, nothing put before or after it.
+        """The ids of a text, without bos and eos.
 
         Args:
-            text: any Unicode.
-            special_tokens: names of special tokens in the text become these tokens; otherwise they
-                are plain text.
+            text: any Unicode text.
+            special_tokens: True turns names of special tokens in the text into these tokens; False
+                encodes the names as plain text.
 
         Raises:
-            InputError: the text has half of a surrogate pair, which is not a character.
-            TokenizerError: the tokenizer's files have no token for a part of the text, or a
-                pattern that fails on it.
+            InputError: the text has a lone surrogate, which is not a character.
+            TokenizerError: the tokenizer has no token for a part of the text, or one of its
+                patterns fails on the text.
         """
         if len(text) < 2**14:
             return self.encoding(text, special_tokens=special_tokens).ids
-        # Outside of batches, the library holds Python's lock: three seconds for a megabyte.
+        # `backend.encode` holds Python's global interpreter lock: three seconds for a megabyte.
         return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encoding(self, text: str, *, special_tokens: bool = False) -> tokenizers.Encoding:
-        """The ids of `encode` with each token's offsets in the text.
+        """The ids of `encode`, with the offsets of each token in the text.
 
         Raises:
             InputError, TokenizerError: see `encode`.
@@ -212,7 +211,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, special_tokens: bool = False
     ) -> list[list[int]]:
-        """`encode` for many texts at once."""
+        """The ids of each text: see `encode`."""
         for text in texts:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
@@ -222,14 +221,15 @@ class Tokenizer:
 
     @functools.cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
-        """A second backend, since switching the one would change what other threads get."""
+        """A second backend, which finds special tokens in texts. Switching `backend` between both
+        modes would change the ids in other threads."""
         return tokenizers.Tokenizer.from_str(self.backend.to_str())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids a model continues from: bos where the model expects it, then the text.
+        """The ids from which a model continues a text: bos if `add_bos`, then the ids of the text.
 
-        An empty text without bos gives the document separator, which a model trained on separated
-        documents has seen before the beginning of each document.
+        For an empty text, the result is `separator_id`, which the model has seen before the
+        beginning of each document in training.
         """
         ids = self.encode(text)
         if self.add_bos or not ids:
@@ -240,7 +240,7 @@ class Tokenizer:
         """The text of `ids`, special tokens left out.
 
         Raises:
-            TokenizerError: the tokenizer's decoder fails on them.
+            TokenizerError: the tokenizer's decoder fails on the ids.
         """
         with library_errors("the tokenizer can't decode its tokens", muted=self._may_panic):
             return self.backend.decode(list(ids), skip_special_tokens=True)
@@ -252,7 +252,7 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_token_ids(self) -> frozenset[int]:
-        """Ids of the `<0xNN>` tokens of tokenizers with byte fallback; empty for others."""
+        """Ids of the `<0xNN>` tokens of a tokenizer with byte fallback; otherwise empty."""
         if not getattr(self.backend.model, "byte_fallback", False):
             return frozenset()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
@@ -260,23 +260,23 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template of conversations, if there is one.
+        """The Jinja template of conversations; None if there is none.
 
-        If `tokenizer_config.json` lists several by name, it is the one called "default".
+        If `tokenizer_config.json` lists several templates, this is the one named "default".
         """
         return chat_template_of(self.config)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
     ) -> str:
-        """A conversation as one text, as transformers' method of this name makes it.
+        """A conversation as one text, the same as from the transformers method of this name.
 
         Args:
             messages: objects with `role` and `content`, both texts.
             add_generation_prompt: end with the beginning of the assistant's next turn.
 
         Raises:
-            InputError: the messages are something else, or the template refuses them.
+            InputError: the messages are not such objects, or the template refuses them.
             TokenizerError: there is no template, or it can't be rendered.
         """
         from firstlight.tokenizer.chat_template import render_chat
@@ -291,12 +291,12 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         check: Callable[[Sequence[str]], None] = lambda pieces: None,
     ) -> list[int]:
-        """The ids of `apply_chat_template`'s text; only text of the template itself becomes special
-        tokens; the messages' text is plain text. `check` is called with the text's pieces, which
-        share no tokens, before they are encoded; what it raises is passed on.
+        """The ids of the text of `apply_chat_template`. Only the template's own text can become
+        special tokens; the messages' text is plain text. Before they are encoded, `check` is called
+        with the pieces of the text (no token spans two pieces), and may raise an error.
 
         Raises:
-            InputError, TokenizerError: as `apply_chat_template`.
+            InputError, TokenizerError: see `apply_chat_template`.
         """
         from firstlight.tokenizer.chat_template import chat_pieces
 
@@ -323,7 +323,7 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` and all other tokens that the config names, by name."""
+        """Tokens by their name in the config: `bos_token`, `eos_token`, `pad_token`, ..."""
         return named_tokens(self.config, self.bos_token, self.eos_token)
 
     def files(self) -> dict[str, str]:
@@ -354,10 +354,10 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turn token ids into text one at a time, never emitting half a character.
+    """Converts token ids to text one at a time, and never returns a part of a character.
 
-    The pieces that `push` returns, and at the end `finish`, concatenate to exactly the text
-    that decoding everything at once would have added after `prompt_ids`.
+    The texts returned by `push`, and at the end by `finish`, concatenate to exactly the text that
+    decoding all ids at once adds after the text of `prompt_ids`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
@@ -365,16 +365,16 @@ class TextStream:
         self._ids = [i for i in prompt_ids if i not in tokenizer.special_token_ids]
         text = tokenizer.decode(self._ids)
         self._emitted = len(text)
-        # A prompt that ends inside a character is kept whole until the character is.
+        # If the prompt ends inside a character, all its ids are kept until the character ends.
         if not text.endswith("\ufffd"):
             self._shrink()
 
     def push(self, token_id: int) -> str:
-        """Add one id; return the text that is now certain (often a word, sometimes nothing)."""
+        """Add one id; return the text that no later id can change (often a word, or "")."""
         if token_id in self._tokenizer.special_token_ids:
             return ""
         self._ids.append(token_id)
-        # With byte fallback a whole run of byte tokens decodes together: all good or all bad.
+        # Adjacent byte tokens are decoded together: one invalid byte makes all of them U+FFFD.
         if token_id in self._tokenizer.byte_token_ids:
             return ""
         text = self._tokenizer.decode(self._ids)
@@ -385,14 +385,14 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text held back. Bytes that never became a character show as U+FFFD."""
+        """Return the text that was held back; bytes of an incomplete character become U+FFFD."""
         piece = self._tokenizer.decode(self._ids)[self._emitted :]
         self._shrink()
         return piece
 
     def _shrink(self) -> None:
-        """Keep only the ids that still matter: the last token that is not a byte token, so that a
-        decoder which strips the first space of a text does not strip later ones."""
+        """Keep only the ids from the last token on that is not a byte token. This token stays,
+        because some decoders strip the first space of a text, and would strip later ones."""
         start = max(len(self._ids) - 1, 0)
         while start > 0 and self._ids[start] in self._tokenizer.byte_token_ids:
             start -= 1
