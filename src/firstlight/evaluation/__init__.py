@@ -1,1 +1,1 @@
-"""Evaluation: how well a model predicts held-out text."""
+"""Evaluation of models: loss on held-out text, and scores in tasks."""

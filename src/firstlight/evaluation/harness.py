@@ -1,8 +1,8 @@
-"""The tasks of lm-evaluation-harness (Gao et al. 2024), scored with firstlight's own models.
+"""Scores models in the tasks of lm-evaluation-harness (Gao et al. 2024).
 
-The harness reads the tasks, lays out the texts and computes the metrics; this module gives
-log-likelihoods of texts and their continuations. Texts are encoded as the harness' own transformers
-backend (`HFLM`) does it.
+The harness reads the tasks, formats the prompts and computes the metrics. This module implements
+the harness' model interface: log-likelihoods of texts, and generated continuations. Texts are
+encoded in the same way as by the harness' own transformers backend (`HFLM`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import continuation, pieces_of_many, tokenizer_of
 from firstlight.weights.huggingface import LoadedModel
 
-#: The seeds of `lm_eval.simple_evaluate`: of Python; of numpy, torch and the few-shot examples.
+#: Default seeds of `lm_eval.simple_evaluate`: for Python's random; for numpy, torch and few-shot
+#: examples.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
-#: Draws for standard errors that have no formula; the harness' own 100,000 take minutes.
+#: Bootstrap samples for standard errors that have no formula; the harness' default of 100,000 takes
+#: minutes.
 _BOOTSTRAP_ITERATIONS = 1_000
 
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Tasks that the harness has loaded. See `scores.Task`."""
+    """Tasks that the harness has loaded; implements `scores.Task`.
+
+    Attributes:
+        loaded_tasks: the result of the harness' `TaskManager.load`.
+        items: number of items of each task, the first ones; None is all.
+    """
 
     loaded_tasks: Mapping[str, Any]
     items: int | None
@@ -51,13 +58,13 @@ class HarnessTasks:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """All metrics of all tasks and groups, under the harness' names; a metric of another filter
-        than "none" is `METRIC,FILTER`."""
+        """All metrics of all tasks and groups, under the harness' names. The metric of a filter
+        other than "none" is named `METRIC,FILTER`. See `scores.Task.evaluate`."""
         import lm_eval
 
         with _by_itself():
-            # simple_evaluate would do the same, and then collect for seconds what it can find out
-            # about the machine.
+            # simple_evaluate would do the same, and then collect information about the machine,
+            # which takes seconds.
             found = lm_eval.evaluate(
                 harness_model(loaded, batch_size, on_texts),
                 self.loaded_tasks,
@@ -81,14 +88,15 @@ def ready_harness(
     Args:
         names: names of tasks, groups or tags.
         items: number of items of each task, the first ones; None is all.
-        task_folder: folder of further tasks, in the harness' YAML. If it has all tasks, the
-            harness' own tasks, which take seconds to list, are not listed. A folder of tasks may
-            hold Python code, which the harness runs.
+        task_folder: folder with further tasks in the harness' YAML format. If it has all tasks of
+            `names`, the harness' own tasks are not listed, which would take seconds. The harness
+            runs Python code that such a folder contains.
 
     Raises:
         MissingDependencyError: the harness is not installed.
-        ConfigError: a name is unknown.
-        InputError: a task's data can't be read, or the task needs a feature that is not supported.
+        ConfigError: a name is unknown, or `task_folder` does not exist.
+        InputError: a task or its data can't be loaded, or the task runs generated code or is
+            multimodal, which is not supported.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -110,7 +118,7 @@ def ready_harness(
         try:
             found = manager.load(list(names))
         except Exception as error:
-            # Whatever a task's files and the library that loads its data run into.
+            # A task's files and the library that loads its data can raise any error.
             raise InputError(
                 f"lm-eval:{','.join(names)} can't be loaded: {type(error).__name__}: "
                 f"{str(error)[:300]}"
@@ -121,7 +129,7 @@ def ready_harness(
                 f"task lm-eval:{name} runs code that the model wrote, or shows it pictures, which "
                 "is not done here: take it out"
             )
-        # As simple_evaluate does it.
+        # The defaults of simple_evaluate, which is not called.
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -129,8 +137,8 @@ def ready_harness(
 
 
 def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
-    """The harness' `{"acc,none": ..., "acc_stderr,none": ...}` by name. Values that are not finite
-    numbers are left out."""
+    """Convert the harness' results `{"acc,none": ..., "acc_stderr,none": ...}` to metrics by name.
+    Values that are not finite numbers are left out."""
     found: dict[str, Metric] = {}
     for key, value in figures.items():
         name, comma, kind = key.partition(",")
@@ -148,11 +156,12 @@ def _is_finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """The harness seeded as by itself, its prints on stderr, in one process; afterwards the random
-    numbers of Python, numpy and torch go on as if nothing had been."""
+    """A context for calls of the harness: random generators have the harness' default seeds, its
+    output goes to stderr, and it starts no processes. The exit restores the random states of
+    Python, numpy and torch."""
     states = random.getstate(), np.random.get_state()
     before = os.environ.get("DISABLE_MULTIPROC")
-    # Its bootstrap would fork a process that computes in threads.
+    # The harness' bootstrap would fork this process, which is unsafe with threads.
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
         with torch.random.fork_rng(), contextlib.redirect_stdout(sys.stderr):
@@ -169,14 +178,14 @@ def _by_itself() -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
-#: The harness' default, for tasks that set none.
+#: The harness' default limit of new tokens, for tasks that set none.
 _MAX_NEW_TOKENS = 256
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 class _HarnessMethods:
-    """The methods of `lm_eval.api.model.LM`, which describes their results."""
+    """The methods of the harness' interface `lm_eval.api.model.LM`, where they are documented."""
 
     def __init__(self, loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> None:
         super().__init__()
@@ -196,8 +205,9 @@ class _HarnessMethods:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The ids of a text, after bos if the model expects bos and the text has none. The names of
-        special tokens stand for these tokens, as everywhere in the harness."""
+        """The token ids of a text, with a BOS token before them if the model expects one and the
+        text does not begin with it. Names of special tokens in the text are encoded as these
+        tokens, as the harness does it."""
         tokenizer = self._tokenizer
         ids = tokenizer.encode(string, special_tokens=True)
         begins = tokenizer.bos_token is not None and string.startswith(tokenizer.bos_token)
@@ -207,7 +217,7 @@ class _HarnessMethods:
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        # The harness' own bar would be drawn over ours.
+        # The harness' progress bar would overwrite firstlight's.
         found: list[tuple[float, bool]] = super().loglikelihood(  # type: ignore[misc]
             requests, disable_tqdm=True
         )
@@ -232,7 +242,8 @@ class _HarnessMethods:
         )
 
     def _windows(self, ids: list[int]) -> list[TokenPair]:
-        """A text in windows of the model's context, each token predicted once."""
+        """A text split into windows of the model's context length, so that each token is predicted
+        once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows = get_rolling_token_windows(
@@ -248,13 +259,15 @@ class _HarnessMethods:
             self._text_of(*request.args, number=number) for number, request in enumerate(requests)
         ]
         continue_texts(self._loaded, texts, self._texts_at_a_time, self._on_texts)
-        # The harness decodes the new tokens by themselves, without the space of a first word.
+        # As the harness does: new tokens are decoded without the prompt, which drops the space
+        # before the first word.
         return [
             before_stops(self._tokenizer.decode(text.token_ids), text.config.stop) for text in texts
         ]
 
     def _text_of(self, context: str, options: Mapping[str, Any], *, number: int) -> Continuation:
-        """The text that a request asks to be continued, cut from the left to what fits."""
+        """The prompt of a request with its sampling settings, truncated from the left so that
+        prompt and new tokens fit into the model's context."""
         config = sampling_of(options, number)
         room = self._limit - config.max_new_tokens
         if room < 1:
@@ -271,8 +284,9 @@ def harness_model(loaded: LoadedModel, batch_size: int, on_texts: Progress | Non
 
     Args:
         loaded: a model with a tokenizer.
-        batch_size: texts at a time.
-        on_texts: called after each batch with the texts done and to do.
+        batch_size: number of texts that are computed at a time.
+        on_texts: function that is called after each batch with the numbers of completed and of all
+            texts.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -280,7 +294,7 @@ def harness_model(loaded: LoadedModel, batch_size: int, on_texts: Progress | Non
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]
-        """See `_HarnessMethods`: the harness is optional, so its class is known here only."""
+        """See `_HarnessMethods`. Defined here because the base class is in an optional package."""
 
     return FirstlightLM(loaded, batch_size, on_texts)
 
@@ -299,7 +313,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
     Args:
         options: the request's options.
-        number: its seed, where it draws.
+        number: number of the request, which is its seed if it samples.
 
     Raises:
         ConfigError: an option is unknown, or out of range.
@@ -324,7 +338,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of any stop texts."""
+    """The text before the first occurrence of any of the stop texts."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text
@@ -336,7 +350,8 @@ def continue_texts(
     batch_size: int,
     on_texts: Progress | None,
 ) -> None:
-    """Continue texts to their ends, some at a time: one that ends makes room for the next."""
+    """Generate the continuations of texts, `batch_size` texts at a time: when a text ends, the next
+    one takes its place in the batch. The results are in `texts`."""
     if not texts:
         return
     longest = max(len(text.prompt_ids) + text.config.max_new_tokens for text in texts)

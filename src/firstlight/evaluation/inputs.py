@@ -1,4 +1,4 @@
-"""Model, data and options of an evaluation."""
+"""Loads the model and the data of an evaluation, and derives its options from training."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class RowOptions(TypedDict, total=False):
     """Options of `losses_of_rows` and `evaluate_split`.
 
     Attributes:
-        seq_len: tokens a row.
-        batch_size: rows at a time; changes the speed only.
+        seq_len: tokens of a row.
+        batch_size: number of rows that are computed at a time; affects the speed only.
         device: device of the model.
-        document_masking: True evaluates as training with `data.document_masking` trains.
-        first_id: id from which the split's very first token is predicted too, so that every bit
-            of the text counts; None leaves that token out.
-        on_rows: called after each batch with the rows done and to do.
+        document_masking: True lets tokens attend only to their own document, as in training with
+            `data.document_masking`.
+        first_id: token id that is put before the split's very first token in order to predict that
+            token, too, so that all bytes of the text count; None leaves that token out.
+        on_rows: function that is called after each batch with the numbers of completed and of all
+            rows.
     """
 
     seq_len: Required[int]
@@ -44,34 +46,40 @@ class RowOptions(TypedDict, total=False):
 def load_for_evaluation(
     checkpoint: str | Path, device: str = "auto", *, best: bool = False
 ) -> LoadedModel:
-    """A model in fp32, as `evaluate` takes it.
+    """Load a model in fp32 for an evaluation.
 
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
-        best: True takes a run folder's checkpoint with the lowest validation loss, not the newest.
+        best: True takes a run folder's checkpoint with the lowest validation loss instead of the
+            newest.
 
     Raises:
-        ConfigError: there is no such device, or `best` is given without a run folder.
+        ConfigError: the device does not exist, or `best` is True and `checkpoint` is no run folder.
         ModelError, CheckpointError: the model can't be used.
     """
     hardware = find_hardware(device)
 
     def read(folder: Path) -> LoadedModel:
         loaded = load_model(folder, hardware.device, dtype=torch.float32)
-        # Now: once a run has deleted the checkpoint it can't be told.
+        # Read now, because an active run may delete the checkpoint later.
         try:
             return dataclasses.replace(loaded, trained_on=trained_on(folder))
         except CheckpointError:
             require_kept(folder)
-            return loaded  # damaged: an error where it is needed
+            # The state is damaged: `_training_data` raises the error if it is needed.
+            return loaded
 
     return read_model_folder(checkpoint, read, best=best)
 
 
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
-    """A model that is loaded already, once its files are seen to be unchanged; else as
-    `load_for_evaluation`."""
+    """The model itself if `checkpoint` is a loaded model, else the result of `load_for_evaluation`.
+
+    Raises:
+        ModelError: the loaded model's files have changed; see `LoadedModel.require_unchanged`.
+        ConfigError, CheckpointError: see `load_for_evaluation`.
+    """
     if not isinstance(checkpoint, LoadedModel):
         checkpoint = load_for_evaluation(checkpoint, device)
     checkpoint.require_unchanged()
@@ -79,7 +87,14 @@ def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> 
 
 
 def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenDataset:
-    """The split to evaluate, which holds no preference pairs."""
+    """Open the split to evaluate.
+
+    Args:
+        loaded, data, split: see `evaluated_folder`.
+
+    Raises:
+        DataError: the data consists of preference pairs; or see `evaluated_folder`.
+    """
     folder = evaluated_folder(loaded, data, split)
     dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
     if dataset.kind == "preference":
@@ -91,10 +106,10 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
 
 
 def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
-    """See `trained_on`.
+    """The description of the data that the model was trained on; see `trained_on`.
 
     Raises:
-        CheckpointError: the model's checkpoint has been deleted or damaged meanwhile.
+        CheckpointError: the model's checkpoint is deleted or damaged.
     """
     return trained_on(loaded.folder) if loaded.trained_on is None else loaded.trained_on
 
@@ -102,7 +117,17 @@ def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
 def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
-    """Options with those of training where none are given."""
+    """The options of an evaluation; arguments that are None get the values of training.
+
+    Args:
+        loaded: the model.
+        dataset: the split to evaluate.
+        seq_len: tokens of a row; None is that of training, or else the context, 1,024 at most.
+        document_masking: see `RowOptions`.
+
+    Raises:
+        ModelError, DataError: see `require_same_tokenizer`.
+    """
     training_data = _training_data(loaded)
     limit = loaded.model.config.max_position_embeddings
     seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
@@ -121,16 +146,17 @@ def options_of_training(
 def evaluated_folder(
     loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
 ) -> Path:
-    """The folder of the data, once it is on this machine.
+    """The local folder of the data; data at a URL is downloaded.
 
     Args:
         loaded: the model.
-        data: a prepared folder or its URL; None is the one that the model was trained on.
-        split: the one that is needed.
-        progress: show a progress bar while it is fetched.
+        data: a prepared folder or its URL; None is the data that the model was trained on.
+        split: name of the split that is needed.
+        progress: show a progress bar of the download.
 
     Raises:
-        DataError: the model does not tell, or was trained on several; or the data can't be had.
+        DataError: `data` is None, and the model's training data is unknown or a mix of several; or
+            the data can't be downloaded.
         MissingDependencyError, StorageError: see `remote.local_folder`.
     """
     trained = _training_data(loaded)
@@ -149,11 +175,11 @@ def evaluated_folder(
 
 
 def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
-    """Refuse shards that were made with another tokenizer than the model's.
+    """Refuse data that was prepared with another tokenizer than the model's.
 
     Raises:
         ModelError: the model has no tokenizer.
-        DataError: the tokenizers differ, or ids go beyond the model's vocabulary.
+        DataError: the tokenizers differ, or the data has token ids beyond the model's vocabulary.
     """
     if tokenizer_of(loaded).fingerprint != dataset.manifest["tokenizer_sha256"]:
         raise DataError(

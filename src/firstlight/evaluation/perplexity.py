@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte over a split of a prepared corpus, or a sample of it."""
+"""Loss, perplexity and bits per byte on a split of prepared data, or on a sample of its rows."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class Evaluation:
     """Results over the evaluated tokens.
 
     Attributes:
-        loss: mean cross-entropy, nats a token; of preference pairs, their mean loss.
-        perplexity: exp(loss); NaN of preference pairs.
-        bits_per_byte: bits per byte of the split's UTF-8 text; comparable across tokenizers; NaN of
-            preference pairs.
-        gzip_bits_per_byte: bits per byte of gzip -9 on all text of the split, also where
-            a sample of its rows is evaluated; None where not recorded.
-        tokens: predicted tokens.
-        rows: evaluated rows, of `total_rows`.
-        total_rows: rows of the whole split.
+        loss: mean cross-entropy in nats per token; for preference pairs, their mean loss.
+        perplexity: exp(loss); NaN for preference pairs.
+        bits_per_byte: bits per byte of the split's UTF-8 text, comparable across tokenizers; NaN
+            for preference pairs.
+        gzip_bits_per_byte: bits per byte by gzip -9 of all text of the split, also if only a sample
+            of rows is evaluated; None if it was not recorded.
+        tokens: number of predicted tokens.
+        rows: number of evaluated rows.
+        total_rows: number of rows of the whole split.
         split: "val" or "train".
-        seq_len: tokens a row.
-        document_masking: True where tokens saw only their own document.
-        loss_stderr: standard error of the loss of a random sample of rows as an estimate of the
-            whole split's, see `scores.standard_error`. None where all rows were evaluated, or rows
-            that were not drawn; the other standard errors likewise.
+        seq_len: tokens of a row.
+        document_masking: True if tokens attended only to their own document.
+        loss_stderr: standard error of the loss as an estimate of the whole split's loss, for a
+            random sample of rows; see `scores.standard_error`. This and the other standard errors
+            are None if all rows were evaluated, or rows that were not drawn at random.
         perplexity_stderr: standard error of the perplexity, by the delta method.
         bits_per_byte_stderr: standard error of the bits per byte.
     """
@@ -72,13 +72,19 @@ class Evaluation:
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
-    """Numbers of the evaluated rows: all, or `limit` of them spread evenly over the split."""
+    """The numbers of the rows to evaluate.
+
+    Args:
+        total: number of rows of the split.
+        limit: largest number of rows, spread evenly over the split; 0 is all.
+    """
     if limit == 0 or limit >= total:
         return list(range(total))
     return [i * total // limit for i in range(limit)]
 
 
-# Not inference_mode: what FSDP2 allocates in a run's first forward pass is trained with afterwards.
+# Not inference_mode: if this is a run's first forward pass, FSDP2 allocates tensors in it that
+# training uses afterwards.
 @torch.no_grad()
 def losses_of_rows(
     loss_sum: LossFunction,
@@ -86,7 +92,17 @@ def losses_of_rows(
     rows: Sequence[int],
     **options: Unpack[RowOptions],
 ) -> list[RowLoss]:
-    """The loss of each row, or of each batch of them: see `evaluate_split`."""
+    """The losses of rows, computed by this process alone.
+
+    Args:
+        loss_sum: see `evaluate_split`.
+        dataset: the split.
+        rows: numbers of the rows, ascending.
+        options: see `RowOptions`.
+
+    Returns:
+        The loss of each row; or of each batch, if `loss_sum` returns one sum for a batch.
+    """
     seq_len, batch_size, device = options["seq_len"], options["batch_size"], options["device"]
     masking, first_id = options.get("document_masking", False), options.get("first_id")
     on_rows = options.get("on_rows")
@@ -121,26 +137,28 @@ def evaluate_split(
     processes: int = 1,
     **options: Unpack[RowOptions],
 ) -> Evaluation:
-    """Evaluate non-overlapping rows: every token is predicted once, from the tokens before it in
-    its row, or, with document masking, in its row and document.
+    """Evaluate non-overlapping rows. Every token is predicted once, from the tokens before it in
+    its row; with document masking, only from those in the same document.
 
-    Bits per byte charge tokens that were not predicted the mean of those that were. Losses are
-    added without rounding, but a row's loss depends on its batch by the last digits of fp32: batch
-    sizes agree to a relative 1e-6.
+    Bits per byte assume for tokens that are not predicted the mean loss of the others. Losses of
+    rows are added without rounding. A row's own loss depends in the last digits of fp32 on its
+    batch: results with different batch sizes agree to a relative 1e-6.
 
     Args:
-        loss_sum: (input_ids, labels) -> summed loss in nats, of the batch [] or of each row [B];
-            called with `document_ids` too where documents are masked.
+        loss_sum: function from input_ids and labels, int64 [B, T], and with document masking
+            document_ids, to the summed loss in nats: a scalar [] for the batch, or [B] for its
+            rows.
         dataset: the split.
         rows: numbers of the evaluated rows, ascending; None is all.
-        drawn: True for rows drawn at random and a loss function that gives each row's loss: the
-            result has standard errors.
-        rank, processes: number of this process, and of all that share the batches; each gets the
-            result, the same as that of one process.
+        drawn: True gives the result standard errors, for rows drawn at random and a loss function
+            that returns each row's loss.
+        rank, processes: number of this process, and number of processes that share the batches.
+            All get the result, which is the same as that of one process.
         options: see `RowOptions`.
 
     Raises:
-        DataError: no token is predicted: with document masking, documents of one token.
+        DataError: there is no token to predict (with document masking, all documents have one
+            token).
     """
     seq_len, masking = options["seq_len"], options.get("document_masking", False)
     total = dataset.num_rows(seq_len)
@@ -173,7 +191,7 @@ def _shared_losses(
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:
-    """The losses of all rows, each computed by one of the processes."""
+    """The losses of all rows on all processes, where each row is computed by one process."""
     own, extra = _own_batches(rows, options["batch_size"], rank, processes)
     losses = losses_of_rows(loss_sum, dataset, own, **options)
     if extra:
@@ -187,8 +205,9 @@ def _shared_losses(
 def _own_batches(
     rows: list[int], batch_size: int, rank: int, processes: int
 ) -> tuple[list[int], list[int]]:
-    """This rank's rows, plus the rows of one uncounted batch where other ranks have one batch more:
-    the ranks of a sharded model compute each layer together."""
+    """This rank's rows, and the rows of one uncounted batch, [] unless other ranks have one batch
+    more: with a sharded model, all ranks need the same number of forward passes, because they
+    gather each layer together."""
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     own = batches[rank::processes]
     most = -(-len(batches) // processes)
@@ -197,14 +216,16 @@ def _own_batches(
 
 
 def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
-    """The losses of all processes by row; a tensor-parallel group's have computed the same rows."""
+    """The losses of all processes, by row. Processes of a tensor-parallel group have the same rows,
+    each of which is counted once."""
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
     found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
     return [found[row] for row in sorted(found)]
 
 
 def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, Any]:
-    """Figures with their standard errors: the loss's error times the derivative."""
+    """Loss, perplexity and bits per byte, with their standard errors: that of the loss, times the
+    derivative by the loss."""
     perplexity = perplexity_of(loss)
     return {
         "loss": loss,
@@ -229,22 +250,24 @@ def evaluate(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Loss, perplexity and bits per byte of a model over a split, or estimates with their standard
-    errors from a random sample of its rows.
+    """Loss, perplexity and bits per byte of a model on a split, or estimates with standard errors
+    from a random sample of its rows.
 
     Args:
-        checkpoint: a folder or hub id as for `firstlight.load`, or what that returned.
-        data: a prepared folder or its URL; None is the one that the checkpoint was trained on.
+        checkpoint: a folder or hub id as for `firstlight.load`, or the model that it returned.
+        data: a prepared folder or its URL; None is the data that the model was trained on.
         split: "val" or "train".
-        sample: number of rows drawn without replacement; None, or as many as there are, is the
-            whole split.
-        seed: seed of the draw.
-        seq_len: tokens a row; None is that of training, else the context limit (at most 1,024).
-        batch_size: rows at a time.
-        document_masking: True lets tokens see their own document only; None is as in training.
-            Examples of conversations never see each other.
-        device: "auto", "cpu", "cuda", ...; a model that is already loaded stays where it is.
-        on_rows: called after each batch with the rows done and to do.
+        sample: number of rows, drawn at random without replacement; None, or at least the number of
+            rows, evaluates the whole split.
+        seed: seed of the sample.
+        seq_len: tokens of a row; None is that of training, or else the model's context, 1,024 at
+            most.
+        batch_size: number of rows that are computed at a time.
+        document_masking: True lets tokens attend only to their own document; None is as in
+            training. Different conversations never attend to each other.
+        device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
+        on_rows: function that is called after each batch with the numbers of completed and of all
+            rows.
 
     Raises:
         ConfigError: sample, seed, seq_len, batch_size or device is invalid.

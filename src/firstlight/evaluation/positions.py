@@ -1,4 +1,5 @@
-"""Loss by the position in a row: a model's use of long texts, within its context and beyond."""
+"""Loss by the position of a token in its row, which shows whether a model uses long contexts, also
+beyond the length of its training."""
 
 from __future__ import annotations
 
@@ -22,19 +23,20 @@ from firstlight.models import Model
 from firstlight.models.ops import document_positions
 from firstlight.weights.huggingface import LoadedModel
 
-#: Stretches of positions, each with a loss of its own.
+#: Number of ranges of positions, each with a loss of its own.
 _STRETCHES = 16
 
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """Loss of the tokens at some positions.
+    """Loss of the tokens in one range of positions.
 
     Attributes:
-        first, last: positions of the tokens that the model read last, counted from 0 in the row, or
-            with document masking in the document.
+        first, last: first and last position of the range. The position of a prediction is that of
+            the input token at which it is made, counted from 0 in the row, or with document masking
+            in the document.
         tokens: number of predicted tokens.
-        loss: mean cross-entropy, nats a token.
+        loss: mean cross-entropy in nats per token.
         perplexity: exp(loss).
     """
 
@@ -50,9 +52,9 @@ class ByPosition:
     """A model's loss by position.
 
     Attributes:
-        seq_len: tokens a row.
-        document_masking: True where tokens saw only their own document.
-        stretches: losses of the positions, first to last.
+        seq_len: tokens of a row.
+        document_masking: True if tokens attended only to their own document.
+        stretches: losses of the ranges of positions, in ascending order.
     """
 
     seq_len: int
@@ -73,10 +75,10 @@ def evaluate_by_position(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> ByPosition:
-    """The loss in each of 16 stretches of positions; those without a token are left out.
+    """The loss in each of 16 equal ranges of positions; ranges without tokens are left out.
 
-    Arguments as in `evaluate`, but that `seq_len` may be more than the context of a model with
-    rotary positions.
+    The arguments are those of `evaluate`, except that for a model with rotary position embeddings
+    `seq_len` may be longer than its context.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: see `evaluate`.
@@ -115,8 +117,13 @@ def evaluate_by_position(
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The summed losses, fp64 [T], and the predicted tokens, int64 [T], at each position, on the
-    CPU."""
+    """The summed loss, fp64 [T], and the number of predicted tokens, int64 [T], at each position,
+    on the CPU.
+
+    Args:
+        model: the model.
+        input_ids, labels, document_ids: int64 [B, T]; see `LanguageModel.forward`.
+    """
     losses = token_losses(model, input_ids, labels, document_ids).flatten()
     T = labels.shape[1]
     positions_BT = torch.arange(T, device=labels.device).expand_as(labels)
@@ -129,7 +136,8 @@ def _sums_by_position(
 
 
 def _stretches(sums: Tensor, counts: Tensor) -> list[PositionLoss]:
-    """Sums and counts [T] in stretches of positions of nearly the same length."""
+    """The losses of ranges of positions of nearly equal length, from the results [T] of
+    `_sums_by_position`."""
     number = min(_STRETCHES, len(sums))
     edges = [len(sums) * i // number for i in range(number + 1)]
     found = []

@@ -1,8 +1,8 @@
-"""Scores of texts: losses of rows, log-likelihoods of continuations, and the results of tasks, as
-means with their standard errors.
+"""Scores of texts: losses of rows, log-likelihoods of continuations, and results of tasks with
+their standard errors.
 
-Sums are `math.fsum`'s, which rounds once: rows that several processes evaluated give, in any
-split and any order, the same bits as if one process had evaluated them all.
+Sums are computed by `math.fsum`, which rounds only once. So the sum over rows has the same bits for
+any order of the rows and any distribution over processes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def perplexity_of(loss: float) -> float:
 
 
 def row_losses(model: Model) -> LossFunction:
-    """A loss function that gives the summed loss of each row, fp64 [B], instead of one sum.
-
-    The logits of all rows of a batch are in memory at once.
+    """A loss function that returns the summed loss of each row in nats, fp64 [B], instead of one
+    sum for the batch. It has the logits of the whole batch, [B, T, V], in memory at once.
     """
 
     def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -46,7 +45,7 @@ def row_losses(model: Model) -> LossFunction:
 def token_losses(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None
 ) -> Tensor:
-    """The loss of each token in nats [B, T], fp32 at least; 0 where a label is -100.
+    """The loss of each token in nats, [B, T], in fp32 or wider; 0 where a label is -100.
 
     Args:
         model: the model.
@@ -64,11 +63,12 @@ def token_losses(
 
 @dataclass(frozen=True)
 class TokenPair:
-    """The ids of a text and of its continuation.
+    """The token ids of a context and of its continuation.
 
     Attributes:
-        context: ids of the text, at least one.
-        continuation: ids that come after it: at least one, at most the model's context.
+        context: token ids of the context, at least one.
+        continuation: token ids of the continuation: at least one, at most as many as the model's
+            context length.
     """
 
     context: tuple[int, ...]
@@ -81,7 +81,7 @@ class Likelihood:
 
     Attributes:
         logprob: natural logarithm of its probability.
-        is_greedy: True where each of its tokens was the likeliest.
+        is_greedy: True if each of its tokens is the most probable one, as in greedy decoding.
     """
 
     logprob: float
@@ -91,13 +91,16 @@ class Likelihood:
 def encode_choices(
     tokenizer: Tokenizer, context: str, continuations: Sequence[str]
 ) -> list[TokenPair]:
-    """A context with each of several continuations, as lm-evaluation-harness encodes them
-    (`TemplateLM._encode_pair`): white space at the context's end goes over to the continuation,
-    the two are encoded as one text, and the continuation is what comes after as many tokens as the
-    context has alone.
+    """Encode a context with each of several continuations, in the same way as
+    lm-evaluation-harness (`TemplateLM._encode_pair`).
+
+    White space at the end of the context is moved to the continuation. Context and continuation are
+    encoded as one text; if the context alone has n tokens, the continuation is everything after the
+    first n tokens.
 
     Args:
-        context: not empty.
+        tokenizer: the model's tokenizer.
+        context: a text that is not empty.
         continuations: texts with their leading space.
     """
     stripped = context.rstrip()
@@ -117,17 +120,20 @@ def likelihoods(
     batch_size: int,
     on_pairs: Callable[[int, int], None] | None = None,
 ) -> list[Likelihood]:
-    """The log-likelihood of each continuation: the sum of the log-softmax at its tokens.
+    """The log-likelihood of each continuation: the sum of the log-probabilities of its tokens.
 
-    A text that doesn't fit into the model's context is cut from the left. A context that several
-    continuations share is computed once, up to its last token, and contexts of one length together;
-    this rounds differently from one pass over each pair, in the last digits of fp32.
+    If context and continuation don't fit into the model's context length, the context is truncated
+    from the left. A context that several continuations share is computed once, and contexts of the
+    same length are computed together. In the last digits of fp32 the result differs from that of a
+    separate pass over each pair.
 
     Args:
         model: a model in evaluation mode.
         pairs: contexts and continuations.
-        batch_size: continuations at a time, but all those of a context; changes the speed only.
-        on_pairs: called after each batch with the pairs done and to do; may raise.
+        batch_size: largest number of continuations that are computed at a time (those of one
+            context are never split); affects the speed only.
+        on_pairs: function that is called after each batch with the numbers of completed and of all
+            pairs; it may raise an error.
 
     Raises:
         ModelError: a log-likelihood is not a finite number.
@@ -140,17 +146,18 @@ def likelihoods(
     return [results[number] for number in range(len(pairs))]
 
 
-#: Contexts of one length, each with the numbers of its pairs.
+#: Contexts of the same length, each with the indices of its pairs.
 _Batch = list[tuple[tuple[int, ...], list[int]]]
 
 
 def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterator[_Batch]:
-    """The longest contexts first: what doesn't fit into memory is known at once."""
+    """Group pairs into batches. The longest contexts come first, so that running out of memory
+    shows at once."""
     by_context: dict[tuple[int, ...], list[int]] = {}
     for number, pair in enumerate(pairs):
         assert pair.context
         assert 0 < len(pair.continuation) <= limit
-        # The last token is only predicted.
+        # The last token is only predicted, and needs no position.
         room = limit + 1 - len(pair.continuation)
         by_context.setdefault(pair.context[-room:], []).append(number)
     batch: _Batch = []
@@ -165,7 +172,7 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
 
 
 def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int, Likelihood]:
-    """The likelihoods of a batch's pairs by number."""
+    """The likelihoods of a batch's pairs, by index of the pair."""
     parameter = next(model.parameters())
     device = parameter.device
     numbers = [number for _, others in batch for number in others]
@@ -177,7 +184,7 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
     cache = model.make_cache(len(numbers), shared + longest, parameter.dtype)
     if shared:
         once = model.make_cache(len(batch), shared, parameter.dtype)
-        # A text's beginning is computed as a part of the whole.
+        # Length-dependent position embeddings must be those of the whole texts in both passes.
         cache.least_length = once.least_length = shared + longest
         model(before, cache=once, logits_to_keep=1)
         cache.begin_with(once, torch.tensor(context_of, device=device))
@@ -192,24 +199,25 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of ids as int64 [B, T], and the mask of ids that are not padding, bool [B, T]."""
+    """Token ids of several rows, padded with 0 to int64 [B, T], and the mask of positions that are
+    not padding, bool [B, T]."""
     longest = max(map(len, rows))
     ids = [[*row, *[0] * (longest - len(row))] for row in rows]
     lengths = torch.tensor([len(row) for row in rows], device=device)
     return torch.tensor(ids, device=device), torch.arange(longest, device=device) < lengths[:, None]
 
 
-#: Called with the texts scored and to be scored; may raise.
+#: Function that is called with the numbers of scored and of all texts; it may raise an error.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure over a task's items.
+    """A metric over a task's items.
 
     Attributes:
-        value: the figure.
-        stderr: its standard error, None where there is none.
+        value: value of the metric.
+        stderr: its standard error; None if there is none.
     """
 
     value: float
@@ -221,7 +229,7 @@ class TaskResult:
     """A model's results in a task.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         metrics: metrics by name, such as `acc`.
         items: number of scored items; None for a group of tasks.
     """
@@ -236,7 +244,7 @@ class TaskResult:
         return f"{self.task}: {', '.join(shown)}"
 
     def figures(self) -> dict[str, float | None]:
-        """`{"acc": ..., "acc_stderr": ...}` and so on."""
+        """The values and standard errors of all metrics: `{"acc": ..., "acc_stderr": ...}`."""
         found: dict[str, float | None] = {}
         for name, metric in self.metrics.items():
             found |= {name: metric.value, f"{name}_stderr": metric.stderr}
@@ -244,31 +252,31 @@ class TaskResult:
 
 
 class Task(Protocol):
-    """A task that is ready to be scored: its items are read, and fit the model."""
+    """A task that is ready to be scored: its items are loaded, and checked against the model."""
 
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """Score a model; several results where the task is a group.
+        """Score a model. A group of tasks has several results.
 
         Args:
-            loaded: a model with the tokenizer and the context that the task was made ready for.
-            batch_size: texts at a time; changes the speed only.
-            on_texts: called after each batch.
+            loaded: a model with the tokenizer and context length for which the task was prepared.
+            batch_size: number of texts that are computed at a time; affects the speed only.
+            on_texts: function that is called after each batch.
 
         Raises:
-            ModelError: the model's outputs are no numbers.
+            ModelError: the model's outputs are NaN or infinite.
         """
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """The loss of one row, or of several that were summed together.
+    """The loss of one row, or of a batch of rows.
 
     Attributes:
-        row: its number in the split; that of the first.
-        loss: nats, summed over the predicted tokens.
-        tokens: number of those.
+        row: number of the row in the split; for a batch, that of its first row.
+        loss: loss in nats, summed over the predicted tokens.
+        tokens: number of predicted tokens.
     """
 
     row: int
@@ -277,18 +285,19 @@ class RowLoss:
 
 
 def sampled_rows(total: int, count: int, seed: int) -> list[int]:
-    """`count` different rows of `total`, drawn at random, ascending; all rows if there are no more.
+    """The numbers of `count` rows drawn at random from `total` without replacement, ascending; all
+    rows if `count` is at least `total`.
 
-    The rows of a smaller sample are among those of a larger one with the same seed.
+    With the same seed, a smaller sample is a subset of a larger one.
     """
     return sorted(shuffled_index(i, total, seed, 0) for i in range(min(count, total)))
 
 
 def merged(parts: Iterable[Iterable[RowLoss]]) -> list[RowLoss]:
-    """The rows of all parts, such as the ranks of a job, in ascending order.
+    """The rows of all parts (such as the rows of each rank), in ascending order.
 
     Raises:
-        ValueError: two parts have the same row.
+        ValueError: a row occurs twice.
     """
     rows = sorted((row for part in parts for row in part), key=lambda row: row.row)
     for one, other in itertools.pairwise(rows):
@@ -298,22 +307,24 @@ def merged(parts: Iterable[Iterable[RowLoss]]) -> list[RowLoss]:
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
-    """Nats a token: the rows' losses over their tokens, of which there is at least one."""
+    """Mean loss in nats per token: the sum of the rows' losses divided by the number of their
+    tokens, of which there must be at least one."""
     return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
 
 
 def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
-    """Standard error of `mean_loss` as an estimate of that of all rows.
+    """Standard error of a sample's `mean_loss` as an estimate of the mean loss of all rows.
 
-    The mean is a ratio of two sums, since rows differ in their number of tokens: the linearised
-    variance of the ratio estimator over a simple random sample without replacement, with the
-    finite-population correction (Cochran, Sampling Techniques, 1977, section 2.11):
+    The mean is a ratio of two sums, because rows differ in their number of tokens. The result is
+    the root of the linearised variance of the ratio estimator for a simple random sample without
+    replacement, with the finite-population correction (Cochran, Sampling Techniques, 1977, section
+    2.11):
 
         (1 - n/N) / n * sum((loss_i - mean * tokens_i)^2) / (n - 1) / (tokens/n)^2
 
     Args:
-        rows: the sample, n of them, at least two.
-        total_rows: N, number of rows that the sample is drawn from.
+        rows: the sample of n rows, at least two.
+        total_rows: N, the number of rows from which the sample is drawn.
     """
     n = len(rows)
     assert 2 <= n <= total_rows
@@ -324,8 +335,8 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of equally weighted values and its standard error, the sample's standard deviation
-    over the root of their number; None for fewer than two values.
+    """The mean of equally weighted values, and its standard error: the sample standard deviation
+    divided by the root of the number of values; None for a single value.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -336,8 +347,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """`3.214 ± 0.012`: two digits of the error, and as many decimals of the value; four decimals
-    where there is no error."""
+    """A value with its error as a text, `3.214 ± 0.012`: two significant digits of the error, and
+    the same number of decimals of the value; without an error, four decimals."""
     if error is None:
         return f"{value:.4f}"
     if error == 0:

@@ -1,5 +1,5 @@
-"""Tasks by name: `hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`; and HellaSwag (Zellers et
-al. 2019) itself: its items, and a model's choice among the endings of each."""
+"""Loads tasks by name (`hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`), and implements
+HellaSwag (Zellers et al. 2019): its items, and a model's choice among the endings of each item."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HARNESS = "lm-eval:"
 
 @dataclass(frozen=True)
 class HellaSwag:
-    """HellaSwag's items, encoded for a model. See `scores.Task`."""
+    """HellaSwag's items, with the result of `encode_items` for a model; see `scores.Task`."""
 
     items: Sequence[Item]
     pairs: Sequence[TokenPair]
@@ -43,7 +43,7 @@ class HellaSwag:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """`acc` and `acc_norm`."""
+        """The metrics `acc` and `acc_norm`; see `scores.Task.evaluate`."""
         answers = answer_items(
             loaded.model, self.items, self.pairs, batch_size=batch_size, on_pairs=on_texts
         )
@@ -57,18 +57,19 @@ def ready_tasks(
     items: int | None = None,
     task_folder: str | Path | None = None,
 ) -> list[Task]:
-    """Read and check the tasks of some names, so that they only have to be scored.
+    """Load tasks by name and check them, so that they only have to be scored.
 
     Args:
-        tasks: each `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`; without a file the
-            data come from the hub.
-        loaded: a model with the context and the tokenizer of those that will be scored.
+        tasks: each `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`. `hellaswag` without a
+            file loads its data from the Hugging Face hub.
+        loaded: a model with the context length and the tokenizer of the models that will be scored.
         items: number of items of each task, the first ones; None is all.
-        task_folder: folder of further tasks for lm-evaluation-harness.
+        task_folder: folder with further tasks for lm-evaluation-harness.
 
     Raises:
-        ConfigError: a name is unknown, or given twice.
-        InputError: a file is missing, a line of it (named) is not an item, or data can't be read.
+        ConfigError: a name is unknown or given twice, or `items` is less than 1.
+        InputError: a file is missing, a line of it is not an item (the message names it), or data
+            can't be read.
         MissingDependencyError: lm-evaluation-harness is not installed.
         ModelError: the model has no tokenizer.
     """
@@ -95,7 +96,7 @@ def ready_tasks(
 
 
 def _names(text: str) -> tuple[str, list[str]]:
-    """The scorer of a task, and the names of its results."""
+    """The kind of a task (`HELLASWAG` or `HARNESS`), and the names of its results."""
     if text.startswith(HARNESS):
         names = [name.strip() for name in text.removeprefix(HARNESS).split(",")]
         if not all(names):
@@ -132,14 +133,14 @@ def evaluate_tasks(
     """Score a model in tasks, in fp32.
 
     Args:
-        checkpoint: a folder or hub id as for `firstlight.load`, or what that returned.
-        tasks: see `ready_tasks`; one text is one task.
+        checkpoint: a folder or hub id as for `firstlight.load`, or the model that it returned.
+        tasks: see `ready_tasks`; a single string is one task.
         items: number of items of each task, the first ones; see `ready_tasks`.
         task_folder: folder with further tasks; see `ready_tasks`.
-        batch_size: texts at a time; changes the speed only.
-        device: "auto", "cpu", "cuda", ...; a model that is already loaded stays where it is.
-        on_texts: called after each batch with the numbers of texts scored and to be scored, of each
-            task separately.
+        batch_size: number of texts that are computed at a time; affects the speed only.
+        device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
+        on_texts: function that is called after each batch with the numbers of scored and of all
+            texts of the current task.
 
     Returns:
         The results in the order of the tasks.
@@ -160,26 +161,28 @@ def evaluate_tasks(
     ]
 
 
-#: The name of the data on the hub, as in lm-evaluation-harness.
+#: Id of the data set on the Hugging Face hub, as in lm-evaluation-harness.
 HUB_ID = "Rowan/hellaswag"
-#: The largest known, the training split, has 48 MB.
+#: Largest accepted size of a file in bytes; the largest of HellaSwag, the training split, has
+#: 48 MB.
 _MAX_BYTES = 1 << 30
-#: Bytes of an item's line, and its endings: HellaSwag's have up to 3 KB, and four.
+#: Limits of an item: bytes of its line, and endings. HellaSwag's have up to 3 KB, and 4 endings.
 _MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 
 
 def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
     """The items of a JSON-lines file.
 
-    A line is an object with `ctx`, or the original data set's `ctx_a` and `ctx_b`, with `endings`
-    and `label`, and, where there is one, with `activity_label`.
+    A line is an object with `endings`, `label`, the context as `ctx` or as the original data set's
+    `ctx_a` and `ctx_b`, and optionally `activity_label`.
 
     Args:
-        path: the file; empty lines are passed over.
-        limit: number of lines that are read, the first ones.
+        path: the file; empty lines are skipped.
+        limit: number of items that are read, the first ones; None is all.
 
     Raises:
-        InputError: the file can't be read, or a line (named) is something else.
+        InputError: the file can't be read or has no items, or a line is no such object (the message
+            names it).
     """
     items: list[Item] = []
     for number, line in enumerate(io.BytesIO(read_file(path, _MAX_BYTES)), start=1):
@@ -199,11 +202,14 @@ def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
 
 
 def hub_hellaswag(limit: int | None = None) -> list[Item]:
-    """The items of the validation split, from the hub or the cache of `datasets`.
+    """The items of the validation split, from the Hugging Face hub or the cache of `datasets`.
+
+    Args:
+        limit: number of items, the first ones; None is all.
 
     Raises:
         MissingDependencyError: `datasets` is not installed.
-        InputError: the hub can't be reached, or gives something else.
+        InputError: the data can't be loaded, or has other fields.
     """
     try:
         import datasets
@@ -217,7 +223,7 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
             rows = rows.select(range(min(limit, len(rows))))  # type: ignore[attr-defined, arg-type]
         return [item_of(row) for row in rows]
     except Exception as error:
-        # Its own errors, those of its HTTP library, of the disk: all of them mean this.
+        # `datasets` raises errors of its own, of its HTTP library and of the file system.
         raise InputError(
             f"{HUB_ID} can't be had from the hub ({type(error).__name__}: {str(error)[:200]}): "
             "give a file: --tasks hellaswag,FILE.jsonl"
@@ -225,13 +231,13 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
 
 
 def item_of(row: Any) -> Item:
-    """An item as lm-evaluation-harness lays it out (`tasks/hellaswag/utils.py`).
+    """Format an item in the same way as lm-evaluation-harness (`tasks/hellaswag/utils.py`).
 
-    The context is `activity_label: ctx_a Ctx_b`, the second part with a capital. For a row with
-    only `ctx` it is `activity_label: ctx`, or `ctx` without a label.
+    The context is `activity_label: ctx_a Ctx_b`, where the second part is capitalized. For a row
+    with only `ctx` it is `activity_label: ctx`, or `ctx` without an `activity_label`.
 
     Raises:
-        ValueError: a field is missing or of another kind; the text says which.
+        ValueError: a field is missing or has another type; the message names it.
     """
     if not isinstance(row, Mapping):
         raise ValueError("it is no JSON object")
@@ -253,11 +259,11 @@ def item_of(row: Any) -> Item:
 
 
 def cleaned(text: str) -> str:
-    """A text without the brackets that WikiHow's articles left in the data, as
-    lm-evaluation-harness's `preprocess` does it."""
+    """A text without the markup in brackets that WikiHow's articles left in the data; the same as
+    lm-evaluation-harness' `preprocess`."""
     text = text.strip().replace(" [title]", ". ")
-    # Without the last part of a line, in which no bracket ends: the search there would go to the
-    # line's end from each bracket that begins.
+    # Only up to the last "]" of a line: after it, the search from each "[" would run to the end of
+    # the line in vain, which takes quadratic time.
     parts = (line.rpartition("]") for line in text.split("\n"))
     lines = (re.sub(r"\[.*?\]", "", head + end) + tail for head, end, tail in parts)
     return "\n".join(lines).replace("  ", " ")
@@ -271,12 +277,12 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """True if the text has no half of a surrogate pair, which JSON can spell."""
+    """True if the text has no single surrogate, which JSON can contain as an escape sequence."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _label(value: Any, count: int) -> int:
-    """The number of the right ending; the data set writes it as a text."""
+    """The index of the correct ending; in the data set it is a string."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if type(value) is not int or not 0 <= value < count:
@@ -286,12 +292,12 @@ def _label(value: Any, count: int) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """A question.
+    """An item: a context with several endings, of which one is correct.
 
     Attributes:
-        context: the text to go on with; not empty.
-        choices: the endings, without the space before them; none of them empty.
-        gold: the number of the right one.
+        context: the text to continue; not empty.
+        choices: the endings, without the space before them; none of them is empty.
+        gold: index of the correct ending.
     """
 
     context: str
@@ -304,9 +310,9 @@ class Answer:
     """A model's answer to an item.
 
     Attributes:
-        logprobs: log-probability of each ending after the context.
-        acc: True where the right ending has the highest.
-        acc_norm: True where the right ending has the highest per character.
+        logprobs: log-probability of each ending after the context, in nats.
+        acc: True if the correct ending has the highest log-probability.
+        acc_norm: True if the correct ending has the highest log-probability per character.
     """
 
     logprobs: tuple[float, ...]
@@ -317,18 +323,21 @@ class Answer:
 def encode_items(
     items: Sequence[Item], tokenizer: Tokenizer, context_tokens: int, where: str
 ) -> list[TokenPair]:
-    """All endings of all items with their contexts, in order.
+    """Encode all endings of all items with their contexts, in order.
 
     Args:
-        context_tokens: the model's context, in tokens.
-        where: name of the items in messages.
+        items: the items.
+        tokenizer: the model's tokenizer.
+        context_tokens: the model's context length in tokens.
+        where: name of the items' source in messages.
 
     Raises:
-        InputError: an ending is longer than the model's context, or adds no token to its context.
+        InputError: an ending is longer than the model's context, or adds no token to the item's
+            context.
     """
     pairs: list[TokenPair] = []
     for number, item in enumerate(items, start=1):
-        # Contexts are held once for all endings.
+        # One call for all endings, so that they share one tuple of the context's ids.
         encoded = encode_choices(tokenizer, item.context, [f" {c}" for c in item.choices])
         for pair in encoded:
             count = len(pair.continuation)
@@ -353,12 +362,12 @@ def answer_items(
 
     Args:
         model: a model in evaluation mode.
-        items: the questions.
+        items: the items.
         pairs: the result of `encode_items`.
         batch_size, on_pairs: see `likelihoods`.
 
     Raises:
-        ModelError: the model's outputs are no numbers.
+        ModelError: the model's outputs are NaN or infinite.
     """
     scored = likelihoods(model, pairs, batch_size=batch_size, on_pairs=on_pairs)
     logprobs = iter([likelihood.logprob for likelihood in scored])
@@ -366,9 +375,9 @@ def answer_items(
 
 
 def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
-    """The answer of the model: the choice with the greatest log-probability, the first of equal
-    ones as in numpy's argmax. As in lm-evaluation-harness, acc_norm divides the log-probability by
-    the number of characters; its acc_bytes divides by bytes."""
+    """Compare the model's choice with the correct ending. The choice is the ending with the highest
+    log-probability, the first one among equals, like numpy's argmax. As in lm-evaluation-harness,
+    acc_norm divides log-probabilities by the number of characters."""
     per_character = [p / len(c) for p, c in zip(logprobs, item.choices, strict=True)]
     return Answer(
         logprobs,
@@ -378,7 +387,7 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
-    """`acc` and `acc_norm` over the items."""
+    """The metrics `acc` and `acc_norm`: the fractions of items that are answered correctly."""
     return {
         "acc": Metric(*mean_and_error([float(answer.acc) for answer in answers])),
         "acc_norm": Metric(*mean_and_error([float(answer.acc_norm) for answer in answers])),
