@@ -1,14 +1,15 @@
-"""`firstlight bench learning`: what recipes learn from the same tokens, or in the same time.
+"""`firstlight bench learning`: loss of recipes after the same tokens, or after the same time.
 
-Every run is `firstlight train` in a process of its own, with one of some seeds; the rows take turns
-over the seeds (A B A B). On one corpus and size all rows have the same budget: tokens, or minutes
-of training at the rate of their first steps, which is measured once a row. `max_steps` is set so
-that the schedule ends with the budget. Seconds are those of training steps, waiting for data
-included: evaluations, checkpoints and the start of the process do not count.
+Every run is a training in a process of its own. Each recipe, which is a row of the tables, runs
+with several seeds, and the rows take turns over the seeds (A B A B). On one corpus and size all
+rows have the same budget: tokens, or minutes of training at the speed of their first steps, which
+is measured once per row. `max_steps` is set so that the schedule ends with the budget. Seconds are
+those of training steps, including waiting for data, without evaluations, checkpoints and the start
+of the process.
 
-A curve is measured on the same sample of the held-out text at each point, the last figure of a run
-on all of it or on a larger sample, in fp32. A token sees the tokens before it in its row, so rows
-of another length see another context: that is part of a recipe.
+Each point of a curve is measured on the same sample of the held-out text. The final figure of a run
+is measured on all of the held-out text or on a larger sample, in fp32. A token's context is the
+part of its sequence before it, so the sequence length, which is part of a recipe, affects the loss.
 
 Each finished run is one line of results.jsonl. A second call in the same folder measures the
 missing runs, and repeats runs that were measured with another recipe, budget or corpus.
@@ -47,19 +48,20 @@ from firstlight.training.loop import train
 
 RESULTS_NAME = "results.jsonl"
 
-#: The demo's size, and tokens of a run where no budget is given.
+#: Defaults: the demo's size, and the tokens of a run without a budget.
 _SIZES, _TOKENS = ("2.6m",), 1_474_560
 
-#: Points of a curve, and held-out tokens of each.
+#: Number of points of a curve, and of held-out tokens for each point.
 _POINTS, _POINT_TOKENS = 12, 32_768
 
-#: Held-out tokens of the last figure that are enough for the points of the curve, too.
+#: Minimum of held-out tokens for the final figure; each point of the curve has an eighth of them.
 _LEAST_HELD_OUT = 8192
 
-#: Tokens of a vocabulary; and of one whose tokens are the bytes and the end of a text.
+#: Vocabulary size of a tokenizer; and of one whose tokens are the 256 bytes and the end of a text.
 _VOCAB_SIZE, _BYTES = 4096, 257
 
-#: Steps whose time is measured to find the length of a run, and those before them.
+#: Number of steps whose time is measured to find the number of steps that fit into a budget of
+#: minutes; number of warm-up steps before them.
 _PACE_STEPS, _PACE_WARMUP = 8, 4
 
 _FIRST_SEED = 1337
@@ -70,8 +72,8 @@ class LearningCorpus:
     """A prepared corpus.
 
     Attributes:
-        name: name in tables: "stdlib", or the stem of the text's file, with " bytes" added where
-            the tokens are bytes.
+        name: name in tables: "stdlib", or the stem of the text's file, followed by " bytes" if the
+            tokens are bytes.
         sha256: hash of the hashes of its shards.
         folder: folder of its shards.
     """
@@ -83,13 +85,15 @@ class LearningCorpus:
 
 @dataclass(frozen=True)
 class LearningCase:
-    """A recipe on a corpus at a size: the runs of it differ in their seed.
+    """A recipe on a corpus at a model size; its runs differ only in their seeds.
 
     Attributes:
+        corpus: the corpus.
+        size: name in `learning_rows.SIZES`.
         row: name of the row.
         tokens: budget of a run in tokens; None if it is in minutes.
         minutes: budget of a run in minutes of training; None if it is in tokens.
-        held_out_tokens: held-out tokens of the last figure; None is all of the held-out text.
+        held_out_tokens: held-out tokens of the final figure; None is all of the held-out text.
     """
 
     corpus: LearningCorpus
@@ -106,7 +110,7 @@ class LearningCase:
 
     @property
     def digest(self) -> str:
-        """Hash of all that decides the results but the seed and the code."""
+        """Hash of everything that affects the results except the seed and the code."""
         content = [self.corpus.sha256, self.values, self.tokens, self.minutes]
         if self.held_out_tokens is not None:
             content.append(self.held_out_tokens)
@@ -126,7 +130,7 @@ class LearningCase:
         """Values of the recipe of a run, without its folder."""
         values = self.values
         seq_len = values["data"]["seq_len"]
-        # The points together take little more than the last figure.
+        # All points together are then evaluated on little more tokens than the final figure.
         point_tokens = min(_POINT_TOKENS, (self.held_out_tokens or sys.maxsize) // 8)
         evaluation = {
             "every_steps": max(max_steps // _POINTS, 1),
@@ -147,7 +151,7 @@ class LearningCase:
         return rows * recipe.data.seq_len
 
     def parsed(self, max_steps: int) -> Recipe:
-        """The recipe, checked.
+        """The validated recipe.
 
         Raises:
             ConfigError: the values are not a valid recipe.
@@ -159,14 +163,15 @@ def prepare_corpus(name: str, folder: Path) -> LearningCorpus:
     """Prepare a corpus in `folder`, unless it is there.
 
     Args:
-        name: "stdlib", a text file, or "bytes:FILE".
+        name: "stdlib", a text file, or "bytes:FILE" for tokens that are bytes.
+        folder: parent of the corpora.
 
     Raises:
-        InputError: the text is not there.
+        InputError: the text does not exist.
         StorageError: a file system error.
     """
     file = name.removeprefix("bytes:")
-    # A file's name alone would leave two files of one name in one folder.
+    # The hash of the path: files with the same name in different folders are different corpora.
     key = hashlib.sha256(str(Path(file).resolve()).encode()).hexdigest()[:8]
     title = name if name == "stdlib" else Path(file).stem + (" bytes" if name != file else "")
     own = title if name == "stdlib" else f"{title}-{key}"
@@ -179,7 +184,7 @@ def prepare_corpus(name: str, folder: Path) -> LearningCorpus:
 
 
 def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
-    """Every row on every corpus at every size, by title, with the corpora prepared.
+    """Prepare the corpora; every row on every corpus at every size, by title.
 
     Raises:
         ConfigError: an option is invalid, or a row is not a recipe.
@@ -213,11 +218,12 @@ def bench_learning(bench: LearningBench, on_run: Keep) -> Result:
     """Measure the runs that have no result yet.
 
     Args:
-        on_run: called with the result so far after each run.
+        bench: the options.
+        on_run: function that is called with the result so far after each run.
 
     Returns:
-        "machine", "complete", "problems" by title, and "runs": of each finished run, earlier calls'
-        too, its line of results.jsonl.
+        "machine", "complete", "problems" (error messages by title), and "runs": the lines of
+        results.jsonl of all finished runs, including those of earlier calls.
 
     Raises:
         ConfigError, InputError, StorageError: see `learning_cases`.
@@ -249,7 +255,7 @@ def bench_learning(bench: LearningBench, on_run: Keep) -> Result:
 
 
 def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
-    """The case of a line of results.jsonl; None if its recipe is another one today."""
+    """The case of a line of results.jsonl; None if the recipe of its row has changed since."""
     corpus = LearningCorpus(line["corpus"], line["corpus_sha256"])
     budget = (line["budget_tokens"], line["budget_minutes"], line.get("held_out_tokens"))
     try:
@@ -260,13 +266,13 @@ def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
 
 
 def _in_order(lines: list[dict[str, Any]], cases: Sequence[LearningCase]) -> list[dict[str, Any]]:
-    """Lines in the order of the cases, and then those of other calls."""
+    """The lines in the order of the cases, and of the seeds; then those of other calls' cases."""
     places = {case.digest: place for place, case in enumerate(cases)}
     return sorted(lines, key=lambda line: (places.get(line["digest"], len(places)), line["seed"]))
 
 
 def _outcome(case: LearningCase, lines: Sequence[dict[str, Any]], seeds: int) -> RowOutcome:
-    """The runs of a case that are done: those of its first seeds."""
+    """The finished runs of a case, from the first seed to the last one before a gap."""
     done = {line["seed"]: line for line in lines if line["digest"] == case.digest}
     outcome = RowOutcome(case.digest)
     for seed in range(_FIRST_SEED, _FIRST_SEED + seeds):
@@ -277,11 +283,15 @@ def _outcome(case: LearningCase, lines: Sequence[dict[str, Any]], seeds: int) ->
 
 
 def measure_run(case: LearningCase, earlier: list[dict[str, Any]], folder: Path) -> Found:
-    """The next run of a case: its line of results.jsonl, or {"error": ...}.
+    """Train a case with its next seed.
 
     Args:
-        earlier: runs of the case with other seeds, which have the same number of steps.
+        case: the case.
+        earlier: finished runs of the case with other seeds; the new run has their number of steps.
         folder: folder of the benchmark, for temporary files.
+
+    Returns:
+        The run's line of results.jsonl, or {"error": {"type", "message"}}.
     """
     seed = _FIRST_SEED + len(earlier)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as run:
@@ -322,12 +332,14 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Train a recipe, in a process of its own.
 
     Args:
-        request: "recipe", its values; "data", the prepared folder; "threads" of torch; "pace", True
-            for the time of a step alone; "held_out_tokens" of the last figure, None for all.
+        request: "recipe", values of the recipe; "data", folder of the corpus; "threads" of torch;
+            "pace", True to measure only the time of a step; "held_out_tokens" of the final figure,
+            None for all.
 
     Returns:
-        "step_seconds" of the pace; else "tokens", "seconds" and "bits_per_byte" at the end of the
-        run, the "parameters", and "curve": [tokens, seconds, bits per byte] of each point.
+        With "pace" the median "step_seconds"; otherwise "parameters", "tokens" and "seconds" of the
+        whole run, the final "bits_per_byte" and "gzip_bits_per_byte", and "curve": [tokens seen,
+        seconds, bits per byte] of each point.
 
     Raises:
         FirstlightError: see `train`, `evaluate`.
@@ -364,4 +376,4 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _PaceIsKnown(Exception):  # noqa: N818 - no error
-    """Ends a run whose first steps alone were wanted."""
+    """Ends a run of which only the first steps are measured."""

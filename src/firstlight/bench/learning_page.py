@@ -11,10 +11,10 @@ from firstlight.bench.learning_rows import LearningRow, find_row
 from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.tables import cell, markdown_table
 
-#: Seeds without which nothing is decided, and the gain that counts, in units of its spread.
+#: Minimum of seeds for a verdict; minimum of a gain that counts, in standard deviations.
 _SEEDS, _LEAST_GAIN = 3, 2.0
 
-#: Lines in a panel of the picture.
+#: Maximum of lines in a panel of the picture.
 _LINES = 6
 
 
@@ -25,9 +25,10 @@ class RowFigures:
     Attributes:
         name: name of the row.
         row: the recipe.
-        runs: its lines of results.jsonl.
-        compared: the runs of the row that it changes, or of the baseline; empty for the baseline.
-        goal: bits per byte at the end of the baseline's curve.
+        runs: the row's lines of results.jsonl.
+        compared: the runs of the row that this row changes; of the baseline if this row is a
+            complete recipe; empty for the baseline itself.
+        goal: mean bits per byte at the end of the baseline's curve.
     """
 
     name: str
@@ -38,18 +39,21 @@ class RowFigures:
 
     @property
     def bits_per_byte(self) -> float:
-        """Mean over the seeds of the held-out text's bits per byte at the end."""
+        """Final bits per byte of the held-out text, the mean over the seeds."""
         return statistics.mean(_final(self.runs))
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation of that over the seeds; None of one seed."""
+        """Standard deviation of the final bits per byte over the seeds; None with one seed."""
         return statistics.stdev(_final(self.runs)) if len(self.runs) > 1 else None
 
     @property
     def gains(self) -> list[float]:
-        """Bits per byte fewer than the compared row, of each seed that both have: runs with one
-        seed read the same rows in the same order, so that they differ less than two seeds do."""
+        """Reduction of bits per byte relative to the compared row, for each seed that both have.
+
+        Runs with the same seed read the same text in the same order, so the difference between two
+        of them varies less than that of runs with different seeds.
+        """
         other = {run["seed"]: run["bits_per_byte"] for run in self.compared}
         return [
             other[run["seed"]] - run["bits_per_byte"] for run in self.runs if run["seed"] in other
@@ -57,8 +61,8 @@ class RowFigures:
 
     @property
     def gain_in_spreads(self) -> float | None:
-        """The mean gain in units of its standard deviation over the seeds; None with fewer than
-        three."""
+        """The mean gain divided by its standard deviation over the seeds; None with fewer than
+        three seeds."""
         if len(self.gains) < _SEEDS:
             return None
         return statistics.mean(self.gains) / max(statistics.stdev(self.gains), 1e-6)
@@ -77,7 +81,8 @@ class RowFigures:
         ]
 
     def to_goal(self) -> tuple[float, float] | None:
-        """(tokens, seconds) in which the mean curve reaches the goal; None if it never does."""
+        """(tokens, seconds) at which the mean curve reaches the goal, interpolated linearly between
+        points; None if it never does."""
         points = [(t, s, statistics.mean(bits)) for t, s, bits in self.curve()]
         before = None
         for tokens, seconds, bits in points:
@@ -99,7 +104,7 @@ def _final(runs: Sequence[Mapping[str, Any]]) -> list[float]:
 
 @dataclass(frozen=True)
 class LearningGroup:
-    """The rows on one corpus at one size with one budget; the first one is the baseline."""
+    """The rows on one corpus at one size with one budget; the first row is the baseline."""
 
     corpus: str
     size: str
@@ -113,7 +118,7 @@ class LearningGroup:
 
 
 def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
-    """The groups of runs, in the order of the runs, as are the rows of each."""
+    """The runs by group and row, both in the order of their first runs."""
     groups: dict[tuple[str, str, str], dict[str, list[Mapping[str, Any]]]] = {}
     for run in runs:
         key = (run["corpus"], run["size"], run["budget"])
@@ -133,8 +138,11 @@ def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
 
 
 def verdicts(groups: Sequence[LearningGroup]) -> dict[str, str]:
-    """The verdict on each single change: it is kept if it gains more than twice the gain's spread
-    on two corpora and at two sizes, and loses as much nowhere."""
+    """The verdict on each single change, by name of the row.
+
+    A change is kept if its gain exceeds two standard deviations on two corpora and at two sizes,
+    and no group has a loss of that size.
+    """
     found: dict[str, list[tuple[LearningGroup, RowFigures]]] = {}
     for group in groups:
         for row in group.rows:
@@ -164,7 +172,7 @@ HEADER = (
 
 
 def row_cells(row: RowFigures) -> tuple[str, ...]:
-    """A row of a group's table."""
+    """A row of a group's table; see HEADER."""
     spread = "" if row.spread is None else f" ± {row.spread:.4f}"
     goal = row.to_goal()
     return (
@@ -186,13 +194,13 @@ def _gain_cell(gains: Sequence[float]) -> str:
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the held-out bits per byte by tokens and by seconds, with bands over the seeds: the
-    baseline and the best rows."""
+    """A PNG of the held-out bits per byte by tokens and by seconds, with bands over the seeds, for
+    the baseline and the best rows."""
     groups = learning_groups(result["runs"])
     figure = new_figure(13, 4.5 * max(len(groups), 1))
     axes = figure.subplots(max(len(groups), 1), 2, squeeze=False)
     for places, group in zip(axes, groups, strict=False):
-        # More lines could not be told apart: the baseline and the best.
+        # Only the baseline and the best rows: more lines could not be told apart.
         best = sorted(group.rows[1:], key=lambda row: row.bits_per_byte)[: _LINES - 1]
         shown = [row for row in group.rows if row is group.rows[0] or row in best]
         for row in shown:
@@ -207,7 +215,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
         middle = [bits for row in shown for _, _, seeds in row.curve()[2:3] for bits in seeds]
         for place, label in zip(places, ("tokens", "seconds of training"), strict=True):
             place.set(xlabel=label, ylabel="held-out bits per byte")
-            # The first points are far above all others.
+            # The axis ends at the third points: the first two are far above all others.
             if middle and max(middle) > min(ends):
                 place.set_ylim(min(ends) - 0.02, max(middle))
             place.set_title(group.title, loc="left", fontsize="medium", parse_math=False)

@@ -1,7 +1,7 @@
 """The recipes of `bench learning`, by name.
 
-A row is a complete recipe, or one change of another row. Each has its own learning rate, because a
-baseline with another model's rate would be no comparison.
+A row is a complete recipe, or one change of another row. Each complete recipe has its own learning
+rate, because a baseline with the rate of another model would be no fair comparison.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class LearningRow:
     """One recipe.
 
     Attributes:
-        changes: values by `section.key` of the recipe.
-        of: name of the row that is changed; "" for a complete recipe.
-        about: the recipe or the change in words.
+        changes: values of the recipe by key (`section.key`).
+        of: name of the row to which the changes are applied; "" for a complete recipe.
+        about: description of the recipe or of the change.
     """
 
     changes: Mapping[str, Any]
@@ -34,24 +34,24 @@ class LearningRow:
     about: str = ""
 
 
-#: Shapes by name; a Llama-like and a GPT-2-like layout of one shape have as many parameters.
+#: Model shapes by name. Layouts like Llama and like GPT-2 have about as many parameters in a shape.
 SIZES: dict[str, dict[str, Any]] = {
     # nanoGPT's shape for a CPU.
     "0.8m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
-    # The demo's.
+    # The demo's shape.
     "2.6m": {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3},
     # nanoGPT's shape for Shakespeare by characters on a GPU.
     "11m": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6},
     "30m": {"hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8},
 }
 
-#: The demo's recipe of before, and the row whose changes are measured alone.
+#: The demo's earlier recipe: the row to which each single change is applied.
 BEFORE = "before"
 
-#: The settings of new models, which the demo has.
+#: The settings of new models, which are also those of the demo.
 NEW = "new"
 
-#: The name that stands for all single changes.
+#: Name for `--rows` that means all single changes.
 CHANGES = "changes"
 
 _NANOGPT: dict[str, Any] = {
@@ -62,7 +62,7 @@ _NANOGPT: dict[str, Any] = {
     "schedule.min_lr_ratio": 0.1,
 }
 
-# In Qwen3's layout, as the other rows: without squared ReLU, softcap and value embeddings.
+# nanochat's settings in Qwen3's layout, without its squared ReLU, softcap and value embeddings.
 _NANOCHAT: dict[str, Any] = {
     "model.model_type": "qwen3",
     "model.tie_word_embeddings": False,
@@ -70,7 +70,7 @@ _NANOCHAT: dict[str, Any] = {
     "init.embedding_std": 0.8,
     "init.head_std": 0.001,
     "optimizer.name": "muon",
-    # 0.02 in its own units at a width of 192.
+    # nanochat's 0.02, converted to firstlight's scale of Muon's updates at a width of 192.
     "optimizer.muon_learning_rate": 0.007,
     "optimizer.muon_coefficients": "polar_express",
     "optimizer.muon_beta2": 0.95,
@@ -174,30 +174,30 @@ ROWS: dict[str, LearningRow] = {
     "normuon": LearningRow({"optimizer.muon_beta2": 0.95}, BEFORE, "NorMuon"),
 }
 
-#: Keys that all rows share unless they change them.
+#: Values of the recipe in all rows that don't change them.
 _COMMON: dict[str, Any] = {
     "data": {"seq_len": 256},
     "batch": {"micro_batch_size": 8},
     "schedule": {"warmup_ratio": 0.05},
-    # The compiler would take a large share of a run of minutes.
+    # Compiling would take a large part of a run of a few minutes.
     "efficiency": {"compile": False},
     "checkpoint": {"every_steps": 0, "keep_best": 0},
 }
 
-#: Sections that rows may change; the others say where and how long a run is.
+#: Sections that rows may change; the benchmark sets the other ones.
 _VARIABLE = ("data", "model", "init", "batch", "schedule", "optimizer", "loss", "efficiency")
 
 
 def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, LearningRow]:
-    """The rows of these names in their order; and those of the variants.
+    """The named rows in their order, then the variants; by name.
 
     Args:
         names: names of `ROWS`, or `CHANGES` for all single changes and the row that they change;
-            empty is all complete recipes.
+            without names all complete recipes.
         variants: see `find_row`.
 
     Raises:
-        ConfigError: a name is unknown, or a variant is wrong.
+        ConfigError: a name is unknown, or a variant is invalid.
     """
     require_known("row", names, [*ROWS, CHANGES])
     changes = [BEFORE, *(name for name, row in ROWS.items() if row.of == BEFORE)]
@@ -207,10 +207,10 @@ def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, Lear
 
 
 def find_row(name: str) -> LearningRow:
-    """The row of a name, or a variant of one.
+    """The row of a name, or a variant of a row.
 
     Args:
-        name: name in `ROWS`, or "NAME:section.key=value,section.key=value" for a change of NAME.
+        name: name in `ROWS`, or "NAME:section.key=value,section.key=value" for a variant of NAME.
 
     Raises:
         ConfigError: the name is unknown, or the variant is not of that form.
@@ -238,13 +238,13 @@ def find_row(name: str) -> LearningRow:
 
 
 def recipe_values(row: LearningRow, size: str) -> dict[str, Any]:
-    """Values of the recipe of a row at a size, without its data and its length."""
+    """Values of the recipe of a row at a size, without the corpus and the number of steps."""
     chain = [row]
     while chain[0].of:
         chain.insert(0, ROWS[chain[0].of])
     values = changed_recipe(_COMMON, {"model": SIZES[size]})
     for one in chain:
         values = changed_recipe(values, one.changes)
-    # The context is the row's length: learned positions beyond it would never be trained.
+    # The context is the sequence length: learned positions beyond it would never be trained.
     context = values["data"]["seq_len"]
     return changed_recipe(values, {"model.max_position_embeddings": context})

@@ -1,9 +1,10 @@
-"""`firstlight bench loading`: memory and time that each way to load a model takes.
+"""`firstlight bench loading`: memory and time of each loading mode, and of transformers.
 
-A checkpoint with random weights is made, of the shape of Qwen2.5-0.5B (or wider or narrower), and
-loaded each way in a process of its own, beside transformers' `from_pretrained`. The head of
-`memory.py` describes the measurements. The file is in the page cache, the number of threads is the
-same for all, the modes take turns (A B C, A B C), and each number is the median over the turns.
+The benchmark makes a checkpoint with random weights in the shape of Qwen2.5-0.5B (or wider or
+narrower). Each row loads it in a process of its own: firstlight in one of its modes, or
+transformers' `from_pretrained`. The docstring of `memory.py` describes the measurements. The file
+is in the page cache, the number of threads is the same for all rows, the rows take turns (A B C,
+A B C), and each number is the median over the turns.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ from firstlight.weights.huggingface import CONFIG_NAME
 from firstlight.weights.loading import LOADING_MODES, weights_to_save
 from firstlight.weights.stored import save_weights
 
-#: Least and greatest number of parameters that `model_config` reaches.
+#: Minimum and maximum of `LoadingBench.parameters`: the range that `model_config` reaches.
 SMALLEST, LARGEST = 1_500_000, 30_000_000_000
 
-#: The model folders: one file of weights, several, and one file for each tensor.
+#: Names of the model folders: one file of weights, `_SHARDS` files or more, one file per tensor.
 SINGLE, SHARDED, PER_TENSOR = LAYOUTS = ("single", "sharded", "per-tensor")
 _SHARDS = 4
 
-#: The way that `firstlight.load` takes where nobody says which.
+#: Default loading mode of `firstlight.load`.
 DEFAULT_WAY: str = inspect.signature(load).parameters["way"].default
 
-#: Environment variable that lets torch take huge pages for large tensors; off unless the person
-#: sets it.
+#: Environment variable that lets torch take huge pages for large tensors; off unless it is set.
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 @dataclass(frozen=True)
 class LoadingRow(ProgramRow):
-    """One way to load.
+    """One program with its settings for loading.
 
     Attributes:
-        way: firstlight's loading mode; None is its default.
-        layout: model folder that is loaded, one of `LAYOUTS`; the second and third have an index.
-        cast: True loads into the other number format of float32 and bfloat16 than the file's.
-        huge_pages: True lets torch take huge pages; None is as the person has set it.
+        way: firstlight's loading mode; None is the default.
+        layout: model folder that is loaded, one of `LAYOUTS`; "sharded" and "per-tensor" have an
+            index file.
+        cast: True converts the weights: from bfloat16 to float32, or from float32 to bfloat16.
+        huge_pages: True lets torch take huge pages, False does not; None keeps the user's setting.
     """
 
     way: str | None = None
@@ -81,10 +82,10 @@ ROWS = (
 
 
 def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
-    """The rows that are to be measured.
+    """The rows that the options choose.
 
     Raises:
-        ConfigError: a value is out of range, or a name unknown.
+        ConfigError: a value is out of range, a name is unknown, or no row is left.
     """
     if not SMALLEST <= bench.parameters <= LARGEST:
         raise ConfigError(
@@ -102,15 +103,17 @@ def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
 
 
 def bench_loading(bench: LoadingBench, on_run: Keep = lambda _: None) -> Result:
-    """Make the checkpoint, load it each way, and return the measurements.
+    """Make the checkpoint, load it with each row, and return the measurements.
 
     Returns:
-        "checkpoint": its parameters, bytes and dtype; "machine"; "rows": for each way the median
-        of what `memory.measure` finds, its ratios, and all its "runs".
+        "checkpoint" (see `make_checkpoints`), "machine", "default_way", "repeats", and "rows" (see
+        `compare`).
 
     Raises:
-        ConfigError, InputError, StorageError: an option is invalid, or the checkpoint be made.
-        ModelError: a way failed.
+        ConfigError: an option is invalid, or no row is left.
+        InputError: the folder has another checkpoint.
+        StorageError: the checkpoint can't be written.
+        ModelError: loading failed.
     """
     rows = installed_rows(loading_rows(bench))
     if not rows:
@@ -155,7 +158,7 @@ def bench_loading(bench: LoadingBench, on_run: Keep = lambda _: None) -> Result:
 
 
 def _read_once(path: Path) -> None:
-    """Bring a file into the page cache."""
+    """Read a file, so that it is in the page cache."""
     buffer = bytearray(1 << 24)
     with open(path, "rb", buffering=0) as file:
         while file.readinto(buffer):
@@ -163,10 +166,16 @@ def _read_once(path: Path) -> None:
 
 
 def measure(row: LoadingRow, folder: Path, dtype: str, device: str = "cpu") -> Found:
-    """Load one way in a new process; the result of `memory.measure`.
+    """Load the checkpoint in a new process; returns the result of `memory.measure`.
+
+    Args:
+        row: the row.
+        folder: parent of the model folders.
+        dtype: number format of the files.
+        device: device to load to.
 
     Raises:
-        ModelError: loading failed; with the last line that the process wrote.
+        ModelError: loading failed.
     """
     other = {"bfloat16": "float32", "float32": "bfloat16"}[dtype]
     request = {
@@ -190,13 +199,22 @@ def compare(
     runs: Mapping[str, Sequence[Mapping[str, float | None]]],
     file_bytes: int,
 ) -> list[dict[str, Any]]:
-    """The medians of each way and its ratios.
+    """The medians of each row and its ratios.
+
+    Args:
+        rows: the rows.
+        runs: results of `memory.measure` by name of the row.
+        file_bytes: bytes of the checkpoint's weights.
 
     Returns:
-        For each way, beside the medians: `peak_to_file` and `peak_to_model`, the peak above the
-        level after the imports to the files' bytes and to the parameters'; and
-        `time_to_transformers`, the time to the first logits to that of the fastest row of
-        transformers that casts or doesn't as this way does (None without one).
+        For each row its fields, the medians of the values of `memory.measure`, and:
+
+        - "default": True if the row has the default loading mode
+        - "peak_to_file", "peak_to_model": "peak_bytes" divided by `file_bytes`, and by the bytes of
+          the parameters
+        - "time_to_transformers": seconds to the first logits, divided by those of the fastest row
+          of transformers with the same `cast`; None without such a row
+        - "runs": the results of all turns
     """
     medians = {
         name: {key: _median([run[key] for run in these]) for key in these[0]}
@@ -226,14 +244,14 @@ def compare(
 
 
 def _median(values: Sequence[float | None]) -> Any:
-    """The median; None if there are no numbers, as of a GPU's memory on a CPU."""
+    """The median of the numbers; None without numbers, such as for GPU memory on a CPU."""
     numbers = [value for value in values if value is not None]
     return statistics.median(numbers) if numbers else None
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of `bench_loading`'s result: time to first logits and peak memory of each way, the
-    GPU's too where there is one."""
+    """A PNG of the result of `bench_loading`: time to the first logits and peak host memory of each
+    row, and peak GPU memory if it was measured."""
     rows = result["rows"]
     names = [row["name"] + (" (default)" if row["default"] else "") for row in rows]
     colors = ["tab:blue" if row["program"] == "firstlight" else "tab:orange" for row in rows]
@@ -255,10 +273,10 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def parse_count(text: str) -> int:
-    """'0.5B' -> 500000000; K, M and B are thousands, millions and billions.
+    """The number in a text such as '0.5B' (500000000); K, M and B are 10^3, 10^6 and 10^9.
 
     Raises:
-        ConfigError: the text is not such a number.
+        ConfigError: the text has another form.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
@@ -268,10 +286,10 @@ def parse_count(text: str) -> int:
 
 
 def model_config(parameters: int) -> LlamaConfig:
-    """A Qwen2 model of about this number of parameters: 896 wide for half a billion, as
-    Qwen2.5-0.5B.
+    """Config of a Qwen2 model with about this number of parameters.
 
-    The width comes in steps of two heads of 64; the vocabulary makes up the difference.
+    For half a billion, the hidden size is 896, that of Qwen2.5-0.5B. Hidden sizes are multiples of
+    128, two heads of 64; the vocabulary size is adjusted to reach the number of parameters.
     """
     width = min(range(128, 8193, 128), key=lambda C: abs(_size(C) - parameters))
     layers, intermediate, vocabulary = _proportions(width)
@@ -291,13 +309,14 @@ def model_config(parameters: int) -> LlamaConfig:
 
 
 def _proportions(width: int) -> tuple[int, int, int]:
-    """(layers, width of the MLP, vocabulary) as in Qwen2.5-0.5B, which has 24, 4864, 151936."""
+    """(layers, intermediate size, vocabulary size) for a hidden size, in proportion to
+    Qwen2.5-0.5B, which has 24, 4864 and 151936 with a hidden size of 896."""
     intermediate = round(width / 896 * 4864 / 64) * 64
     return min(28, round(width / 896 * 24)), intermediate, min(151_936, 170 * width)
 
 
 def _size(width: int) -> int:
-    """Parameters of a model of `_proportions`."""
+    """Number of parameters of a model with the sizes of `_proportions`."""
     layers, intermediate, vocabulary = _proportions(width)
     attention = 2 * width * width + width + 2 * (128 * width + 128)
     return layers * (attention + 3 * width * intermediate + 2 * width) + (1 + vocabulary) * width
@@ -312,13 +331,14 @@ def make_checkpoints(
         parameters: approximate number of the model's parameters.
         dtype: "bfloat16" or "float32".
         folder: parent of the model folders.
-        layouts: the model folders to make, of `LAYOUTS`.
+        layouts: names of `LAYOUTS`: the model folders to make.
 
     Returns:
-        "parameters", "file_bytes", "dtype" and the model folder's "shape".
+        "parameters" (their number), "file_bytes" of the weights, "dtype", and "shape", the values
+        of the model's config.
 
     Raises:
-        InputError: something else has the folders' names.
+        InputError: a folder of such a name has something else.
         StorageError: the disk has too little space.
     """
     config = model_config(parameters)
@@ -335,7 +355,7 @@ def make_checkpoints(
         model.finish_loading()
         model.init_weights(torch.Generator().manual_seed(0))
     for path in missing:
-        # A file takes no second tensor if the first one fills it.
+        # With a maximum of 1 byte, each tensor exceeds it and has a file of its own.
         shard_bytes = {SINGLE: size, SHARDED: size // _SHARDS, PER_TENSOR: 1}[path.name]
         with new_folder(path) as place:
             write_json(place / CONFIG_NAME, content)
@@ -349,10 +369,10 @@ def make_checkpoints(
 
 
 def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
-    """True if the checkpoint is there already.
+    """True if the folder has the checkpoint whose config.json is `content`.
 
     Raises:
-        InputError: another one is.
+        InputError: the folder exists, but has something else.
     """
     if not path.exists():
         return False
@@ -365,8 +385,11 @@ def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _require_space(folder: Path, needed: int) -> None:
-    """Raises StorageError: the folder's disk does not have this number of bytes, and a twentieth
-    more, free."""
+    """Check the free space of the folder's disk.
+
+    Raises:
+        StorageError: less than 1.05 times `needed` bytes are free.
+    """
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free

@@ -1,7 +1,7 @@
-"""Memory of a loading process: resident as the kernel counts it (`hardware.resident`), of torch's
-allocator, of the GPU.
+"""Memory of a process: resident memory as the kernel counts it (`hardware.resident`), memory of
+torch's allocator, memory of the GPU.
 
-`measure` loads one model once, in a process of its own, and says what it took:
+`measure` loads one model once, in a process of its own, and reports memory and time:
 
     python -m firstlight.bench.process firstlight.bench.memory REQUEST
 
@@ -12,28 +12,28 @@ REQUEST is a JSON object:
     way      mode of firstlight's `load`; null is its default
     dtype    "float32" or "bfloat16"; null is that of the file
     device   "cpu" or "cuda"
-    threads  for torch
+    threads  threads of torch
 
 What is measured, in this order:
 
-1. `import_seconds`: everything that loading needs is imported. Imports that the program itself
-   puts off until later are not.
-2. On a GPU its context is made. The resident memory of the process is noted, and its peak and that
-   of the GPU's allocator are set back.
+1. `import_seconds`: the time of importing everything that loading needs, without modules that the
+   program itself imports later.
+2. On a GPU, its context is made. The resident memory of the process is noted as the level, and the
+   peaks of resident memory and of the GPU's allocator are reset.
 3. `load_seconds`: from the call to the model in evaluation mode. `load_peak_bytes` is the peak of
-   resident memory by then, above the level of step 2.
+   resident memory until then, above the level.
 4. `first_logits_seconds`: from the start of step 3 to the logits that follow a prompt of 16
-   tokens. `peak_bytes` is the peak by then, above the level of step 2; `total_peak_bytes` is that
-   of the whole process. `device_peak_bytes` is the peak of torch's allocator on the GPU
-   (`torch.cuda.max_memory_allocated`) by then; null on a CPU, where all memory is the host's.
+   tokens. `total_peak_bytes` is the peak of the process's resident memory since step 2, and
+   `peak_bytes` is that above the level. `device_peak_bytes` is the peak of torch's allocator
+   (`torch.cuda.max_memory_allocated`); null on a CPU, where all memory is the host's.
 
 `load_cpu_seconds` and `first_logits_cpu_seconds` are the processor time, user and system, of all
-threads: other work on the machine changes it less than wall-clock time.
+threads, which other work on the machine affects less than wall-clock time.
 
-The one line on stdout is a JSON object of these numbers and `model_bytes`, the bytes of the
-model's parameters.
+The process prints one line on stdout: a JSON object of these numbers and `model_bytes`, the bytes
+of the model's parameters.
 
-torch is imported inside the functions: `measure` times its import.
+torch is imported inside the functions, because `measure` times its import.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 def driver_used_bytes() -> int | None:
     """Bytes of the GPU's memory in use by all processes, contexts included; None if unknown.
 
-    NVML reads it without a CUDA context of this process, so that the memory before a context can be
-    read, too. Without nvidia-ml-py it comes from CUDA, once this process has a context.
+    NVML reports it even before this process has a CUDA context. Without NVML (nvidia-ml-py), CUDA
+    reports it, but only once this process has a context.
     """
     import torch
 
@@ -83,13 +83,14 @@ def driver_used_bytes() -> int | None:
 
 @dataclass
 class MeasuredMemory:
-    """Memory that a block of code takes beyond the memory before it.
+    """Peak memory of a block of code above the memory before it.
 
     Attributes:
-        peak_bytes: peak of torch's allocator; on a CPU of all allocations that its profiler sees,
-            which are those of every tensor and of every kernel that asks torch for memory.
-        resident_bytes: growth of the process's resident memory: including libraries' memory outside
-            torch's allocator, without memory that was never written to.
+        peak_bytes: peak of torch's allocator; on a CPU the peak of all allocations that torch's
+            profiler records: those of tensors, and of kernels that allocate memory with torch.
+        resident_bytes: growth of the process's resident memory to its peak. It includes the memory
+            of libraries outside torch's allocator, but no memory that was never written to. On a
+            GPU, it equals `peak_bytes`.
     """
 
     peak_bytes: int = 0
@@ -98,9 +99,9 @@ class MeasuredMemory:
 
 @contextlib.contextmanager
 def measured_memory(device: torch.device | str = "cpu") -> Iterator[MeasuredMemory]:
-    """Measure what runs inside. The result is filled in at the end.
+    """Measure the memory of the block; the yielded result is filled in at its end.
 
-    Tensors that are there before don't count; what frees them inside lowers the peak.
+    Tensors that exist before the block don't count; freeing them inside lowers the peak.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -116,7 +117,7 @@ def measured_memory(device: torch.device | str = "cpu") -> Iterator[MeasuredMemo
         return
     reset_peak()
     level = resident_bytes()
-    # torch 2.11 warns where events are not kept for a second cycle.
+    # acc_events: without it, torch 2.11 warns that events are cleared after each profiling cycle.
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
@@ -141,15 +142,15 @@ def _peak_of_events(profiler: profile) -> int:
 
 
 def begin_peak() -> int:
-    """Set the peak of resident memory back; the level from which `peaks` counts, in bytes."""
+    """Reset the peak of resident memory; returns the resident bytes, the level for `peaks`."""
     gc.collect()
     reset_peak()
     return resident_bytes()
 
 
 def peaks(device: torch.device, level: int) -> tuple[int, int]:
-    """The peak above the level of `begin_peak` and the whole process's, in bytes; on a GPU both
-    are the peak of torch's allocator."""
+    """(peak above `level`, whole peak) of the process's resident memory since `begin_peak`, in
+    bytes; on a GPU both are the peak of torch's allocator."""
     import torch
 
     if device.type == "cuda":
@@ -162,12 +163,12 @@ def peaks(device: torch.device, level: int) -> tuple[int, int]:
 
 _PROMPT_TOKENS = 16
 
-#: (a function that loads the model, a function from model and ids to logits)
+#: (a function that loads the model, a function from the model and ids [1, T] to logits)
 _Program = tuple[Callable[[], Any], Callable[[Any, Any], Any]]
 
 
 def measure(request: dict[str, Any]) -> dict[str, float | None]:
-    """Load a model as the module's head says, and return the measurements.
+    """Load a model and measure; the module's docstring describes the request and the result.
 
     Raises:
         FirstlightError: firstlight can't load the model.
@@ -222,7 +223,7 @@ def _firstlight(request: dict[str, Any]) -> _Program:
 def _transformers(request: dict[str, Any]) -> _Program:
     import transformers
 
-    # Imported lazily by from_pretrained otherwise, which would be counted as loading.
+    # Otherwise from_pretrained would import the module, and its time would count as loading.
     importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     transformers.utils.logging.disable_progress_bar()
     return (
@@ -241,7 +242,7 @@ _COPY_BYTES = 256 * 2**20
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written a second in copying a tensor larger than the caches."""
+    """Bytes per second, read plus written, of copying a tensor of 256 MiB on the device."""
     import torch
 
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -250,7 +251,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def copy_seconds(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
-    """The least of six measurements of a copy, in seconds."""
+    """Seconds of copying `source` into `target`, the minimum of six measurements."""
     from firstlight.hardware.device import synchronize
 
     best = math.inf

@@ -1,19 +1,23 @@
 """`firstlight bench methods`: speed and memory of each efficiency method on this machine.
 
-Two tables: each method alone beside the plain run, and the ladder of Raschka's "PyTorch Performance
-Tips for Faster LLM Training" in its order, each method added to those before it, from a GPT-2 whose
-mask, LayerNorm and GELU are written out (`written_out`). Plain is fp32, attention as two matrix
-products, AdamW parameter by parameter, nothing compiled, one micro-batch a step.
+There are two tables:
+
+- "alone": each method alone, compared with the plain run. Plain is fp32, attention as two matrix
+  products, AdamW parameter by parameter, nothing compiled, one micro-batch per step.
+- "ladder": the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in its
+  order, each added to those before it. The first row of a GPT-2 has its mask, LayerNorm and GELU
+  written out (`written_out`).
 
 Fresh processes train every row for a few steps (`training_once` describes the measurements). With
-`quick` on a CPU they are forks of one process that has only done the imports. The rows take turns
+`quick` on a CPU, they are forks of one process that has only done the imports. The rows take turns
 (A B C, A B C). The number of threads, the data and the initial weights are the same for all. Rates
 are medians over the timed steps of all turns. A row that can't run on this machine is skipped with
 the reason; a row that fails is shown with its error, and the ladder continues without it.
 
-MFU has one base for all rows, so that rows compare: the machine's rate of bf16 matrix products, or
-of fp32 ones where a CPU multiplies those faster, as measured at the start and at the end, whichever
-is higher. Operations that are done twice, as with activation checkpointing, count once.
+MFU is relative to the same rate in all rows: the machine's rate of bf16 matrix products
+(`hardware.device.peak_flops`), or of fp32 ones if a CPU multiplies those faster. It is the higher
+of the values at the start and at the end. Operations that are computed twice, as with activation
+checkpointing, count once.
 """
 
 from __future__ import annotations
@@ -60,23 +64,23 @@ _MODULE = "firstlight.bench.training_once"
 
 TIME_IS_UP = "the time of --quick was over"
 
-#: Seconds after which `--quick` measures no more: the result is there within five minutes.
+#: Seconds after which `--quick` starts no measurement, so that it ends within five minutes.
 QUICK_SECONDS = 275.0
 
-#: Steps that are not timed: a CPU's heap still grows in the fourth. `--quick` takes the first two.
+#: Number of untimed steps: a CPU's heap still grows in the fourth step. `--quick` has only two.
 WARMUP_STEPS, QUICK_WARMUP_STEPS = 5, 2
 
 Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes of a row that are keys of a recipe."""
+    """Those changes of a row whose keys are keys of a recipe."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
 def processes_here(hardware: Hardware) -> int:
-    """The number of processes of the rung `+ddp`: one for each GPU, or two that share a CPU; 1 if
-    there is nothing to share."""
+    """The number of processes of the row `+ddp`: one for each GPU, two on a CPU with several
+    threads, otherwise 1."""
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
     return 2 if hardware.device.type == "cpu" and torch.get_num_threads() > 1 else 1
@@ -94,9 +98,14 @@ def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]
 def choose_rows(
     tables: dict[str, list[MethodRow]], names: Sequence[str]
 ) -> dict[str, list[MethodRow]]:
-    """The rows that are named, or whose table is, with the plain run; all where none is named.
+    """The rows that are chosen by their names or by the name of their table; all without names.
 
-    A rung of the ladder brings those below it, which it stands on.
+    A named row of the table "alone" brings the plain run, with which it is compared. A named row of
+    the ladder brings the rows before it, whose methods it includes.
+
+    Args:
+        tables: all rows by table.
+        names: names of rows and tables.
 
     Raises:
         ConfigError: a name is unknown.
@@ -118,14 +127,18 @@ def choose_rows(
 def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
     """Measure all rows.
 
+    Args:
+        bench: the options.
+        on_run: function that is called with the result so far after each run.
+
     Returns:
-        "model" and its "parameters", "seq_len", "micro_batch_size", "steps", "warmup_steps",
-        "repeats", "quick", "flops_per_token", "machine", "complete", and for each table ("alone",
-        "ladder") its rows as `summarize` gives them.
+        The values of `StepsPlan.head`, "quick", "complete", and under "alone" and "ladder" the rows
+        of each table as `summarize` returns them. "machine" also has the base of MFU,
+        "matmul_flops", and its "matmul_dtype".
 
     Raises:
         ConfigError: an option is invalid.
-        InputError: there is nothing to train on.
+        InputError: this Python has no source of its standard library to train on.
         StorageError: a file system error.
     """
     deadline = time.monotonic() + QUICK_SECONDS if bench.quick else None
@@ -163,7 +176,7 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
         request = {"data": str(data), "warmup_steps": warmup_steps, "steps": plan.steps}
         work = MethodsWork(plain, request, folder / "caches", deadline, server)
         runs.measure_all(work, plan.repeats, lambda: on_run(result(False)))
-    # The machine may have been slower at the start: a share above 100 % would say nothing.
+    # The machine may have been slower at the start, and MFU would then be too high.
     machine |= max(machine, _ceiling(plan.hardware), key=lambda found: found["matmul_flops"])
     done = result(True)
     on_run(done)
@@ -192,11 +205,12 @@ class MethodsWork:
 
     Attributes:
         plain: values of the recipe that the rows change.
-        request: what every request of `training_once` has: "data", "warmup_steps" and "steps".
-        caches: folder of torch.compile, which is empty, so that the first turn compiles.
-        deadline: time by `time.monotonic` after which nothing is measured; None is none.
-        server: starts the processes that live in the environment of training; None starts each
-            from nothing.
+        request: "data", "warmup_steps" and "steps" of every request of `training_once`.
+        caches: cache folder of torch.compile; it is empty at first, so that the first turn
+            compiles.
+        deadline: time by `time.monotonic` after which nothing is measured; None without a limit.
+        server: process whose forks measure the rows that need no other environment; None starts a
+            fresh Python for every row.
     """
 
     plain: Mapping[str, Any]
@@ -206,7 +220,15 @@ class MethodsWork:
     server: ForkServer | None = None
 
     def measure(self, changes: Mapping[str, Any], *, huge_pages: bool) -> Found:
-        """Train a recipe with some keys changed once; see `process.ask`."""
+        """Train the plain recipe with some keys changed, once.
+
+        Args:
+            changes: values by key, see `MethodRow.changes`.
+            huge_pages: see `MethodRow.huge_pages`.
+
+        Returns:
+            The result of `training_once`, or {"error": {"type", "message"}}.
+        """
         values = changed_recipe(self.plain, recipe_keys(changes))
         try:
             recipe = parse_resolved_recipe(values, "this method")
@@ -236,11 +258,11 @@ class MethodsWork:
 
 
 def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
-    """The environment of `firstlight train`, in which the person's own variables stand.
+    """Environment variables of `firstlight train`, with the compiler's cache and huge pages set.
 
     Args:
         huge_pages: True lets torch take huge pages for large tensors.
-        caches: folder of torch.compile.
+        caches: cache folder of torch.compile.
     """
     environment = training_environment() | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
     return environment | ({"THP_MEM_ALLOC_ENABLE": "1"} if huge_pages else {})
@@ -272,7 +294,8 @@ class MethodRuns:
         take_turns("methods", self._order(), repeats, self._outcome, measure, on_run)
 
     def _order(self) -> list[str]:
-        """The ladder first, and what compiles last: where time is short, that is left out."""
+        """The labels in the order of measurement: first those that don't compile, then those that
+        do, in both cases the ladder first. If the time runs out, the last ones are not measured."""
         ladder = [label for label, (table, _) in self.rows.items() if table == LADDER]
         alone = [label for label in self.rows if label not in ladder]
         compiling = [label for label in self.rows if "efficiency.compile" in self._changes(label)]
@@ -288,7 +311,11 @@ class MethodRuns:
         return self.rows[label][1].changes
 
     def _outcome(self, label: str) -> MethodOutcome:
-        """The row's outcome so far. A rung's recipe is made when it is first asked for."""
+        """The row's outcome so far.
+
+        The changes of a row of the ladder are determined when the row is measured for the first
+        time, since they leave out the rows before it that failed.
+        """
         if label in self.outcomes:
             return self.outcomes[label]
         table, row = self.rows[label]
@@ -302,7 +329,7 @@ class MethodRuns:
             }
             changes = changes_up_to(ladder, list(ladder).index(row), left_out)
         recipe = (json.dumps(changes, sort_keys=True), row.huge_pages)
-        # A recipe that is in both tables has one outcome.
+        # A recipe that is in both tables is measured once.
         outcome = self._by_recipe.setdefault(recipe, MethodOutcome(changes=changes))
         self.outcomes[label] = outcome
         return outcome

@@ -294,7 +294,7 @@ def summarize(
         - "micro_batch_size", "gradient_accumulation_steps" of each process, number of "processes"
         - "samples_per_second" (sequences) of all processes: the median over all timed steps; the
           extremes as "samples_per_second_min" and "_max"; and "tokens_per_second"
-        - "mfu": fraction of the measured rate of matrix products
+        - "mfu": fraction of the machine's "matmul_flops", for each of its devices
         - "peak_bytes" of the largest process, the median over the turns
         - "speed_ratio", "memory_ratio" to the first row, "ratio_to_previous": speed to that of the
           measured row before; None if the first row is not measured

@@ -1,4 +1,5 @@
-"""The models that benchmarks measure, by name, and the configurations of the planner's."""
+"""The models that benchmarks measure, by name, and the configurations of the planner's benchmark.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SMALL = "small"
 def gpt2(
     hidden_size: int, num_hidden_layers: int, num_attention_heads: int, vocab_size: int = 50257
 ) -> dict[str, Any]:
-    """The `model` section of a GPT-2."""
+    """The `model` section of a recipe for a GPT-2."""
     return {
         "model_type": "gpt2",
         "vocab_size": vocab_size,
@@ -38,7 +39,7 @@ def llama(
     num_key_value_heads: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """The `model` section of a Llama."""
+    """The `model` section of a recipe for a Llama; `more` adds or replaces keys of the section."""
     return {
         "model_type": "llama",
         "vocab_size": 32768,
@@ -62,9 +63,9 @@ _ROPE: dict[str, Any] = {"rope_theta": 500000.0}
 _LLAMA_3 = {**_ROPE, "vocab_size": 128256, "max_position_embeddings": 131072}
 _LLAMA_110M = llama(768, 2048, 12, 12, 4, **_ROPE)
 
-#: The `model` section of the models that a person can name.
+#: The `model` sections of the models that users can name in options.
 MODELS: dict[str, dict[str, Any]] = {
-    # A vocabulary that no power of two divides, as GPT-2's.
+    # Its vocabulary size is odd, like that of GPT-2.
     SMALL: gpt2(256, 4, 4, 16001),
     "gpt2-124m": gpt2(768, 12, 12),
     "gpt2-350m": gpt2(1024, 24, 16),
@@ -74,7 +75,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-1b": llama(2048, 8192, 16, 32, 8, **_LLAMA_3),
 }
 
-#: Models of single benchmarks.
+#: The `model` sections of further models, each for one benchmark.
 _MORE_MODELS: dict[str, dict[str, Any]] = {
     # Two layers, for dry runs.
     "tiny-gpt2": gpt2(96, 2, 4, 2000),
@@ -111,20 +112,24 @@ _MORE_MODELS: dict[str, dict[str, Any]] = {
     "llama-8b": llama(4096, 14336, 32, 32, 8, **_LLAMA_3, tie_word_embeddings=False),
 }
 
-#: Vocabulary of a recipe's model that leaves it to the tokenizer: GPT-2's.
+#: Vocabulary size, that of GPT-2, for a recipe that leaves it to the tokenizer.
 _VOCAB_SIZE = 50257
 
 
 def model_values(name: str) -> dict[str, Any]:
-    """The `model` section of a model of the benchmarks."""
+    """The `model` section of a model of the benchmarks, by its name in one of the tables above."""
     return dict(MODELS.get(name) or _MORE_MODELS[name])
 
 
 def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
-    """The model of a `model` section.
+    """The config of the model that a recipe's `model` section describes.
+
+    Args:
+        values: values of the section.
+        where: origin of the values, for error messages.
 
     Raises:
-        ConfigError: the section is wrong.
+        ConfigError: the section is invalid.
     """
     config = parse_recipe({"data": {"dir": "-"}, "model": values}, where).model
     assert config is not None
@@ -132,10 +137,10 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
 
 def find_model(name: str) -> ModelConfig:
-    """The model of a name in `MODELS`, or of a recipe file's `model` section.
+    """The config of a model by its name in `MODELS`, or by the path of a recipe (.yaml).
 
     Raises:
-        ConfigError: there is no such model, or the recipe is wrong or has none.
+        ConfigError: the name is unknown, or the recipe is invalid or has no model.
     """
     if name in MODELS:
         return config_of(MODELS[name], f"model {name}")
@@ -149,8 +154,9 @@ def find_model(name: str) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, device: torch.device, vocab_multiple: int = 1) -> Model:
-    """A model with random fp32 weights, made on the device: one of 8 billion parameters takes a
-    second there, and nothing of the machine's own memory.
+    """A model with random fp32 weights, made on the device.
+
+    On a GPU, this takes a second for 8 billion parameters, and none of the host's memory.
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
@@ -160,7 +166,7 @@ def random_model(config: ModelConfig, device: torch.device, vocab_multiple: int 
 
 
 def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's values with other ones set.
+    """A copy of a recipe's values with some of them changed.
 
     Args:
         values: nested values of a recipe.
@@ -175,18 +181,21 @@ def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 
 @dataclass(frozen=True)
 class PlannerCase:
-    """One configuration.
+    """One configuration of which memory or speed is predicted and measured.
 
     Attributes:
-        model: name of a model; see `models.model_values`.
-        rows, tokens: sequences of a micro-batch, and tokens of a sequence.
-        changes: keys of the recipe, `section.key` or a whole section.
+        model: name of a model; see `model_values`.
+        rows: sequences of a micro-batch.
+        tokens: tokens of a sequence.
+        changes: values of the recipe by key: `section.key`, or a whole section.
         kind: "training", "evaluation" or "generation".
-        generation: prompt_tokens, max_new_tokens, sequences, dtype; None for the other kinds.
+        generation: arguments of `predict_generation` ("prompt_tokens", "max_new_tokens",
+            "sequences", "dtype"); None for the other kinds.
         needs: packages that must be installed.
-        fitted: True if the speed model is fitted on it; else its error is measured on it.
-        slow: True if it takes far longer than others, since it compiles.
-        title: name of the case; "" makes a name from the other values.
+        fitted: True if the speed model is fitted on this configuration; False if it is held out to
+            measure the error.
+        slow: True if the configuration takes far longer than others, because it compiles.
+        title: name of the configuration; "" makes a name from the other values.
     """
 
     model: str
@@ -202,7 +211,7 @@ class PlannerCase:
 
     @property
     def name(self) -> str:
-        """The name in tables; no two of a grid have the same."""
+        """The name in tables, unique in a grid."""
         said = [self.model, f"{self.rows} x {self.tokens}"]
         if self.kind != "training":
             said.append(self.kind)
@@ -218,7 +227,7 @@ class PlannerCase:
         return found
 
     def recipe(self, device: str = "cpu") -> dict[str, Any]:
-        """The recipe's values; no key is open."""
+        """The values of the recipe, without open keys."""
         model = model_values(self.model)
         longest = max(self.tokens, model.get("max_position_embeddings", 1024))
         values: dict[str, Any] = {
@@ -237,7 +246,7 @@ class PlannerCase:
         return changed_recipe(values, self.changes)
 
     def request(self, device: str = "cpu") -> dict[str, Any]:
-        """The case in a request of `planner_steps`."""
+        """The configuration as JSON object, for requests of `planner_steps`."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -269,7 +278,7 @@ def _generation(dtype: str, sequences: int) -> dict[str, Any]:
 
 
 def _first() -> Iterator[PlannerCase]:
-    """Twenty that are as unlike each other as they can be."""
+    """Twenty configurations that differ from each other as much as possible."""
     yield PlannerCase("gpt2-124m", 8, 1024, fitted=True)
     yield PlannerCase("gpt2-124m", 16, 1024, _BF16)
     yield PlannerCase("llama-110m", 16, 1024, _BF16, fitted=True)
@@ -344,12 +353,12 @@ def _second() -> Iterator[PlannerCase]:
 
 
 def gpu_grid() -> tuple[PlannerCase, ...]:
-    """All configurations: twenty unlike ones, those that compile, the rest."""
+    """All configurations: twenty that differ most, then those that compile, then the rest."""
     return (*_first(), *_compiled(), *_second())
 
 
 def dry_grid() -> tuple[PlannerCase, ...]:
-    """Some tiny ones that a CPU runs in a second each."""
+    """The configurations of a dry run: tiny ones, each of which a CPU runs in a second."""
     return (
         PlannerCase("tiny-gpt2", 2, 128, fitted=True),
         PlannerCase("tiny-llama", 4, 256, _FULL, fitted=True),

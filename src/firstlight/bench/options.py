@@ -12,14 +12,14 @@ from typing import Any
 
 from firstlight.errors import ConfigError, nearest
 
-#: Result of a benchmark as JSON values, and a function that keeps the result so far.
+#: Result of a benchmark as JSON object; function that is called with the result so far.
 Result = dict[str, Any]
 Keep = Callable[[Result], None]
 
 
 @dataclass(frozen=True)
 class FolderBench:
-    """Options of the benchmarks that go on where an earlier call stopped.
+    """Options of the benchmarks that continue where an earlier call stopped.
 
     Attributes:
         folder: folder of the results; those of earlier calls are gone on with.
@@ -251,7 +251,12 @@ class GPUBench(FolderBench):
 
 
 def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Check names that a person gave.
+    """Check names given by the user.
+
+    Args:
+        kind: noun for the names in error messages, such as "row".
+        names: the given names.
+        known: all valid names.
 
     Raises:
         ConfigError: a name is unknown.
@@ -264,7 +269,15 @@ def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None
 
 
 def require_positive(least: int = 1, **values: int) -> None:
-    """Check numbers that a person gave; raises a ConfigError for one below `least`."""
+    """Check numbers given by the user.
+
+    Args:
+        least: minimum of the numbers.
+        values: the numbers by name.
+
+    Raises:
+        ConfigError: a number is below `least`.
+    """
     for name, value in values.items():
         if value < least:
             raise ConfigError(f"{name} is {value}: at least {least} is needed")

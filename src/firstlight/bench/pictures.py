@@ -1,4 +1,4 @@
-"""Pictures of benchmarks: horizontal bars in panels, as PNG."""
+"""Pictures of benchmarks as PNG: panels of horizontal bars, and parts of other figures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Panel:
 
     Attributes:
         xlabel: quantity and unit.
-        names: the bars' names, from the top.
-        values: the bars' lengths.
+        names: names of the bars, from the top.
+        values: lengths of the bars.
         labels: texts beside the bars; None writes the values.
-        colors: the bars' colors.
-        spread: least and greatest value of each bar; None draws no error lines.
-        inner: lengths of thin black bars inside the others.
+        colors: color of each bar, or of all bars.
+        spread: lowest and highest value of each bar; None draws no error lines.
+        inner: lengths of thin black bars inside the bars; empty for none.
         line: name and value of a dashed vertical line, such as a goal or a ceiling.
         title: heading of the panel.
     """
@@ -36,8 +36,13 @@ class Panel:
 
 
 def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
-    """A PNG of panels."""
-    # Without measurements the picture has only its heading.
+    """A PNG of panels.
+
+    Args:
+        title: heading of the picture.
+        grid: rows of panels; all rows have the same number of panels.
+    """
+    # Without panels, one empty panel: the picture then has only its heading.
     grid = grid or [[Panel("", [], [])]]
     heights = [len(panels[0].names) + 3.5 for panels in grid]
     figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)
@@ -46,10 +51,10 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
     for row, panels in zip(axes, grid, strict=True):
         for number, (place, panel) in enumerate(zip(row, panels, strict=True)):
             _draw(place, panel)
-            # Panels of a row that have the same bars name them once.
+            # The names of the bars stand only at the first of several panels that share them.
             if number and panel.names == panels[0].names:
                 place.set_yticklabels([])
-    # A model's path or a GPU's name may have dollar signs.
+    # Not parsed as math: the path of a model or the name of a GPU may have dollar signs.
     figure.suptitle(title, parse_math=False)
     return png_of(figure)
 
@@ -62,7 +67,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     most = max([*panel.values, 1e-12])
     if panel.spread is not None:
         pairs = list(zip(panel.values, panel.spread, strict=True))
-        # Rounding may put a median outside of its own spread.
+        # max: by rounding errors, a median may lie outside its own spread.
         low = [max(value - least, 0.0) for value, (least, _) in pairs]
         high = [max(greatest - value, 0.0) for value, (_, greatest) in pairs]
         style: dict[str, Any] = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 2}
@@ -71,7 +76,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     labels = panel.labels
     if labels is None:
         labels = [f"{value:,.0f}" if most >= 10 else f"{value:.2f}" for value in panel.values]
-    # Beside the error lines a label could not be read.
+    # At the ends of the bars, labels would overlap the error lines.
     place = "center" if panel.spread is not None else "edge"
     axes.bar_label(bars, labels, label_type=place, padding=0 if place == "center" else 3)
     axes.set_yticks(places, panel.names, parse_math=False)
@@ -86,9 +91,9 @@ def _draw(axes: Any, panel: Panel) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure; sizes in inches.
+    """An empty matplotlib figure of a size in inches.
 
-    It is made without pyplot: no window system is looked for, no global state is left behind.
+    It is made without pyplot, which would look for a window system and keep global state.
     """
     from matplotlib.figure import Figure
 
@@ -105,7 +110,14 @@ def png_of(figure: Any) -> bytes:
 
 
 def draw_shares(axes: Any, errors: Sequence[float], color: str, label: str) -> None:
-    """Draw the share of errors (in percent) up to each size as steps; nothing without errors."""
+    """Draw the cumulative distribution of errors.
+
+    Args:
+        axes: matplotlib axes.
+        errors: the errors in percent; without errors nothing is drawn.
+        color: color of the line.
+        label: label of the line.
+    """
     ordered = sorted(errors)
     shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
     if ordered:
@@ -113,7 +125,7 @@ def draw_shares(axes: Any, errors: Sequence[float], color: str, label: str) -> N
 
 
 def draw_peaks(axes: Any, results: Sequence[Any]) -> None:
-    """Draw "predicted_bytes" against "peak_bytes" of results as points beside the diagonal."""
+    """Draw "predicted_bytes" against "peak_bytes" of each result as points, and the diagonal."""
     measured = [one["peak_bytes"] / 2**30 for one in results]
     predicted = [one["predicted_bytes"] / 2**30 for one in results]
     ends = [min(measured, default=0.1) / 1.3, 1.3 * max(measured, default=1.0)]

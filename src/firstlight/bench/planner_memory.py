@@ -1,7 +1,7 @@
-"""The memory half of `firstlight bench planner`: predictions beside real training steps.
+"""Predicted and measured memory of steps: a part of `firstlight bench planner`.
 
-Each configuration is predicted and then run, in a process of its own, on this machine's CPU: what
-torch's allocator hands out there is known to the byte, compiled code included.
+Each configuration is predicted and then run on this machine's CPU, in a process of its own. On a
+CPU, torch's profiler records every allocation to the byte, including those of compiled code.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Goals of predictions: the error of 95 of 100, and the greatest shortage.
+#: Goals for predictions: 95 % of them have at most this relative error; and none is lower than the
+#: measured peak by more than this fraction.
 ALLOWED_ERROR, ALLOWED_SHORTAGE = 0.05, 0.02
 
+#: Time limit of a configuration in seconds.
 _SECONDS = 300.0
 
-#: (row length, rows): from 256 to 8,192 tokens, from 1 to 32 rows.
+#: (tokens of a sequence, sequences of a micro-batch), from 256 to 8,192 tokens.
 _SHAPES = ((256, 1), (256, 8), (256, 32), (512, 4), (1024, 2), (1024, 8), (2048, 2), (4096, 1))
 _LONGEST = (8192, 1)
 
-#: Keys of a recipe, one method each.
+#: Values of the recipe by key, for each method.
 _METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"efficiency.precision": "bf16"},
@@ -69,7 +71,8 @@ _METHODS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: The attention that "auto" takes on CPUs where heads are large: model, shape, and methods.
+#: (model, shape, methods) of configurations with blockwise attention, which "auto" chooses on CPUs
+#: for large heads.
 _BLOCKWISE: tuple[tuple[str, tuple[int, int], dict[str, dict[str, Any]]], ...] = (
     ("llama large", (512, 4), {"bf16": {}}),
     ("gpt2 large", (1024, 2), {"compile bf16": {}}),
@@ -77,7 +80,7 @@ _BLOCKWISE: tuple[tuple[str, tuple[int, int], dict[str, dict[str, Any]]], ...] =
     ("llama medium", (1024, 2), {"bf16": {}, "documents": {}, "checkpointing": {}}),
 )
 
-#: Methods that are drawn at random to stand together, one of each line.
+#: Methods that are combined at random: one of each line.
 _TOGETHER = (
     ("plain", "bf16", "bf16 weights", "fp16"),
     ("plain", "checkpointing", "selective"),
@@ -88,8 +91,10 @@ _TOGETHER = (
 
 
 def memory_grid(*, quick: bool = False) -> list[PlannerCase]:
-    """The configurations: each method alone with both families, rows of each length, methods drawn
-    together, compiled steps of several lengths, evaluations and generations.
+    """The configurations, or every eighth of them if `quick`.
+
+    They are each method alone for GPT-2 and Llama, each shape, random combinations of methods,
+    compiled steps of several lengths, blockwise attention, evaluations and generations.
     """
     cases = list(_cases())
     return cases[::8] if quick else cases
@@ -97,7 +102,7 @@ def memory_grid(*, quick: bool = False) -> list[PlannerCase]:
 
 def _cases() -> Iterator[PlannerCase]:
     for number, (name, changes) in enumerate(_METHODS.items()):
-        # Without a method there are rows of each length below.
+        # The configurations without a method are those of each shape below.
         for family in ("gpt2", "llama") if changes else ():
             size = ("small", "medium")[number % 2]
             yield _case(f"{family} {size}", _SHAPES[number % 6], [name], changes)
@@ -153,19 +158,19 @@ def bench_memory(cases: Sequence[PlannerCase], on_run: Keep) -> Result:
         on_run: see `run_bench`.
 
     Returns:
-        "summary", see `summary`, and "rows": "name", "kind", "predicted_bytes", "peak_bytes",
-        "resident_bytes", "phase", "seconds" of the prediction, "error" as a share of the peak
-        (negative: too little was predicted), and "reason" where it failed.
+        "summary", see `summary`, and "rows": "name", "kind", "reason" (the error message, or ""),
+        the result of `measure`, and "error" = predicted / measured peak - 1, which is negative if
+        the prediction is too low.
     """
     by_name = {case.name: case for case in cases}
-    # The profiler's library says when it begins and ends, at the highest level that it has, 5.
+    # Kineto, the profiler's library, logs its start and end at level 5, its highest.
     environment = {"KINETO_LOG_LEVEL": "6"} | os.environ
 
     def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
         rows = [_row(by_name[name], one) for name, one in outcomes.items() if one.is_done]
         return {"rows": rows, "summary": summary(rows)}
 
-    # A process for each: what one leaves in memory would be another's.
+    # A process for each configuration, so that none measures the memory that another one left.
     with ForkServer(environment, "firstlight.bench.planner_memory") as server:
         return run_bench(
             "memory",
@@ -188,8 +193,12 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The errors of all results together.
 
     Returns:
-        "count"; "error_95", the error that 95 of 100 are within; "worst_shortage", by how much too
-        little was predicted at the most; "median_error"; "prediction_seconds_95"; "failed".
+        - "count": number of results with an error; "failed": number of the others
+        - "error_95", "median_error": 95th percentile and median of the absolute relative errors
+        - "worst_shortage": largest fraction of a measured peak that was not predicted
+        - "prediction_seconds_95": 95th percentile of the predictions' durations
+
+        Without results, only "count" and "failed".
     """
     good = [one for one in results if not one["reason"]]
     if not good:
@@ -205,7 +214,7 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
-    """Predicted against measured peaks, and how the errors are spread, as a PNG."""
+    """A PNG: predicted against measured peaks, and the cumulative distribution of the errors."""
     good = [one for one in results if not one["reason"]]
     figure = new_figure(11, 4.6)
     draw_peaks(figure.add_subplot(1, 2, 1), good)
@@ -215,21 +224,32 @@ def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def draw_memory_errors(axes: Any, good: Sequence[Mapping[str, Any]], xlabel: str) -> None:
-    """Draw the spread of the errors of predicted memory before the errors that are allowed."""
+    """Draw the cumulative distribution of the errors, and the range of allowed errors in green.
+
+    Args:
+        axes: matplotlib axes.
+        good: results with an "error".
+        xlabel: label of the x axis.
+    """
     draw_shares(axes, [100 * one["error"] for one in good], "tab:blue", "")
     axes.axvspan(-100 * ALLOWED_SHORTAGE, 100 * ALLOWED_ERROR, color="tab:green", alpha=0.12)
     axes.set(xlabel=xlabel, ylabel="share of configurations")
 
 
-#: Answers in a sequence of preference pairs.
+#: Number of answers in a sequence of preference pairs.
 _ANSWERS = 6
 
 
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     """Predict and measure the memory of one configuration on this machine's CPU.
 
+    Args:
+        request: see `PlannerCase.request`.
+
     Returns:
-        "predicted_bytes", "phase", "seconds"; "peak_bytes", "resident_bytes" as measured.
+        - "predicted_bytes", "phase", "parts": the predicted peak, its phase, and its parts
+        - "seconds": duration of the prediction
+        - "peak_bytes", "resident_bytes": see `MeasuredMemory`
     """
     recipe, kind = parse_resolved_recipe(request["recipe"]), request["kind"]
     start = time.perf_counter()
@@ -250,7 +270,13 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
 def measure_on_cpu(
     recipe: ResolvedRecipe, kind: str, generation: Mapping[str, Any] | None
 ) -> MeasuredMemory:
-    """The memory of a recipe's steps on this machine's CPU."""
+    """Run some steps, an evaluation or a generation on this machine's CPU, and measure its memory.
+
+    Args:
+        recipe: the recipe.
+        kind: "training", "evaluation" or "generation".
+        generation: see `PlannerCase`.
+    """
     if kind == "generation":
         assert generation is not None
         return _generation(recipe, generation)
@@ -258,7 +284,8 @@ def measure_on_cpu(
 
 
 def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
-    """Three steps from nothing on; or one, and then an evaluation, which alone is measured."""
+    """The peak of three steps, including the model; of an evaluation after one uncounted step; or,
+    if the recipe compiles, of two steps after the uncounted step that compiles."""
     hardware = find_hardware("cpu")
     compiles = recipe.efficiency.compile is True
     with measured_memory() as whole:
@@ -274,7 +301,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
     if not evaluates and not compiles:
         return whole
     program.optimizer.zero_grad()
-    # Compiling's own memory is not the step's, so only a later step is measured.
+    # The memory of compiling is not part of a step, so only later steps are measured.
     with measured_memory() as later:
         if evaluates:
             program.model.eval()
@@ -289,7 +316,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
 
 
 def _held(program: TrainingProgram) -> list[torch.Tensor]:
-    """Weights and the optimizer's state; no gradients."""
+    """Parameters, buffers and optimizer states, each storage once; without gradients."""
     found: dict[int, torch.Tensor] = {}
     tensors = [*program.model.parameters(), *program.model.buffers()]
     for optimizer in program.optimizer._torch_optimizers:
@@ -303,8 +330,11 @@ def _held(program: TrainingProgram) -> list[torch.Tensor]:
 
 
 def random_batch(recipe: ResolvedRecipe) -> Batch:
-    """One micro-batch of random tokens [rows, seq_len] on the CPU; with document masking of several
-    documents a row, and of preference pairs with references."""
+    """One micro-batch of random tokens on the CPU, int64 [rows, seq_len].
+
+    With document masking, each row has several documents; for preference pairs, they are answers
+    with references.
+    """
     shape = (recipe.batch.rows, recipe.data.seq_len)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(recipe.model.vocab_size, shape, generator=generator)
@@ -327,7 +357,7 @@ def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredM
     if options["dtype"] == "int8":
         quantize_int8(model)
     use_few_rows(model)
-    # The decoder would do it, and what it replaces was allocated before the measurement.
+    # The decoder would call it inside the measurement, and free weights that are counted in `held`.
     lay_out(model)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     with measured_memory() as found, torch.inference_mode():
@@ -336,7 +366,7 @@ def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredM
 
 
 def decode(model: Model, options: Mapping[str, Any]) -> None:
-    """Continue prompts of zeros."""
+    """Continue prompts of zeros, see `PlannerCase.generation`."""
     prompt, new, count = (options[key] for key in ("prompt_tokens", "max_new_tokens", "sequences"))
     decoder = BatchDecoder(model, count, prompt + new)
     for _ in range(count):
@@ -357,7 +387,7 @@ def predict_memory(
         recipe: recipe with its model.
         kind: "training", "evaluation" or "generation".
         generation: see `PlannerCase`.
-        target: device that is predicted for; None is this CPU.
+        target: device for which memory is predicted; None is this CPU.
     """
     if kind == "generation":
         assert generation is not None

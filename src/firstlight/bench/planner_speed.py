@@ -59,7 +59,7 @@ def speed_case(model: str, seq_len: int, rows: int, **changes: Any) -> PlannerCa
     """A configuration of the benchmark.
 
     Args:
-        model: name of a model, see `find_model`.
+        model: name of a model, see `model_values`.
         seq_len: tokens of a sequence.
         rows: sequences of a micro-batch.
         changes: values of the recipe, with each key `section.key` written as `section__key`.

@@ -5,35 +5,33 @@
 REQUEST is a JSON object:
 
     cases    list of `PlannerCase.request`
-    device   "cuda", or "cpu" of a dry run
-    steps    steps that are timed, at most
-    seconds  of timing a recipe, after which no step begins
-    target   the device that is predicted for, see `target_request`; absent
-             predicts nothing
+    device   "cuda", or "cpu" in a dry run
+    steps    maximum number of timed steps of a recipe
+    seconds  duration of a recipe's timed steps after which no step begins
+    target   device for which the planner predicts, see `target_request`; if it is missing, nothing
+             is predicted
 
-Random weights are made on the device, and the tokens are random. On a GPU, what is measured of a
-recipe, in this order:
+Random weights are made on the device, and the tokens are random. For each recipe on a GPU:
 
-1. Everything of the recipe before is given up: Python's garbage, the allocator's cache, cuBLAS's
-   workspaces. The bytes still allocated are `left_bytes`, which the figures below leave out.
-2. The weights are made (and frozen, and put into 4 bits); the allocator's peak is set back.
+1. The memory of the recipe before is released: Python's garbage, the allocator's cache, cuBLAS's
+   workspaces. The bytes still allocated are `left_bytes`, which `peak_bytes` leaves out.
+2. The weights are made (frozen and quantized if the recipe says so); the allocator's peak is reset.
 3. Optimizer and loss function are made as `firstlight train` makes them, and three steps are
-   trained. For a recipe that compiles the peak is reset once more after the first, because the
-   memory of compiling itself is not the step's.
-4. `peak_bytes` and `reserved_bytes` are the allocator's peaks, `driver_bytes` what the driver
-   says that the GPU holds more than before this process began to use it.
+   trained. For a recipe that compiles, the peak is reset again after the first step, because the
+   memory of compiling is not part of a step.
+4. `peak_bytes` and `reserved_bytes` are the allocator's peaks of allocated and reserved memory.
+   `driver_bytes` is the growth of the GPU's used memory since before this process used the GPU.
 5. `step_seconds` of each timed step, from the batch on the device to the updated parameters.
 
-Evaluations and generations are no steps: they have 1 to 4 alone. On a CPU the peak is that of
-torch's allocator (`measure_on_cpu`), and nothing is known of a driver.
+Evaluations and generations have no step 5. On a CPU, the peak is that of torch's allocator
+(`measure_on_cpu`), and there is no `driver_bytes`.
 
-The one line on stdout is a JSON object with "cases", a list of such figures with the recipe's
-"name" and the "reason" why it could not be measured ("" where it was); and "line", them as text.
+The process prints one line on stdout: a JSON object with "cases", the list of these figures with
+the recipe's "name", "kind" and "reason" (the error message, or ""), and "line", the same in words.
 
-The planner's predictions are made beside the measurement: on a GPU's machine, the processes that
-predict run while the GPU measures. They see no GPU: tensors without memory on a CPU are all that
-the planner needs. They keep the operators of a step, packed into a text of some kB, so that its
-speed can be predicted later with other constants.
+If the machine has enough cores, the planner predicts in other processes while the GPU measures.
+They see no GPU, since the planner needs only meta tensors. A prediction keeps the operators of a
+step, packed into a text of some kB, so that other constants can predict the step's speed later.
 """
 
 from __future__ import annotations
@@ -77,15 +75,15 @@ from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Bytes that may be left of the recipe before: cuBLAS's handles, tables of libraries.
+#: Maximum bytes left by the recipe before, for cuBLAS's handles and tables of libraries.
 _MOST_LEFT = 16 * 2**20
 
-#: Steps before any is timed.
+#: Number of steps before the timed ones.
 _WARMUP_STEPS = 3
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure the cases of a request, see the module's head."""
+    """Measure the cases of a request; the module's docstring describes request and result."""
     on_gpu, cases = request["device"] == "cuda", request["cases"]
     idle = driver_used_bytes() if on_gpu else None
     calls = [(predict_case, (case, request["target"])) for case in cases if "target" in request]
@@ -140,10 +138,13 @@ class _Peaks:
     """The memory of one recipe on a GPU.
 
     Args:
-        idle: bytes in use before this process, by the driver; None if unknown.
+        idle: the GPU's used bytes before this process used it, from the driver; None if unknown.
 
     Attributes:
-        found: the figures of the module's head.
+        found: the figures of steps 1 and 4 in the module's docstring.
+
+    Raises:
+        RuntimeError: the recipe before left more than `_MOST_LEFT` bytes.
     """
 
     def __init__(self, idle: int | None) -> None:
@@ -162,8 +163,8 @@ class _Peaks:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Record the peaks of the code inside, including all memory allocated before; the last time
-        counts."""
+        """Record the peaks of the block, including memory allocated before it. If used again, the
+        later values replace the earlier ones."""
         _give_back()
         torch.cuda.reset_peak_memory_stats()
         yield
@@ -187,7 +188,7 @@ def _train(
     *,
     evaluates: bool = False,
 ) -> dict[str, Any]:
-    """The seconds of steps and the tokens of one, {} of an evaluation."""
+    """Train: "step_seconds", "tokens_a_step", "first_step_seconds"; {} if `evaluates`."""
     hardware = find_hardware(request["device"])
     device = hardware.device
     model = random_model(recipe.model, device, recipe.efficiency.vocab_multiple)
@@ -236,19 +237,19 @@ def _generate(recipe: ResolvedRecipe, options: Mapping[str, Any], peaks: _Peaks)
 
 STEPS_MODULE = "firstlight.bench.planner_steps"
 
-#: Cores from which on predictions have processes of their own.
+#: Minimum number of cores for predicting in other processes.
 _MANY_CORES = 4
 
-#: Seconds that all predictions together may take once the measurement is done: less than
-#: a row may take longer than expected (`runner.Row.limit`), which would cost the measurement.
+#: Seconds for which all predictions are waited for after the measurement. They must end before the
+#: row's time limit (`runner.Row.limit`), which would discard the measurement, too.
 _SECONDS = 60.0
 
-#: A function of a module with its arguments.
+#: A function of a module (so that it can be pickled) and its arguments.
 Predict = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
 
 
 def target_request(machine: BenchMachine) -> dict[str, Any] | None:
-    """The device of a machine for requests; None is the CPU that predicts."""
+    """A machine's device for a request's "target"; None is the CPU on which the planner runs."""
     if machine.device == "cpu":
         return None
     name = machine.name if machine.gpu is None else machine.gpu.name
@@ -258,7 +259,7 @@ def target_request(machine: BenchMachine) -> dict[str, Any] | None:
 def steps_request(
     machine: BenchMachine, cases: Sequence[PlannerCase], seconds: float
 ) -> dict[str, Any]:
-    """A request of `planner_steps`."""
+    """The request for measuring `cases` for `seconds` each; see the module's docstring."""
     return {
         "cases": [case.request(machine.device) for case in cases],
         "device": machine.device,
@@ -280,7 +281,7 @@ def predict_case(case: Mapping[str, Any], target: Mapping[str, Any] | None) -> d
     """The predicted memory of one configuration, and the operators of its step.
 
     Returns:
-        "predicted_bytes" of tensors, "predicted_reserved_bytes" of the allocator,
+        "predicted_bytes" of tensors and "predicted_reserved_bytes" of the allocator at the peak,
         "predicted_phase" of the peak, "host_bytes" that are offloaded, "prediction_seconds", and
         for training "operators", see `packed`.
     """
@@ -298,7 +299,7 @@ def predict_case(case: Mapping[str, Any], target: Mapping[str, Any] | None) -> d
 
 
 def memory_entry(found: MemoryPrediction) -> dict[str, Any]:
-    """The keys of a prediction's memory, see `predict_case`."""
+    """A prediction's values for the keys of memory; see `predict_case`."""
     return {
         "predicted_bytes": found.peak_bytes,
         "predicted_reserved_bytes": found.reserved_bytes,
@@ -308,7 +309,7 @@ def memory_entry(found: MemoryPrediction) -> dict[str, Any]:
 
 
 def packed(counts: Sequence[OperatorCount]) -> str:
-    """Counted operators as text."""
+    """Counted operators as text: JSON, compressed with gzip, in base 85."""
     values = [
         (
             *(one.name, one.phase, entry.count, _names(one.inputs), _names(one.outputs)),
@@ -344,13 +345,16 @@ def _names(layouts: Sequence[Layout]) -> list[tuple[list[int], str]]:
 def predicting(
     calls: Sequence[Predict], *, beside: bool
 ) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Predict while the block runs; yields what waits for the predictions, in the calls' order.
+    """Predict while the block runs.
 
     Args:
-        calls: function and arguments of each prediction. An error is its result:
-            "prediction_problem".
-        beside: True uses separate processes if there are cores for them; otherwise predictions are
-            made when their results are needed.
+        calls: function and arguments of each prediction.
+        beside: True predicts in other processes if the machine has enough cores; otherwise the
+            predictions are made when their results are asked for.
+
+    Yields:
+        A function that waits for the predictions and returns them in the order of `calls`. A
+        prediction that failed is {"prediction_problem": message}.
     """
     if not calls or not beside or usable_cpus() < _MANY_CORES:
         yield lambda: [_answer(*call) for call in calls]
@@ -384,11 +388,11 @@ def _answers(
         try:
             found.append(one.get(max(end - time.monotonic(), 0.0)))
         except multiprocessing.TimeoutError:
-            # A killed process sends no answer, either.
+            # The process is too slow, or was killed.
             found.append({"prediction_problem": f"no answer in {_SECONDS:.0f} s"})
     return found
 
 
 def _without_gpu() -> None:
-    # CUDA reads it when it is first used.
+    # CUDA reads the variable when it is first used, which is later.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,12 +1,12 @@
-"""Measurements in separate processes, whose memory and caches hold nothing of other measurements.
+"""Measurements in separate processes, so that none is affected by what another left in memory.
 
     python -m firstlight.bench.process MODULE REQUEST
 
 A measurement is a module with a function `measure` from a request to a result, both JSON objects.
 
-`ask` starts a process from nothing, `ask_ranks` the processes of a distributed run. `ForkServer`
-forks one that has imported everything already: importing torch takes longer than a few steps of a
-small model do.
+`ask` starts a new Python process, `ask_ranks` the processes of a distributed run. `ForkServer`
+forks a process that has already imported everything, because importing torch takes longer than a
+few steps of a small model.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from firstlight.hardware.environment import TRAINING
 
 
 def training_environment() -> dict[str, str]:
-    """The environment of `firstlight train`, in which the variables of this process stand."""
+    """The environment variables of `firstlight train`; those that this process has stay as set."""
     return TRAINING | os.environ
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment of this process without the variables that firstlight has set."""
+    """The environment variables of this process without those that firstlight has set."""
     return {k: v for k, v in os.environ.items() if TRAINING.get(k) != v}
 
 
@@ -49,19 +49,20 @@ def ask(
     environment: Mapping[str, str],
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Measure in a new process; the JSON object of its last line on stdout.
+    """Measure in a new process.
 
-    An interrupt of this call ends the process, and those that it started.
+    If this call ends early, such as by Ctrl+C, the process and those that it started are killed.
 
     Args:
         module: name of a module with the function `measure`.
         request: argument of the function, passed as JSON.
-        environment: the process's environment.
+        environment: environment variables of the process.
         seconds: time limit of the process; None is no limit.
 
     Returns:
-        The object; {"error": {"type", "message"}} if firstlight refused, with the type "Failed" if
-        the process failed, and "TimeoutError" if it reached the limit.
+        The JSON object that the process printed as its last line on stdout. If it failed,
+        {"error": {"type", "message"}}: the type is the name of the FirstlightError, "Failed" for
+        any other error, "TimeoutError" if the time limit was reached.
     """
     (result,) = _ask_all(module, request, [environment], seconds)
     return result
@@ -74,10 +75,14 @@ def ask_ranks(
     count: int,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Measure once for each rank of a distributed run on this machine; see `ask`.
+    """Measure in all ranks of a distributed run on this machine; see `ask`.
 
     Args:
+        module: see `ask`.
+        request: see `ask`.
+        environment: see `ask`; the variables of the ranks are added.
         count: number of ranks.
+        seconds: see `ask`.
 
     Returns:
         The result of rank 0, or the error of a rank that failed.
@@ -92,7 +97,7 @@ def ask_ranks(
     ]
     results = _ask_all(module, request, environments, seconds)
     failed = [result for result in results if "error" in result]
-    # The others only say that a rank has gone.
+    # A RankError only says that another rank has ended, so any other error is preferred.
     return min(failed, key=lambda one: one["error"]["type"] == "RankError", default=results[0])
 
 
@@ -117,7 +122,7 @@ def _ask_all(
                     stderr=subprocess.PIPE,
                     encoding="utf-8",
                     errors="replace",
-                    # A group of its own, torch.compile's helpers among them.
+                    # A process group of its own, which includes torch.compile's workers.
                     start_new_session=True,
                 )
                 processes.append(process)
@@ -130,7 +135,7 @@ def _ask_all(
     finally:
         for process in processes:
             with process:  # waits for it and closes its pipes
-                # No helper outlives its run: it would slow the next one.
+                # Kills the workers, too: they would slow the next run.
                 end_group(process.pid)
     return [
         _result(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)
@@ -143,7 +148,7 @@ def error_of(kind: str, message: str) -> dict[str, Any]:
 
 
 def _result(code: int, out: str, err: str) -> dict[str, Any]:
-    """The result of a process that has ended; see `ask`."""
+    """The result of a process from its exit code, stdout and stderr; see `ask`."""
     if code:
         return error_of("Failed", last_words(code, err))
     try:
@@ -154,7 +159,12 @@ def _result(code: int, out: str, err: str) -> dict[str, Any]:
 
 
 def last_words(code: int, err: str) -> str:
-    """The reason why a process failed, in one line."""
+    """The reason why a process failed, in one line: the signal that killed it, or its last line.
+
+    Args:
+        code: exit code as of `subprocess`: negative for a signal.
+        err: the process's stderr.
+    """
     if code == -signal.SIGKILL:
         return "killed by signal 9: most likely out of memory"
     if code < 0:
@@ -164,30 +174,31 @@ def last_words(code: int, err: str) -> str:
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) -> None:
-    """Measure, and write the result as the process's last line; a FirstlightError is a result too.
+    """Measure, and write the result as the last line on stdout; a FirstlightError is a result, too.
 
     Args:
         measure: function from the request to the result.
-        request: JSON object.
+        request: JSON object as text.
     """
-    # If memory runs out, Linux ends this process and not the one that reports the error.
+    # If memory runs out, Linux kills this process and not the one that reports the error.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         result = measure(json.loads(request))
     except FirstlightError as error:
         result = error_of(type(error).__name__, str(error))
-    # After any output of a library; output that it still buffers is discarded.
+    # The last line: stdout is closed for output that libraries still buffer.
     os.write(1, (json.dumps(result) + "\n").encode())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class ForkServer:
-    """Runs a measurement in forks of a process that has imported it. On CPUs: a process that has
-    looked at a GPU can't be forked.
+    """Runs a measurement in forks of a process that has imported its module.
+
+    Only for CPUs: a process with a CUDA context can't be forked.
 
     Args:
-        environment: environment of all processes.
+        environment: environment variables of all processes.
         module: name of a module with the function `measure`.
     """
 
@@ -212,7 +223,7 @@ class ForkServer:
             end_group(self._server.pid)
 
     def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
-        """The result of one run; see `ask`."""
+        """Measure in a fork; see the function `ask`."""
         with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
             job = {"request": request, "out": str(out), "err": str(err)}
@@ -234,7 +245,12 @@ class ForkServer:
             return _result(code, *said)
 
     def _line(self, seconds: float | None) -> bytes:
-        """The server's next line."""
+        """The server's next line, without its end.
+
+        Raises:
+            TimeoutError: there is no line after `seconds`.
+            ChildProcessError: the server has ended.
+        """
         assert self._server.stdout is not None
         end = None if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._unread:
@@ -251,8 +267,11 @@ class ForkServer:
 
 @contextlib.contextmanager
 def signals_waiting() -> Iterator[None]:
-    """Inside the block, signals that would raise an exception wait until its end: a process that
-    is being started would be lost."""
+    """Delay signals with a Python handler (SIGINT, SIGTERM, SIGHUP) until the end of the block.
+
+    An exception of such a handler while a process is started would leave a process that nobody
+    knows and ends.
+    """
     arrived: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -275,8 +294,9 @@ def end_group(group: int) -> None:
 
 
 def _serve(measure: Any) -> None:
-    """Fork a process for each line of stdin; write its number, and its exit code at its end."""
-    # Without torch's compiler, which starts threads.
+    """Fork a process for each line of stdin; write its process id, and its exit code at its end."""
+    # Imported before forking, which saves time in each fork. Not torch's compiler (_inductor):
+    # importing it starts threads, and a process with threads can't be forked safely.
     importlib.import_module("torch._dynamo")
     for line in sys.stdin:
         job = json.loads(line)
@@ -289,10 +309,15 @@ def _serve(measure: Any) -> None:
 
 
 def _child(measure: Any, job: dict[str, Any]) -> None:
-    """Measure as a job says, and end."""
+    """Measure as a job says, and end the process.
+
+    Args:
+        measure: function from the request to the result.
+        job: "request", and "out" and "err", paths of files for stdout and stderr.
+    """
     code = 1
     try:
-        # A group of its own, torch.compile's helpers among them.
+        # A process group of its own, which includes torch.compile's workers.
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(job["out"], os.O_WRONLY | os.O_CREAT), 1)
@@ -300,7 +325,7 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
         answer(measure, json.dumps(job["request"]))
         code = 0
     finally:
-        # Every error is written here, because the process ends.
+        # os._exit writes no traceback, so it is written here.
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         sys.stderr.flush()
