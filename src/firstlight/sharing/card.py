@@ -1,4 +1,5 @@
-"""The card (README.md) of a model: metadata for the hub, and what its files say about it."""
+"""The card (README.md) of a model: metadata for the hub, and a description from the facts in the
+files of the model and its run."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from firstlight.report.page import duration, memory_unit
 from firstlight.sharing.facts import DataFacts, ModelFacts
 from firstlight.weights.hub import is_hub_id
 
-#: Files beside the card.
+#: File names of the card, of the picture of the loss and of the recipe, in a shared folder.
 CARD_NAME, PICTURE_NAME, RECIPE_NAME = "README.md", "loss.png", "recipe.yaml"
 _URL_OF_DATASETS = "hf://datasets/"
-#: Recipe keys of the table about the training, with their names there.
+#: Recipe keys (section, key) in the card's table on training -> their names there.
 _RECIPE_ROWS = {
     ("data", "seq_len"): "tokens a sequence",
     ("batch", "global_batch_tokens"): "tokens a step",
@@ -28,7 +29,7 @@ _RECIPE_ROWS = {
     ("schedule", "kind"): "schedule",
     ("efficiency", "precision"): "precision",
 }
-#: Keys of an evaluation or of a metrics line, with their names in the card.
+#: Keys of an evaluation or of a metrics line -> their names in the card.
 _LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 
 
@@ -39,13 +40,14 @@ def model_card(
     licence: str | None = None,
     gguf: str | None = None,
 ) -> str:
-    """The text of a model's card; a run's shows `PICTURE_NAME`, a file beside it.
+    """The text of a model's card. The card of a run includes the picture `PICTURE_NAME`, which must
+    be in the same folder.
 
     Args:
-        facts: the model.
-        repository: USER/NAME on the hub; None is the name of the run's or the model's folder.
-        licence: id of the licence, as the hub knows it; None says that none was given.
-        gguf: name of a GGUF file beside the card.
+        facts: facts about the model.
+        repository: USER/NAME on the hub; None takes the name of the run's or the model's folder.
+        licence: the hub's id of the licence, such as "apache-2.0"; None if no licence was given.
+        gguf: name of a GGUF file in the same folder; None if there is none.
     """
     repository = repository or (facts.run or facts.folder).name
     name = repository.rpartition("/")[2]
@@ -80,7 +82,7 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> str:
         for dataset, metric, value, error in _measured(facts)
     ]
     base = facts.init_from if facts.init_from and is_hub_id(facts.init_from) else None
-    # The hub's metadata name repositories without a revision.
+    # In the hub's metadata, repositories have no revision.
     base = None if base is None else base.partition("@")[0]
     return ModelCardData(
         license=licence,
@@ -95,7 +97,8 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> str:
 
 
 def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
-    """OWNER/NAME of each dataset of the hub that corpora come from."""
+    """OWNER/NAME of each dataset on the hub that is an input or the location of a corpus in `data`,
+    without repetitions."""
     names = [source for one in data for source in one.sources if source.startswith("hf:")]
     found = [name[3:].partition(":")[0] for name in names]
     urls = [one.name for one in data if one.name.startswith(_URL_OF_DATASETS)]
@@ -104,8 +107,12 @@ def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
 
 
 def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None]]:
-    """(dataset or task, metric, value, standard error) of all results: the newest of `firstlight
-    eval`, or else those of the run's own evaluation at or before this step."""
+    """All results as (dataset or task, metric, value, standard error or None).
+
+    A result is from the run's own evaluation at or before this step, unless `firstlight eval` has
+    measured the same metric: then the newest of its results.
+    """
+    # Later entries replace earlier ones.
     losses: dict[tuple[str, str], tuple[float, float | None]] = {}
     corpus = "all data"
     if len(facts.data) == 1:
@@ -197,7 +204,11 @@ def _data_blocks(facts: ModelFacts) -> Iterator[str]:
 
 
 def split_lines(splits: Mapping[str, Any]) -> list[str]:
-    """A line of a list for each split of a manifest: documents, tokens, size of the text."""
+    """A line of a Markdown list for each split of a manifest: tokens, documents, bytes of text.
+
+    Args:
+        splits: entries of a manifest by the split's name.
+    """
     return [
         f"- {_SPLITS.get(name, name)}: {split['tokens']:,} tokens of {split['documents']:,} "
         f"documents ({split['text_bytes']:,} bytes of text)"
@@ -206,7 +217,7 @@ def split_lines(splits: Mapping[str, Any]) -> list[str]:
 
 
 def source_link(name: str) -> str:
-    """The name of an input as Markdown; a dataset of the hub with its link."""
+    """The name of a corpus' input as Markdown; a dataset on the hub is a link."""
     if not name.startswith("hf:"):
         return f"`{name}`"
     dataset, _, rest = name[3:].partition(":")
@@ -368,7 +379,7 @@ def _section(title: str, *blocks: str) -> str:
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and values as a table of Markdown; "" without rows."""
+    """(name, value) rows as a Markdown table without a header; "" without rows."""
     lines = [f"| {name} | {_cell(value)} |" for name, value in rows]
     return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
 
@@ -378,5 +389,5 @@ def _cell(text: str) -> str:
 
 
 def code(*lines: str, language: str = "sh") -> str:
-    """Lines as a block of code in Markdown."""
+    """Lines as a Markdown code block."""
     return "\n".join([f"```{language}", *lines, "```"])

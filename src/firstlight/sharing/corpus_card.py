@@ -1,4 +1,4 @@
-"""The card (README.md) of a prepared corpus: metadata for the hub, and what its manifest says."""
+"""The card (README.md) of a prepared corpus: metadata for the hub, and facts from its manifest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from firstlight.sharing.card import code, hub_datasets, source_link, split_lines, table
 from firstlight.sharing.facts import DataFacts
 
-#: Upper bounds of the hub's classes of size, in documents.
+#: The hub's size categories by their upper bound in documents (exclusive).
 _SIZES = {
     1_000: "n<1K",
     10_000: "1K<n<10K",
@@ -27,10 +27,10 @@ def corpus_card(
     """The text of a corpus' card.
 
     Args:
-        facts: names of its inputs, splits, and options that it was prepared with.
-        manifest: its manifest.
+        facts: names of the corpus' inputs, its splits, and the options that it was prepared with.
+        manifest: the corpus' manifest.
         repository: USER/NAME on the hub.
-        licence: id of the licence, as the hub knows it; None says that none was given.
+        licence: the hub's id of the licence, such as "cc-by-4.0"; None if no licence was given.
     """
     from huggingface_hub import DatasetCardData
 
@@ -42,7 +42,7 @@ def corpus_card(
         size_categories=next((text for most, text in _SIZES.items() if documents < most), "n>1B"),
         source_datasets=hub_datasets([facts]) or None,
         tags=["firstlight", "tokenized"],
-        # Shards are not a table.
+        # The hub's viewer shows tables, which shards are not.
         viewer=False,
     ).to_yaml()
     rows = [

@@ -1,7 +1,7 @@
-"""Facts about a model that is shared, read from its folder and its run's files.
+"""Facts for the card of a shared model, read from its folder and its run's files.
 
-A fact that no file states is None or empty, and the card leaves it out. Paths of this machine are
-reduced to the last part of their name.
+A fact that is in no file is None or empty, and the card leaves it out. Paths of this machine are
+reduced to their last part ("neutral" paths), since a card is public.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class DataFacts:
     """A corpus that a run was trained on.
 
     Attributes:
-        name: last part of its folder's name, its URL, or the name of a file of conversations.
-        sources: names of the inputs that it was prepared from.
-        splits: manifest entries of its splits; empty where the corpus is absent or has changed.
-        options: options of `firstlight prepare` that it was made with, beside inputs and tokenizer.
-        weight: its weight in a mix; None outside of one.
+        name: last part of the folder's path, the URL, or the name of a file of conversations.
+        sources: names of the inputs that the corpus was prepared from.
+        splits: the manifest's entries of its splits, by name; empty if the folder is missing or
+            has changed since the training.
+        options: options of `firstlight prepare` for this corpus, except inputs and tokenizer.
+        weight: weight of the corpus in a mix; None if the run's data are not a mix.
     """
 
     name: str
@@ -70,18 +71,20 @@ class ModelFacts:
     """A model that is shared.
 
     Attributes:
-        folder: its folder: a checkpoint, or a model without a run.
-        config: its configuration.
-        parameters: number of weights.
-        tokenizer: its tokenizer, if any.
-        run: files of its run, up to the step of the checkpoint; None for a model without a run.
+        folder: the folder of the checkpoint, or of a model without a run.
+        config: the model's config.
+        parameters: number of parameters.
+        tokenizer: the model's tokenizer, if any.
+        run: record of the run up to the step of the checkpoint; None for a model without a run.
         step: step of the checkpoint; None for a model without a run.
-        max_steps: steps of the whole run, where known.
-        numbers: `final_numbers` of the run up to that step; empty for a model without a run.
-        data: the corpora of the run.
-        init_from: the model that the run began with: a hub id, or the last part of a path.
-        request: options of `firstlight train TEXTS` and its inputs; empty for other runs.
-        evaluations: results of `firstlight eval` of this very checkpoint, the newest last.
+        max_steps: number of steps of the whole run; None if unknown.
+        numbers: `final_numbers` of the run up to `step`; empty for a model without a run.
+        data: the corpora that the run was trained on.
+        init_from: the model that the run was initialised from: a hub id, or the last part of a
+            path; else None.
+        request: options and inputs of the call, if the run was made by `firstlight train TEXTS`;
+            else empty.
+        evaluations: results of `firstlight eval` of exactly these weights, the newest last.
     """
 
     folder: Path
@@ -99,12 +102,12 @@ class ModelFacts:
 
     @property
     def is_unfinished(self) -> bool:
-        """True for a checkpoint from before the run's last step."""
+        """True for a checkpoint that was saved before the run's last step."""
         return self.max_steps is not None and self.step is not None and self.step < self.max_steps
 
 
 def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
-    """The facts of a run's checkpoint, or of a model without a run.
+    """Read the facts about a run's checkpoint, or about a model without a run.
 
     Args:
         source: a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
@@ -118,7 +121,7 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
 
 def facts_of(folder: Path) -> ModelFacts:
-    """The facts of a model folder, which has been verified if it is a checkpoint.
+    """The facts about a model folder. A checkpoint must have been verified already.
 
     Raises:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
@@ -167,7 +170,7 @@ def _with_run(model: ModelFacts, run_folder: Path) -> ModelFacts:
 
 
 def _until(metrics: Metrics, step: int) -> Metrics:
-    """The metrics up to a step."""
+    """The metrics up to and including a step."""
     count = int(np.searchsorted(metrics.steps, step, side="right"))
     columns = {
         key: (lines[lines < count], values[lines < count])
@@ -179,7 +182,8 @@ def _until(metrics: Metrics, step: int) -> Metrics:
 
 
 def _request_of(run_folder: Path) -> Mapping[str, Any]:
-    """The call of a run on texts: its options, and as "inputs" their neutral names."""
+    """The options of the call `firstlight train TEXTS` that made a run, with "inputs" and
+    "overrides" whose paths are neutral; empty for other runs."""
     state = read_state(run_folder)
     request, inputs = state.get("request"), state.get("inputs")
     if not isinstance(request, dict) or not isinstance(inputs, list):
@@ -194,7 +198,7 @@ def _request_of(run_folder: Path) -> Mapping[str, Any]:
 
 
 def _neutral_override(key: str, text: str) -> str:
-    """An override's value, as it is written on the command line, with neutral paths."""
+    """An override's value as text for the command line, with neutral paths."""
     if key.endswith("sample_prompts"):
         return text
     try:
@@ -208,7 +212,8 @@ def _neutral_override(key: str, text: str) -> str:
 
 
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
-    """The corpora of a run's recipe, with the facts in their folders if these are unchanged."""
+    """The corpora in a run's recipe. Facts are read from a corpus' folder if its manifest is still
+    the one that the run was trained on; of a mix, if its tokenizer is still the run's."""
     data = run.recipe.get("data")
     if not isinstance(data, dict):
         return []
@@ -253,7 +258,12 @@ def _corpus(location: str, is_the_same: Any) -> DataFacts:
 
 
 def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
-    """The facts of a prepared folder, by its manifest and the names of its inputs."""
+    """The facts about a prepared corpus, from its manifest and the list of its inputs.
+
+    Args:
+        folder: the corpus' folder.
+        manifest: the manifest in it.
+    """
     names, read_by = read_sources(folder)
     options = [*_prepare_options(manifest, own_val="--val-input" in read_by), *read_by]
     return DataFacts(Path(os.path.abspath(folder)).name, names, manifest["splits"], options)
@@ -275,7 +285,7 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
 
 def neutral_recipe(values: Any) -> Any:
-    """A recipe's values with neutral paths; sample prompts are texts, and stay."""
+    """A recipe's values with neutral paths. Sample prompts are texts, and do not change."""
     if isinstance(values, Mapping):
         return {
             key: value if key == "sample_prompts" else neutral_recipe(value)
@@ -283,9 +293,9 @@ def neutral_recipe(values: Any) -> Any:
         }
     if isinstance(values, list):
         return [neutral_recipe(value) for value in values]
-    # A task is NAME,FILE.
     if not isinstance(values, str):
         return values
+    # Split at commas, since evaluation tasks are written NAME,FILE.
     return ",".join(
         neutral_name(part.strip()) if "/" in part else part for part in values.split(",")
     )
@@ -293,7 +303,11 @@ def neutral_recipe(values: Any) -> Any:
 
 def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     """Add a result of `firstlight eval` to the evaluations.jsonl of the checkpoint's run, with the
-    SHA-256 of the checkpoint; does nothing for a model without a run.
+    SHA-256 of the checkpoint. Nothing is done for a model without a run.
+
+    Args:
+        checkpoint: the folder of the evaluated model.
+        result: the result as a JSON object.
 
     Raises:
         StorageError: the file can't be written.
@@ -305,7 +319,8 @@ def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     manifest, path = read_manifest(checkpoint), run / EVALUATIONS_NAME
     opened = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Two evaluations that end at once would each write the file without the other's line.
+        # Without the lock, two evaluations that end at the same time would each write the file
+        # without the other's line.
         fcntl.flock(opened, fcntl.LOCK_EX)
         lines = [
             *read_json_lines(path),

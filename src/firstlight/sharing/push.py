@@ -1,4 +1,4 @@
-"""`push` and `push_data`: the folder that is shared, and its upload."""
+"""`push` and `push_data`: write the folder of a model or corpus that is shared, and upload it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from firstlight.sharing.facts import ModelFacts, corpus_facts, facts_of, neutral
 from firstlight.sharing.upload import require_name, require_repository, upload_folder
 from firstlight.tokenizer import Tokenizer
 
-#: Files in which other programs note the folder that a model was read from.
+#: Files in which other programs may have written the path that a model was read from.
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_CARD_BYTES = 1 << 20
@@ -45,13 +45,14 @@ class Pushed:
     """A model or corpus that was uploaded, or whose folder was written.
 
     Attributes:
-        repository: USER/NAME.
-        url: its page on the hub; None where nothing was uploaded.
-        folder: the folder that was written and stays; None where it was a temporary one.
-        files: bytes of each file by name.
-        step: step of the run's checkpoint; None for anything else.
-        unfinished_of: steps of the whole run where this is an earlier one; else None.
-        notes: remarks for people.
+        repository: USER/NAME on the hub.
+        url: URL of the repository's page; None if nothing was uploaded.
+        folder: the folder that was written; None if it was temporary.
+        files: size in bytes of each file, by name.
+        step: step of the run's checkpoint; None for a model without a run, or a corpus.
+        unfinished_of: number of steps of the whole run if the checkpoint is from an earlier step;
+            else None.
+        notes: remarks for the user.
     """
 
     repository: str
@@ -77,28 +78,28 @@ def push(
 ) -> Pushed:
     """Upload a model to the Hugging Face hub: weights, tokenizer, recipe and a card.
 
-    The weights are written by `convert`, so that neither optimizer state nor anything else of a
-    checkpoint is uploaded. A file that the hub has already is not sent again.
+    The weights are written by `convert`, so that neither optimizer state nor anything else in a
+    checkpoint is uploaded. A file that the hub already has is not sent again.
 
     Args:
         source: a run folder, a checkpoint, a Hugging Face model folder or a hub id.
-        repository: USER/NAME; the repository is made if it is missing.
-        private: make a private repository; one that exists must be private.
-        gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0".
-        licence: id of the licence, such as "apache-2.0", for the card.
-        card: a file to upload as the card; None writes one.
+        repository: USER/NAME; the repository is created if it does not exist.
+        private: create a private repository; an existing one must be private.
+        gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0"; None adds none.
+        licence: the hub's id of the licence for the card, such as "apache-2.0".
+        card: a file to upload as the card; None writes the card.
         best: take a run folder's checkpoint with the lowest validation loss, not the newest.
-        out: a folder to write and keep; None is a temporary one, and without `upload` NAME in the
-            current folder.
-        upload: False writes the folder only.
+        out: a folder to write and keep. None writes a temporary folder; with `upload` False, the
+            folder NAME in the current folder.
+        upload: False only writes the folder.
 
     Raises:
-        ConfigError: an argument is invalid, or `private` of a public repository.
-        InputError: `out` holds something, or `card` can't be read.
+        ConfigError: an argument is invalid, or `private` is True for a public repository.
+        InputError: `out` is not empty, or `card` can't be read.
         ModelError, CheckpointError, TokenizerError: the model can't be read.
         HubError: the hub refuses, can't be reached, or the connection breaks.
         MissingDependencyError: a package that the GGUF format needs is not installed.
-        StorageError: the disk refuses.
+        StorageError: the file system refuses a write.
     """
     _require_free_name(repository, upload=upload)
     with _place(repository, out, upload=upload) as (folder, kept):
@@ -126,23 +127,23 @@ def push_data(
     """Upload a prepared corpus to the Hugging Face hub: shards, manifest, tokenizer and a card.
 
     `hf://datasets/USER/NAME` is then a corpus for `data.dir` on any machine. Lists of rejected and
-    unread files, which name folders of this machine, are not uploaded.
+    unread files are not uploaded, since they contain paths of this machine.
 
     Args:
         folder: a folder that `prepare` wrote.
-        repository: USER/NAME; the repository is made if it is missing.
-        private: make a private repository; one that exists must be private.
-        licence: id of the licence, such as "cc-by-4.0", for the card.
-        out: a folder to write and keep; None is a temporary one with links to the shards, and
-            without `upload` NAME in the current folder.
-        upload: False writes the folder only.
+        repository: USER/NAME; the repository is created if it does not exist.
+        private: create a private repository; an existing one must be private.
+        licence: the hub's id of the licence for the card, such as "cc-by-4.0".
+        out: a folder to write and keep. None writes a temporary folder with links to the shards;
+            with `upload` False, the folder NAME in the current folder.
+        upload: False only writes the folder.
 
     Raises:
-        ConfigError: an argument is invalid, or `private` of a public repository.
-        InputError: `out` holds something.
-        DataError: no prepared corpus, or a damaged one.
+        ConfigError: an argument is invalid, or `private` is True for a public repository.
+        InputError: `out` is not empty, or a file of the tokenizer is missing.
+        DataError: `folder` is not a prepared corpus, or is damaged.
         HubError: the hub refuses, can't be reached, or the connection breaks.
-        StorageError: the disk refuses.
+        StorageError: the file system refuses a write.
     """
     _require_free_name(repository, upload=upload)
     source = Path(os.path.abspath(Path(folder).expanduser()))
@@ -169,7 +170,7 @@ def _require_free_name(repository: str, *, upload: bool) -> None:
 def _place(
     repository: str, out: str | Path | None, *, upload: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """(the folder to write, the same folder if it is kept or None for a temporary one)."""
+    """Yield (the folder to write, that folder if it is kept or None if it is temporary)."""
     name = repository.rpartition("/")[2]
     if out is None and upload:
         with tempfile.TemporaryDirectory(prefix="firstlight-push-") as temporary:
@@ -192,9 +193,10 @@ def _write_model(
     licence: str | None,
     card: str | Path | None,
 ) -> tuple[str, ...]:
-    """Write all that is shared of a model into a folder; return remarks for people."""
-    # The name of the folder is that of the model in a GGUF file. No repository's name begins with a
-    # dot, so the folder around it has another name than any file.
+    """Write all files of a shared model into a folder; return remarks for the user."""
+    # `convert` takes the model's name in a GGUF file from the folder's name: `plain` is therefore
+    # named like the repository. No repository's name begins with a dot, so that `.model` can't
+    # clash with it.
     staging = folder / ".model"
     plain = staging / repository.rpartition("/")[2]
     notes = list(convert(facts.folder, plain).notes)
@@ -226,8 +228,8 @@ def _write_model(
 
 
 def _forget_folders(path: Path) -> None:
-    """Drop the entries of a JSON file in which a program has noted a folder or file of the machine
-    that it ran on, as `_name_or_path`."""
+    """Remove the entries of a JSON file that contain a path of the machine where it was written,
+    such as `_name_or_path`."""
     if not path.is_file():
         return
     content: dict[str, Any] = read_json(path)
@@ -241,11 +243,12 @@ def _forget_folders(path: Path) -> None:
 
 
 def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Names of the shards, once each has the SHA-256 of the manifest, and the tokenizer its
-    fingerprint.
+    """Names of the shards, after a check that each has its SHA-256 in the manifest, and that the
+    tokenizer is the one that they were made with.
 
     Raises:
-        DataError: a file is missing or damaged.
+        DataError: a shard is missing or damaged, or the tokenizer is another one.
+        InputError: a file of the tokenizer is missing.
     """
     entries = [one for split in manifest["splits"].values() for one in split["shards"]]
     with storage_errors(folder):

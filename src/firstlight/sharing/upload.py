@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face hub, by huggingface_hub: they happen here and nowhere else."""
+"""Uploads to the Hugging Face hub by huggingface_hub. No other module uploads anything."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Literal
 from firstlight.console import own_version
 from firstlight.errors import ConfigError, HubError, first_line
 
-#: USER/NAME as the hub takes it: letters, digits, "-", "_" and ".", no two of "-" and "." together.
+#: USER/NAME as the hub accepts it: letters, digits, "-", "_" and ".", but no two of "-" and "." in
+#: a row in NAME.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/\w+(?:[.-]\w+)*", re.ASCII)
 _MAX_NAME = 96
-#: Weights of an earlier upload that is replaced: a loader would read them beside the new ones.
+#: Patterns of an earlier upload's weights, which are deleted if they are not in the new folder: a
+#: program would load them together with the new ones.
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"]
 
 
 def require_repository(repository: str) -> None:
-    """Refuse a name that is not USER/NAME, or a person who is not logged in, before any work is
-    done.
+    """Check that an upload to a repository is possible, before any work is done.
 
     Raises:
-        ConfigError: the name has another form.
-        HubError: there is no token, or HF_HUB_OFFLINE is set.
+        ConfigError: the name is not USER/NAME.
+        HubError: there is no token (the user is not logged in), or HF_HUB_OFFLINE is set.
     """
     require_name(repository)
     from huggingface_hub import constants, get_token
@@ -60,21 +61,22 @@ def require_name(repository: str) -> None:
 def upload_folder(
     folder: Path, repository: str, *, kind: Literal["model", "dataset"], private: bool
 ) -> str:
-    """Upload a folder, and return the repository's URL. The repository is made if it is missing.
+    """Upload a folder, and return the repository's URL. The repository is created if it does not
+    exist.
 
-    A file that exists with the same content is not sent again, so that a second call continues an
-    interrupted upload. Weights of an earlier upload that have no successor in the folder are
-    deleted; all other files of the repository stay.
+    A file that the hub has with the same content is not sent again, so that a second call continues
+    an interrupted upload. Weights of an earlier upload that are not in the folder are deleted (for
+    models); all other files in the repository stay.
 
     Args:
         folder: the folder; links in it are followed.
         repository: USER/NAME.
         kind: kind of the repository.
-        private: make a private repository, and refuse one that is public; False leaves the
-            visibility to the hub's defaults.
+        private: create a private repository, and refuse a public one. With False, the hub's
+            defaults decide for a new repository.
 
     Raises:
-        ConfigError: `private` of a repository that is public.
+        ConfigError: `private` is True, and the repository is public.
         HubError: the hub refuses, can't be reached, or the connection breaks.
     """
     from huggingface_hub import HfApi
@@ -89,7 +91,8 @@ def upload_folder(
                 "the hub, or leave --private out"
             )
         with warnings.catch_warnings():
-            # The warning is about a card without a licence, and the card says so itself.
+            # huggingface_hub warns of a card without a licence. The user has chosen to give none,
+            # and the card says so.
             warnings.filterwarnings("ignore", message="Warnings while validating metadata")
             api.upload_folder(
                 repo_id=repository,
@@ -101,14 +104,14 @@ def upload_folder(
     except ConfigError:
         raise
     except Exception as error:
-        # The errors of its HTTP library come through too, and which library that is varies.
+        # huggingface_hub passes on errors of its HTTP library, which differs between versions.
         raise HubError(f"{repository} can't be uploaded: {_reason(error, repository)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
     return f"{api.endpoint}/{prefix}{repository}"
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """One line with the fault of an upload, and its remedy."""
+    """One line with the reason why an upload failed, and a remedy."""
     from huggingface_hub import errors
 
     owner = repository.partition("/")[0]
@@ -133,7 +136,7 @@ def _reason(error: BaseException, repository: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes."""
+    """An error, its cause (or the error during whose handling it was raised), and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
