@@ -173,6 +173,7 @@ class _ChatPreparation:
                 records = stack.enter_context(closing(read_records(found)))
                 for record, chats in self._encoded(records):
                     split = given if self._own_val else self._split_of(chats)
+                    # Escaped, because a file's name may hold a newline.
                     place = json.dumps(record.place)[1:-1] + "\n"
                     for chat in chats:
                         self._write(split, chat)
@@ -318,7 +319,7 @@ def cached_chat(
         InputError, DataError, TokenizerError, MissingDependencyError: see `prepare_chat`.
         StorageError: the cache can't be written.
     """
-    # With the template first: it is part of the key.
+    # Before the key is computed, because the template is part of the key.
     tokenizer = with_chat_template(tokenizer, template, where)
     sources = {"train": find_records(files), "val": find_records(val_files) if val_files else []}
     folder = cache_folder() / "chat" / _key(sources, tokenizer, options)

@@ -129,6 +129,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
 
 
 def _form_of(record: Mapping[Any, Any]) -> ChatForm:
+    """The form of a record, detected from its keys whose value is not null."""
     present = {key for key, value in record.items() if value is not None}
     if "messages" in present:
         return "messages"
@@ -238,6 +239,7 @@ def _wrong_type(where: str, value: object, wanted: str) -> BadRecordError:
 
 
 def _kind(value: object) -> str:
+    """The JSON type of a value with its article, for messages."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
     if value is None:
         return "null"

@@ -1,4 +1,4 @@
-"""`Corpus`: a split of a prepared corpus, as training, evaluation and planning use it. Its classes:
+"""`Corpus`: a split of prepared data, as training, evaluation and planning use it. Its classes:
 
     text                `TokenDataset`; rows that begin with documents: `alignment.AlignedDataset`
     conversations       `examples.ExampleDataset`
@@ -93,10 +93,10 @@ def separate_documents(
 def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
     """Element `position` of a random permutation of `range(length)`, in O(1) memory.
 
-    Each (seed, epoch) gives another permutation. A 4-round Feistel network permutes the numbers of
-    the smallest even number of bits that holds every index; it is applied again and again until
-    the result is below `length` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002).
+    Each (seed, epoch) gives another permutation. A 4-round Feistel network permutes all numbers of
+    the smallest even bit width that holds every index. It is applied repeatedly until the result
+    is below `length` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains",
+    2002).
     """
     assert 0 <= position < length
     half_bits = max((length - 1).bit_length() + 1, 2) // 2
@@ -204,7 +204,7 @@ class Corpus(Protocol):
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Settings that change the rows of a run, in addition to the manifest, by name."""
+        """Settings that, together with the manifest, identify the data of a run, by name."""
         return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:

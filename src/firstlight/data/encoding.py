@@ -245,6 +245,7 @@ class _Processes:
             worker = self._of_thread.worker = _Worker(self._tokenizer_json)
             with self._lock:
                 self._workers.add(worker)
+                # `stop` may have been called while this process started.
                 if self._stopped:
                     worker.end()
         return worker

@@ -35,6 +35,8 @@ def likely_encoding(content: bytes) -> str | None:
 
 
 def _known(name: str) -> str | None:
+    """Python's name of a declared encoding; None if the encoding is unknown, or is UTF or ASCII,
+    which can't be true of a text that is not valid UTF-8."""
     try:
         found = codecs.lookup(name).name
     except LookupError:
@@ -43,12 +45,14 @@ def _known(name: str) -> str | None:
 
 
 def _is_damaged_utf8(content: bytes) -> bool:
+    """True if there are more than twice as many valid characters outside ASCII as invalid ones."""
     text = content.decode("utf-8", "replace")
     good = sum(character > "\x7f" for character in text) - text.count("\ufffd")
     return good > 2 * text.count("\ufffd")
 
 
 def _japanese(content: bytes) -> str | None:
+    """Shift-JIS or EUC-JP, detected from kana, which are frequent in every Japanese text."""
     for name in ("shift_jis", "euc_jp"):
         try:
             text = content.decode(name)
@@ -74,6 +78,8 @@ def _cyrillic(content: bytes) -> str | None:
     def share(low: int, up: int) -> float:
         return sum(low <= byte <= up for byte in high) / len(high)
 
+    # Lower-case letters are 0xE0 to 0xFF in Windows-1251, and 0xC0 to 0xDF in KOI8-R. The two
+    # further conditions of each encoding are the letter "а", and "ы" with the letters beside it.
     if share(0xC0, 0xFF) < 0.95:
         return None
     if share(0xE0, 0xFF) > 0.7 and share(0xE0, 0xE0) > 0.03 and share(0xFB, 0xFF) > 0.02:

@@ -16,8 +16,8 @@ HEAD_BYTES = 1 << 16
 #: Control characters that texts don't have: those below 0x20 except 0x08 to 0x0D (backspace to
 #: carriage return) and 0x1B (escape).
 _CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
-#: A file is binary if it has at least this number of control characters and at least this share of
-#: its bytes is control characters. About a tenth of compressed data is; a text may have a few.
+#: A file is binary if at least this number and at least this share of its first bytes are control
+#: characters. In compressed data, a tenth of the bytes are; a text may have a few.
 _LEAST_CONTROLS, _LEAST_CONTROL_SHARE = 8, 0.02
 
 

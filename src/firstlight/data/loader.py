@@ -165,6 +165,7 @@ class TokenLoader:
     the computation on the current one. The batches do not depend on the number of threads, nor on
     the number of batches read ahead. With several ranks, the next `micro_batch_size` x `world_size`
     rows are a global batch, of which each rank gets consecutive rows, in the order of the ranks.
+    The loader is a context manager, which ends the threads.
 
     Args:
         dataset: the split, or a mix.

@@ -111,6 +111,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
         # pyarrow can share values of text columns only, and not those of DELTA encodings.
         can_share = is_text and "DELTA" not in encodings
+        # For each row group, the bytes that one row's value may take; then the number of copies of
+        # the longest that fit into a batch.
         longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
         if can_share and not is_nested and "." not in leaf.path:
             longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]

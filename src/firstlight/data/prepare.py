@@ -222,6 +222,7 @@ class _Preparation:
         self.max_documents, self.max_tokens = chosen.max_documents, chosen.max_tokens
         self.strip_gutenberg = chosen.strip_gutenberg
         self.separators = len(self._with_separators([]))
+        #: Documents read so far, documents written, number of the document written last.
         self.accepted = self.written = self.last_written = 0
         #: Numbers of the documents with a Gutenberg header, and how many of them were written.
         self.with_header: set[int] = set()

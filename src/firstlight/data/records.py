@@ -51,8 +51,8 @@ RECORD_SUFFIXES = (
     ".parquet",
 )
 
-#: Longest line of a JSONL file of records, and largest JSON file. A longer line is skipped instead
-#: of read into memory; a JSON file, which is read as a whole, is refused.
+#: Longest line of a JSONL file of records, and largest JSON file. A longer line is rejected without
+#: being read into memory; a larger JSON file, which would be read as a whole, is refused.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
 #: Lists and objects that any JSON text may hold, each of which takes 64 bytes of memory or more. A

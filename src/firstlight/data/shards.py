@@ -293,8 +293,8 @@ class Shard:
         return first + int(np.searchsorted(self.offsets(first, stop), np.uint64(token)))
 
     def check_documents(self) -> None:
-        """Require document offsets that begin with 0, never decrease and end with N. Every 512th
-        offset is then held in memory, for `documents_before`.
+        """Require document offsets that begin with 0, never decrease and end with N. One offset of
+        `_OFFSETS_HELD` is then held in memory, for `documents_before`.
 
         Raises:
             DataError: the offsets are damaged.

@@ -149,6 +149,8 @@ class _Lines:
 
 
 def _delimiter(first: str, path: Path, text_key: str) -> str:
+    """The delimiter of a table: a tab for .tsv; otherwise the one with which the first line has the
+    column `text_key`, or else the most frequent one in the first line."""
     if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
         return "\t"
     for delimiter in _DELIMITERS:
@@ -161,6 +163,7 @@ def _delimiter(first: str, path: Path, text_key: str) -> str:
 
 
 def _damage(error: csv.Error, begin: int, end: int) -> str:
+    """The message about a row, in the lines `begin` to `end`, that csv can't read."""
     lines = f" (lines {begin} to {end})" if end > begin else ""
     if "unexpected end" in str(error):
         return f"a quote is not closed{lines}"

@@ -119,7 +119,7 @@ class ShardWriter:
         if self._file is None:
             name = f"{self._split}-{len(self.shards):05d}.bin"
             self._file = self._stack.enter_context(OutputFile(self._folder / name))
-            self._file.write(bytes(HEADER.size))
+            self._file.write(bytes(HEADER.size))  # replaced by the header when the shard is closed
         self._file.write(tokens.tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
         if self._offsets[-1] >= self._shard_tokens:
@@ -130,7 +130,7 @@ class ShardWriter:
             return
         file, tokens, documents = self._file, self._offsets[-1], len(self._offsets) - 1
         with self._stack:
-            file.write(bytes(-file.size % 8))
+            file.write(bytes(-file.size % 8))  # the offsets begin at a multiple of 8
             file.write(np.asarray(self._offsets, dtype="<u8").tobytes())
             version = VERSION
             if self._loss_mask is not None:

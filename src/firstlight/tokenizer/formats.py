@@ -1,6 +1,7 @@
-"""The kinds of tokenizer files there are, each turned into the same parts.
+"""Readers of all kinds of tokenizer files, each of which returns `TokenizerParts`.
 
-The kind of a file follows from its content, because names such as `tokenizer.model` have two kinds.
+The kind of a file is detected from its content, because a name such as `tokenizer.model` is used
+for two kinds.
 """
 
 from __future__ import annotations
@@ -41,19 +42,20 @@ from firstlight.tokenizer.sentencepiece import from_sentencepiece, sentencepiece
 
 END_OF_TEXT = "<|endoftext|>"
 
-#: The split of GPT-2: a word with the space before it, runs of spaces, contractions.
+#: The split pattern of GPT-2 (openai/gpt-2 `encoder.py`): contractions, words, numbers and
+#: punctuation with the space before them, runs of white space.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-#: The split of the Llama 3 tokenizer (meta-llama/llama3 `llama/tokenizer.py`).
+#: The split pattern of Llama 3 (meta-llama/llama3 `llama/tokenizer.py`).
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: The split of the Qwen2 tokenizer: Llama 3's, with numbers cut into digits.
+#: The split pattern of Qwen2: Llama 3's, with numbers split into single digits.
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
-#: Splits by the name that families call them by.
+#: Split patterns by the names that model families use for them.
 SPLIT_PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": QWEN2_PATTERN}
 
 _LLAMA3_SPECIAL_TOKENS = (
@@ -72,14 +74,15 @@ _LLAMA3_SPECIAL_TOKENS = (
 )
 #: tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
-#: Processor time that trying a tokenizer's patterns may take.
+#: Most processor time, in seconds, for trying a tokenizer's patterns.
 _MOST_SECONDS = 0.3
 
-#: Rank files that would silently get Llama 3's split, by their number of ranks.
+#: Name of other vocabularies in tiktoken's format, by their number of ranks. They are refused,
+#: because they would silently be read with Llama 3's split pattern.
 _OTHER_RANKS = {50_280: "p50k_base", 100_256: "cl100k_base", 151_643: "Qwen", 199_998: "o200k_base"}
 
 _USUAL_NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-#: nanochat's file, which is recognised to say what to do.
+#: nanochat's file, which is recognised only to give advice.
 _PICKLED_NAME = "tokenizer.pkl"
 PICKLED_TOKENIZER = (
     "nanochat's tokenizer.pkl is a pickle, which could run code, and is not read: if you trust it, "
@@ -89,9 +92,9 @@ PICKLED_TOKENIZER = (
     "and give the folder tok with --tokenizer"
 )
 
-#: The two names of GPT-2's vocabulary, and of the merges that go with each.
+#: The two usual names of GPT-2's vocabulary, each with the name of its file of merges.
 _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
-#: Weights and data, which are not opened in the search for a tokenizer.
+#: Endings of weights and data, which are not opened in the search for a tokenizer.
 _NEVER_TOKENIZERS = frozenset(
     ".bin .ckpt .gguf .gz .h5 .jsonl .msgpack .npy .npz .onnx .parquet .pt .pth .safetensors "
     ".tar .zip .zst".split()
@@ -99,8 +102,8 @@ _NEVER_TOKENIZERS = frozenset(
 
 
 def find_tokenizer_file(folder: Path) -> Path:
-    """The file in `folder` to read: one with a usual name, or else the one that by its content
-    is a tokenizer.
+    """The tokenizer's file in a folder: one with a usual name, or else the only file whose content
+    is that of a tokenizer.
 
     Raises:
         TokenizerError: the folder has no tokenizer or several different ones, or can't be read.
@@ -132,13 +135,14 @@ def find_tokenizer_file(folder: Path) -> Path:
 
 
 def _tokenizer_content(path: Path) -> bytes | None:
-    """The content of a file that is a tokenizer; little is read of any other."""
+    """The content of a file if it is a tokenizer; None if not. Of most other files, only the first
+    4096 bytes are read."""
     if path.stat().st_size > LARGEST_FILE_BYTES:
         return None
     with open(path, "rb") as file:
         beginning = file.read(4096)
         is_json = beginning.lstrip()[:1] == b"{"
-        # A sentencepiece model begins with its first piece: field 1, of any length.
+        # A sentencepiece model begins with its first piece: field 1 of bytes, which is b"\n".
         if not is_json and not _looks_like_tiktoken(beginning) and beginning[:1] != b"\n":
             return None
         content = beginning + file.read()
@@ -155,17 +159,19 @@ def _tokenizer_content(path: Path) -> bytes | None:
 
 
 def _is_vocabulary(path: Path, state: dict[str, Any]) -> bool:
-    """True if the file is one of GPT-2's pair of files, and the other one exists."""
+    """True if the file, with the content `state`, is GPT-2's vocabulary and has its file of merges
+    beside it."""
     numbers = all(type(token_id) is int for token_id in state.values())
     return numbers and 0 in state.values() and _other_of_pair(path, _MERGES_NAMES) is not None
 
 
 def read_tokenizer_file(path: Path) -> TokenizerParts:
-    """Read `tokenizer.json`, `vocab.json` (with `merges.txt`), tiktoken ranks or sentencepiece.
+    """Read a tokenizer.json, a vocab.json with its merges.txt, tiktoken's ranks or a sentencepiece
+    model.
 
     Raises:
-        TokenizerError: the file is none of these, is damaged, or would give other ids than its own
-            library.
+        TokenizerError: the file is of no such kind, is damaged, or has features with which the ids
+            would differ from those of its own library.
     """
     if path.name == _PICKLED_NAME:
         raise TokenizerError(f"{path} can't be read: {PICKLED_TOKENIZER}")
@@ -185,7 +191,7 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
 
 
 def _from_json(path: Path, content: bytes) -> TokenizerParts:
-    """A `tokenizer.json`, or GPT-2's `vocab.json` with `merges.txt` beside it."""
+    """Read a `tokenizer.json`, or GPT-2's `vocab.json` with `merges.txt` beside it."""
     try:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -214,17 +220,17 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
 
 
 def _leading_token(backend: tokenizers.Tokenizer) -> str | None:
-    """The special token that the post-processor puts before a text, if it does."""
+    """The special token that the post-processor puts before a text; None if it puts none."""
     backend.no_truncation()
     backend.no_padding()
-    # Against a text of one letter: before nothing, a token that ends texts would come first.
+    # The text has one letter, because the first token of an empty text could be the one at its end.
     encoding = backend.encode("a", add_special_tokens=True)
     mask = encoding.special_tokens_mask
     return encoding.tokens[0] if mask and mask[0] and not all(mask) else None
 
 
 def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerParts:
-    """GPT-2's pair of files (openai/gpt-2 `encoder.json`, `vocab.bpe`)."""
+    """Read GPT-2's pair of files (openai/gpt-2 `encoder.json`, `vocab.bpe`)."""
     require_few_tokens(path, len(vocabulary))
     merges_path = _other_of_pair(path, _MERGES_NAMES)
     if merges_path is None:
@@ -252,7 +258,8 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
 
 
 def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
-    """The file that belongs to `path`, preferably of the name that goes with its own."""
+    """The file beside `path` that completes the pair; None if there is none. `names` has the other
+    file's name for each name of a file; the entry of `path` itself is tried first."""
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
             return path.with_name(name)
@@ -272,12 +279,12 @@ def _looks_like_tiktoken(content: bytes) -> bool:
 
 
 def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
-    """A tiktoken rank file: GPT-2's, or else one with Llama 3's split and special tokens.
+    """Read a tiktoken rank file: GPT-2's, or else one with Llama 3's split and special tokens.
 
-    The file holds neither split nor special tokens; the number of ranks tells the known ones.
-    tiktoken joins, again and again, the adjacent pair whose joined bytes have the lowest
-    rank. The same ids come from BPE merges that list every way to cut a token into two
-    tokens, ordered by the token's rank.
+    The file has neither split pattern nor special tokens; known vocabularies are recognised by
+    their number of ranks. tiktoken repeatedly joins the adjacent pair of tokens whose joined bytes
+    have the lowest rank. BPE merges give the same ids if they list every way to cut a token into
+    two tokens, ordered by the token's rank.
     """
     require_few_tokens(path, content.count(b"\n"))
     ranks: dict[bytes, int] = {}
@@ -307,7 +314,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         halves.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(text[a], text[b]) for a, b in halves]
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    # tiktoken looks a whole piece up before it merges: that is ignore_merges.
+    # `ignore_merges`, because tiktoken first looks up the whole piece in the vocabulary.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     backend.decoder = decoders.ByteLevel()
     if len(ranks) == _NUM_GPT2_RANKS:
@@ -322,7 +329,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
 
 
 def _byte_characters() -> list[str]:
-    """The printable stand-in of each byte in byte-level BPE files (openai/gpt-2 `encoder.py`)."""
+    """The printable character for each byte in byte-level BPE files (openai/gpt-2 `encoder.py`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -331,8 +338,12 @@ def _byte_characters() -> list[str]:
 def require_fast_patterns(path: Path, backend: tokenizers.Tokenizer) -> None:
     """Refuse a tokenizer whose regular expressions fail or take too long on short texts.
 
-    The library gives up after ten million tries at one place of a text, which takes a tenth of a
-    second, so texts of growing length reveal a slow pattern early.
+    The library fails after ten million tries at one position of a text, which takes a tenth of a
+    second. Texts of growing length therefore reveal a slow pattern early.
+
+    Args:
+        path: the tokenizer's file, for messages.
+        backend: the tokenizer.
 
     Raises:
         TokenizerError: a pattern fails or takes longer than `_MOST_SECONDS`.
@@ -358,12 +369,12 @@ def _trial_texts() -> Iterator[str]:
 
 
 def splits_at_newline_after_letter(state: dict[str, Any]) -> bool:
-    """True if `a + b` always encodes to `a`'s ids and then `b`'s, where `a` ends with a letter and
-    `b` begins with a newline.
+    """True if `a + b` always encodes to the ids of `a` and then of `b`, for any text `a` that ends
+    with a letter and any text `b` that begins with a newline.
 
-    So does byte-level BPE with the GPT-2 or Llama 3 split: no match of either joins a letter to a
-    following newline, and nothing in them looks back. It lets a long document be encoded in parts,
-    several times faster and with bounded memory.
+    This holds for byte-level BPE with the split pattern of GPT-2 or Llama 3: no match of these
+    patterns has a newline after a letter, and they have no look-behind. A long document can then be
+    encoded in pieces, which is several times faster and needs bounded memory.
 
     Args:
         state: the content of tokenizer.json.
@@ -376,7 +387,7 @@ def splits_at_newline_after_letter(state: dict[str, Any]) -> bool:
     return (
         state.get("normalizer") is None
         and state["model"].get("type") == "BPE"
-        # Added tokens that are not special are looked for in the text, across any newline.
+        # Added tokens that are not special are searched in the text, and may contain a newline.
         and all(token["special"] for token in state["added_tokens"])
         and last.get("type") == "ByteLevel"
         and not last.get("add_prefix_space")
