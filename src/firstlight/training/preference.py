@@ -1,16 +1,17 @@
-"""Direct preference optimization (Rafailov et al. 2023): learn from pairs of answers which of two
-is preferred, without a model of rewards.
+"""Direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290): training on pairs
+of a chosen and a rejected answer, without a reward model.
 
-Shape letters as in `models/ops.py`; D is the answers of a row, two for each of its P pairs, each
-in a document of its own, the chosen one first.
+Shape letters as in `models/ops.py`, and P pairs of a row, D = 2 P answers of a row. Each answer is
+in a document of its own; the chosen answer of a pair comes first.
 
-The starting model's log-probabilities of the answers (references) are computed once, and kept in
+The references, which are the starting model's log-probabilities of the answers, are computed once
+and kept in
 
     FIRSTLIGHT_CACHE (or XDG_CACHE_HOME/firstlight, or ~/.cache/firstlight) / references / KEY.json
 
-KEY is of the pairs and their rows, the model's weights, and the precision it computes in. So a
-resumed run, or another run with the same starting model, reads them, and no second model is in
-memory during training.
+KEY is a hash of the pairs and their rows, the model's weights, and the precision and device of the
+computation. A resumed run, or another run with the same starting model, reads the file, so that no
+second model is in memory during training.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ from firstlight.weights.huggingface import base_identity, load_model
 def answer_log_probs(
     logits_BTV: Tensor, labels_BT: Tensor, document_ids_BT: Tensor, documents: int
 ) -> Tensor:
-    """The log-probability (nats) of the labels of each document, summed, fp32 or wider [B, D].
+    """The log-probability in nats of each document's labels, summed over the document.
 
     Args:
-        documents: D.
+        logits_BTV: logits.
+        labels_BT: token ids, `IGNORE_INDEX` where there is no loss.
+        document_ids_BT: index of each token's document in its row, from 0.
+        documents: D, the number of documents of a row.
+
+    Returns:
+        [B, D], in fp32 or wider.
     """
     losses_BT = F.cross_entropy(
         at_least_fp32(logits_BTV).flatten(0, 1),
@@ -60,18 +67,22 @@ def answer_log_probs(
         ignore_index=IGNORE_INDEX,
         reduction="none",
     ).view_as(labels_BT)
-    # Not scatter_add, whose order of additions differs from run to run on a GPU.
+    # Not scatter_add, which on a GPU adds in an order that differs from run to run.
     numbers_D1 = torch.arange(documents, device=labels_BT.device)[:, None]
     own_BDT = document_ids_BT[:, None] == numbers_D1
     return -torch.where(own_BDT, losses_BT[:, None], 0).sum(-1)
 
 
 def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
-    """beta * (log-probability - reference) [B, P, 2], of the chosen and the rejected answers; 0
-    where there is no pair.
+    """The implicit reward of each answer, beta * (log-probability - reference).
 
     Args:
-        references_BD: NaN where there is no answer.
+        log_probs_BD: log-probabilities of the answers, in nats.
+        references_BD: those of the starting model; NaN where a row has no answer.
+        beta: see `PreferenceConfig`.
+
+    Returns:
+        [B, P, 2], of the chosen and the rejected answers; 0 where there is no answer.
     """
     known = references_BD.isfinite()
     ratio_BD = log_probs_BD - references_BD.nan_to_num(0.0).to(log_probs_BD.dtype)
@@ -80,8 +91,14 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
 
 
 def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each pair [B], from the chosen answer's reward less the rejected one's [B]."""
-    # Not log(sigmoid(x)), which is -inf for margins that fp32 can well represent.
+    """The DPO loss of each pair, -log(sigmoid(margin)) without label smoothing, in the shape of
+    `margins`.
+
+    Args:
+        margins: reward of the chosen answer minus that of the rejected one; any shape.
+        label_smoothing: see `PreferenceConfig`.
+    """
+    # Not log(sigmoid(x)), which is -inf for large negative margins.
     right = -F.logsigmoid(margins)
     if not label_smoothing:
         return right
@@ -89,27 +106,27 @@ def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 class PreferenceObjective:
-    """The loss over preference pairs, and what their rewards were.
+    """The DPO loss, and statistics of the pairs' rewards.
 
     Args:
         config: the recipe's section.
 
     Attributes:
-        log_probs: `answer_log_probs`, or a function in its place: the planner's marks phases.
+        log_probs: `answer_log_probs`; the planner replaces it by a function that also marks phases.
     """
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
-        #: Sums of the two rewards, pairs in the right order and all pairs, since they were last
-        #: taken.
+        #: Sums since the last `take`, [4]: rewards of the chosen answers, rewards of the rejected
+        #: answers, pairs with the larger reward for the chosen answer, all pairs.
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """The function of a batch that gives the summed loss of its pairs.
+        """The loss function, which returns the sum of the losses of a batch's pairs, [].
 
         Args:
-            forward: gives logits of (input_ids, None, document_ids).
+            forward: function from (input_ids, None, document_ids) to logits.
         """
 
         def loss_sum(
@@ -124,7 +141,7 @@ class PreferenceObjective:
             log_probs = self.log_probs(logits_BTV, labels, document_ids, references.shape[1])
             rewards_BP2 = rewards(log_probs, references, self.config.beta)
             there_BP = references.isfinite().view(len(references), -1, 2).all(-1)
-            # Detached: metrics must not keep the graph of a micro-batch alive.
+            # Detached, so that the sums do not keep the graph of a micro-batch in memory.
             self._add(rewards_BP2.detach(), there_BP)
             margins_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
             losses_BP = pair_losses(margins_BP, self.config.label_smoothing)
@@ -135,17 +152,17 @@ class PreferenceObjective:
     def _add(self, rewards_BP2: Tensor, there_BP: Tensor) -> None:
         right_BP = (rewards_BP2[..., 0] > rewards_BP2[..., 1]) & there_BP
         counts = torch.stack((right_BP.sum(), there_BP.sum())).to(rewards_BP2)
-        # Kept on the device: reading them would wait for the GPU in each micro-batch.
+        # Kept on the device, since reading them would wait for the GPU in each micro-batch.
         sums = torch.cat((rewards_BP2.sum((0, 1)), counts))
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, prefix: str, *, shared: bool = False) -> dict[str, float]:
-        """The rewards since they were last taken, as metrics; {} if there were none.
+        """Mean rewards of the pairs since the last call, as metrics; {} if there were no pairs.
 
         Args:
-            prefix: beginning of the metrics' names, such as "val".
-            shared: True if several processes have computed on different pairs; all of them call
-                this function.
+            prefix: prefix of the metrics' names, such as "val".
+            shared: True to add up the pairs of several processes; then a collective, which all of
+                them have to call.
         """
         sums, self._sums = self._sums, None
         if sums is None:
@@ -161,24 +178,26 @@ class PreferenceObjective:
         }
 
     def forget(self) -> None:
-        """A step that was begun does not count."""
+        """Drop the sums, because the step that they are of is given up."""
         self._sums = None
 
 
-#: Raise it when the same key is to stand for something else.
+#: Version of the cache's files, a part of KEY: to be raised when the content for a key changes; and
+#: the largest file that is read.
 _VERSION = 1
 _MAX_BYTES = 1 << 32
 
 
 def for_pairs(recipe: Recipe, dataset: Corpus, start: str | Path | None) -> Recipe:
-    """The recipe with the keys that follow from the data's kind, preference pairs or other data.
+    """The recipe with `data.kind` and a `preference` section if the data are preference pairs; else
+    unchanged.
 
     Args:
-        start: the model or checkpoint that the run starts from.
+        start: the model or checkpoint that the run starts from; None for a new model.
 
     Raises:
-        ConfigError: the recipe has a `preference` section for other data, or the run starts from no
-            model.
+        ConfigError: the recipe has a `preference` section, but the data are no pairs; or the data
+            are pairs, but the run starts from no model.
     """
     if dataset.kind != "preference":
         if recipe.preference is not None:
@@ -205,18 +224,19 @@ def give_references(
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
-    """Give splits of preference pairs the log-probabilities of the run's starting model.
+    """Set the references of splits of preference pairs: the log-probabilities of the run's starting
+    model.
 
     Args:
         recipe: see `take_references`.
-        splits: the run's data; splits of other data are left alone.
-        model: the model that is about to be trained.
-        newest: the checkpoint that the run is resumed from; it names the starting model, which is
-            loaded only if the cache has lost its log-probabilities.
-        started_from: the model that a run begins with; None for a resumed run.
+        splits: the run's data; splits without preference pairs are left as they are.
+        model: the model that will be trained, with its initial weights in a new run.
+        newest: the checkpoint that the run is resumed from. It names the starting model, which is
+            loaded only if the cache has no references of it.
+        started_from: the starting model of a new run; None for a resumed run.
 
     Raises:
-        CheckpointError: the starting model is needed, and gone or another by now.
+        CheckpointError: the starting model has to be loaded, but is missing or has changed.
         ModelError, StorageError: see `take_references`.
     """
     pairs = preference_splits(splits)
@@ -237,12 +257,16 @@ def give_references(
 
 
 def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
-    """The model that a run started from."""
+    """The model that a run started from, in fp32.
+
+    Raises:
+        CheckpointError: the model is missing, or its weights have changed.
+    """
     name = start.get("name", "")
     advice = "which is needed again, since the cache has no reference of it"
     try:
         folder = resolve_model_folder(name)
-        # By its weights and not its name: a folder may hold another model by now.
+        # Compared by the weights, since another model may be in the folder of that name by now.
         same = base_identity(folder) == start.get("sha256")
         loaded = load_model(folder, dtype=torch.float32, mode="sequential").model
     except (ModelError, CheckpointError) as error:
@@ -263,15 +287,15 @@ def take_references(
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
-    """Give a split the log-probabilities of its answers, from the cache or the model.
+    """Set the references of a split, from the cache or computed by the model.
 
-    Any number of processes may ask at once: one of them computes.
+    Several processes may call this at once: one of them computes, and the others wait for its file.
 
     Args:
-        dataset: gets its `references`.
-        recipe: a recipe whose row length, precision and attention are decided.
+        dataset: the split, whose `references` are set.
+        recipe: a recipe whose row length, precision and attention are resolved.
         identity: sha256 of the model's weights.
-        model: loads the model, in fp32, if there is something to compute.
+        model: function that loads the model in fp32, called if the cache has no references.
         hardware: the device to compute on.
         tell: called with each message for people.
 
@@ -283,7 +307,7 @@ def take_references(
     found = _read(path, dataset)
     if found is None:
         make_folder(path.parent)
-        # The second look: another process may have computed them while this one waited.
+        # Read again under the lock: another process may have computed them in the meantime.
         with held(path.with_suffix(".lock"), "computing the same references", False):
             found = _read(path, dataset)
             if found is None:
@@ -302,7 +326,7 @@ def _place(
         "pairs": [hashlib.sha256(manifest).hexdigest(), dataset.split],
         "rows": [recipe.data.seq_len, dataset.long],
         "model": identity,
-        # Other precisions round otherwise, and rewards are small differences.
+        # Other precisions and devices round differently, and rewards are small differences.
         "computed": [recipe.efficiency.precision, hardware.device.type],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
@@ -310,7 +334,7 @@ def _place(
 
 
 def _read(path: Path, dataset: PreferenceDataset) -> npt.NDArray[np.float64] | None:
-    """The content of a file of the cache; None if it is missing or damaged."""
+    """The references in a file of the cache, fp64 [examples]; None if it is missing or damaged."""
     try:
         content = read_json(path, _MAX_BYTES)
         values = [np.nan if value is None else value for value in content["log_probs"]]
@@ -333,7 +357,14 @@ def _digest(values: npt.NDArray[np.float64]) -> str:
 def reference_log_probs(
     dataset: PreferenceDataset, recipe: ResolvedRecipe, model: Model, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
-    """The log-probability of each example's answer [examples]; NaN of those that are left out.
+    """The log-probability in nats of each example's answer, fp64 [examples]; NaN for examples that
+    are left out of the rows.
+
+    Args:
+        dataset: the split.
+        recipe: a recipe whose row length, precision and attention are resolved.
+        model: the model, which is moved to the device and set to evaluation mode.
+        hardware: the device to compute on.
 
     Raises:
         ModelError: a log-probability is not finite.

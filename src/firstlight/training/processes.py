@@ -1,5 +1,5 @@
-"""The processes of a run: how they meet, the work of the main one, and how they stop early and in
-order: by a signal, or when the time is over."""
+"""The processes of a run: their rendezvous, work of the main process alone, and an early, orderly
+end by a signal or a time limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
-    """Meet the other processes of the run that this one was started for, if there are any.
+    """Context in which the process group of the run exists, if there are several processes.
 
     Args:
         recipe: recipe of the run, the same in all processes.
@@ -47,7 +47,8 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         (hardware of this process, engine by which the processes share the model).
 
     Raises:
-        ConfigError: the processes are not those of one run, or the engine is not for them.
+        ConfigError: the processes have different recipes, or the engine does not support their
+            number or device.
         RankError: a rank did not connect, failed, or is gone.
     """
     world = find_world()
@@ -55,7 +56,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         if world.size == 1:
             hardware = find_hardware(recipe.run.device)
             if hardware.device.type == "cuda":
-                # Else what asks for no device by number would begin on the first GPU, too.
+                # Otherwise code that names no GPU by number would use memory of the first one too.
                 stack.enter_context(torch.cuda.device(hardware.device))
         else:
             hardware = stack.enter_context(_join_others(recipe, world))
@@ -68,13 +69,14 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
 
 @contextlib.contextmanager
 def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
-    """The hardware of this process, once all processes of the run have met."""
+    """Context in which the process group of several processes exists; yields the hardware of this
+    process."""
     name = recipe.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = own_device(world, name)
     if device.type == "cuda":
-        # Before the process group: NCCL takes the current device, and all would take the first one.
+        # Before the process group is made: NCCL uses the current device, by default the first GPU.
         torch.cuda.set_device(device)
     # Processes with different recipes would wait for each other in different operations.
     text = json.dumps(recipe.model_dump(), sort_keys=True)
@@ -88,21 +90,24 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
 
 
 def on_main(engine: Engine, compute: Callable[[], T]) -> T:
-    """The main process' result, a JSON value, on all processes."""
+    """Call a function in the main process only, and return its result, a JSON value, in all
+    processes. A collective."""
     result: T = broadcast_object(compute() if engine.is_main else None)
     return result
 
 
 def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
-    """Have the main process do something, and all go on once it is done."""
+    """Call a function in the main process only; all processes return once it is done. A
+    collective."""
     if engine.is_main:
         act()
     barrier()
 
 
 def first_reason(reason: str | None) -> str | None:
-    """The reason to stop of the first process that has one, on all."""
-    # A flag first: texts are gathered only in the step that ends the run, and steps are many.
+    """The reason to stop of the first process that has one, in all processes; None if none has. A
+    collective."""
+    # A flag first, because this is called in every step: texts are gathered only in the last one.
     if not agree(reason is not None):
         return None
     return next((one for one in gather_objects(reason) if one is not None), None)
@@ -110,22 +115,24 @@ def first_reason(reason: str | None) -> str | None:
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-#: A file of this name in the run folder asks for a checkpoint; it is deleted once that is there.
+#: A file of this name in the run folder requests a checkpoint. It is deleted when the checkpoint is
+#: written.
 SAVE_NOW_NAME = "save-now"
 
 
 class StopRequestedError(Exception):
-    """Ends an evaluation that is not done when the run is to stop."""
+    """Ends an unfinished evaluation when the run is to stop."""
 
 
 class Stopping:
-    """The reasons to end a run early. A context: the signals' handlers are put back at its end.
+    """The reasons to end a run early: signals and a time limit. A context manager, which restores
+    the signals' handlers.
 
-    Until `watch` is called, signals have their former effect, and time does not count.
+    Until `watch` is called, signals have their former effect, and the time limit has none.
 
     Args:
-        max_minutes: minutes since this object was made; None is no limit.
-        shown: tell a person, on stderr, that a signal has been heard.
+        max_minutes: time limit in minutes from the creation of this object; None for no limit.
+        shown: report on stderr that a signal was received.
     """
 
     def __init__(self, max_minutes: float | None, *, shown: bool = False) -> None:
@@ -137,10 +144,10 @@ class Stopping:
         self._early: str | None = None
 
     def __enter__(self) -> Stopping:
-        # Python lets no other thread set handlers.
+        # Python lets only the main thread set handlers.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # None: a handler that Python did not set and could not put back.
+                # None is a handler that was not set by Python, and that Python can't restore.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._hear)
         return self
@@ -151,12 +158,12 @@ class Stopping:
         self._put_back()
 
     def watch(self) -> None:
-        """From here on SIGTERM, SIGINT, SIGUSR1 and SIGHUP only ask to stop; a second one has its
-        former effect. A signal that is ignored (nohup) stays ignored. Signals are Python's main
-        thread's: in another, only time counts.
+        """Begin to treat SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop; a second signal
+        has its former effect. Also begin to apply the time limit. A signal that is ignored (nohup)
+        stays ignored. In another thread than Python's main thread, only the time limit applies.
 
-        To be called when a step is done: what ends before that has lost nothing, and with a
-        limit of time every run gets on by one step at least.
+        To be called when a step is done: a run that ends before has nothing to save, and with a
+        time limit every run makes at least one step.
         """
         if self._watching:
             return
@@ -171,10 +178,10 @@ class Stopping:
         return "max_minutes" if self._watching and late else None
 
     def check(self) -> None:
-        """Raise if there is a reason to stop.
+        """Raise an error if there is a reason to stop.
 
         Raises:
-            StopRequestedError: there is.
+            StopRequestedError: there is a reason to stop.
         """
         if self.reason is not None:
             raise StopRequestedError
@@ -182,18 +189,19 @@ class Stopping:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if not self._watching:
-            # Noted, because an exception raised now may be swallowed, for example by a destructor.
+            # Noted, because an exception that the former handler raises may be swallowed, for
+            # example in a destructor.
             self._signal = name
             self._do(self._before[number], number, frame)
             return
         if name == self._early:
-            # The one that came before, once more.
+            # The signal that was noted before `watch` has come again: it is not the second one.
             self._early = None
             return
         if self._signal is None:
             self._signal = name
             if self._shown:
-                # Python's own streams can't be written to while they are being written to.
+                # Not by print: Python's streams do not allow a write during another write.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
                 except OSError:  # the terminal has gone

@@ -1,4 +1,4 @@
-"""A recipe's methods, put together: what turns batches into updates of a model."""
+"""Model, optimizer, loss function and methods of a recipe, set up for optimizer steps."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ from firstlight.training.step import StepResult, train_step
 
 
 class TrainingProgram:
-    """Model, optimizer and loss function of a recipe, set up for steps.
+    """Model, optimizer and loss function of a recipe, set up for optimizer steps.
 
     Args:
-        recipe: the recipe that the run carries out.
-        model: the model with its weights, in fp32 (a frozen base may be in less); it is moved to
-            the device and changed as the methods need it.
+        recipe: the recipe of the run.
+        model: the model with its weights, in fp32 (a frozen base may be in fewer bits). It is moved
+            to the device, and changed as the recipe's methods need it.
         hardware: the hardware of this process.
-        engine: the engine by which the run's processes share the model; None is one process.
+        engine: the engine by which the run's processes share the model; None for one process.
 
     Attributes:
+        model: the model on the device.
+        optimizer: the optimizer of the model.
         dtype: dtype of the matrix products.
-        loss_sum: the loss function of a batch, summed over its valid tokens or pairs.
-        evaluation_loss: `loss_sum` not compiled.
+        loss_sum: loss function of a batch: the sum over its valid tokens or pairs, [].
+        evaluation_loss: loss function of a batch for evaluations, which is never compiled.
         scaler: the loss scale of fp16; None in other precisions.
-        preference: the loss over preference pairs, of runs on these.
+        preference: the loss over preference pairs; None for other data.
 
     Raises:
-        ConfigError: methods that can't work together, or not on this machine; each with an
-            alternative.
+        ConfigError: methods do not work together, or not on this machine; names an alternative.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class TrainingProgram:
             require_same_bits(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
-        # A model that will be sharded may not fit whole. What is on the device already is left
-        # alone: `nn.Module.to` would swap a planner's fake parameters for others.
+        # Not moved if the engine shards it, since the full model may not fit on the device; nor if
+        # it is there already, since `nn.Module.to` would replace a planner's fake parameters.
         is_there = all(p.device == hardware.device for p in model.parameters())
         self.model = model if self.engine.keeps_shards or is_there else model.to(hardware.device)
-        # Before the engine: DDP and FSDP2 wrap layers that have their checkpointing already.
+        # Before the engine, since DDP and FSDP2 have to wrap layers with activation checkpointing.
         apply_methods(
             self.model,
             config,
@@ -80,8 +81,8 @@ class TrainingProgram:
         self.dtype = resolve_precision(config, hardware)
         initial: dict[str, Tensor] = {}
         if config.precision == "bf16_params":
-            # The master weights are the fp32 values that the model is about to lose. A frozen base
-            # needs none.
+            # Keep the fp32 values, which the model loses here, as master weights. Frozen weights
+            # need none.
             trained = (p for p in self.model.named_parameters() if p[1].requires_grad)
             initial = {name: parameter.detach() for name, parameter in trained}
             self.model.cast(torch.bfloat16)
@@ -101,13 +102,15 @@ class TrainingProgram:
 
     @contextlib.contextmanager
     def stepping(self, lr_scale: float) -> Iterator[None]:
-        """A context for one optimizer step (`train_step`): learning rate, training mode, precision.
+        """Context for one optimizer step (`train_step`): sets learning rate, training mode and
+        precision.
 
         Args:
             lr_scale: the learning rate as a fraction of its peak.
         """
         self.optimizer.set_learning_rate(lr_scale)
-        # An evaluation before it has switched dropout off, and may have left parameters whole.
+        # An evaluation may have come before, which switches dropout off and can leave parameters
+        # gathered.
         self.model.train()
         self.engine.reshard()
         config = self.recipe.efficiency
@@ -116,10 +119,10 @@ class TrainingProgram:
             yield
         self._steps += 1
         if self._steps == 1:
-            # Memory that compiling and the optimizer's first step used temporarily.
+            # Compiling and the optimizer's first step have used memory only temporarily.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
-        # Blocks that fit no tensor any more go back to the device.
+        # Return cached blocks to the device, which may fit no tensor any more.
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -145,8 +148,12 @@ class TrainingProgram:
             )
 
     def router_metrics(self, tokens: int) -> dict[str, float]:
-        """Router metrics of a Mixture of Experts for the last step, which had `tokens` valid
-        tokens; {} for a dense model."""
+        """Router metrics of a mixture-of-experts model for the last step, over all processes; {}
+        for a dense model.
+
+        Args:
+            tokens: valid tokens of the step.
+        """
         statistics = self._router_statistics
         if statistics is None:
             return {}
@@ -157,13 +164,17 @@ class TrainingProgram:
         return statistics.take(tokens)
 
     def preference_metrics(self, prefix: str) -> dict[str, float]:
-        """The rewards of the pairs since this was last asked for; {} where there are no pairs."""
+        """Mean rewards of the pairs since the last call, over all processes; {} without pairs.
+
+        Args:
+            prefix: prefix of the metrics' names, such as "val".
+        """
         if self.preference is None:
             return {}
         return self.preference.take(prefix, shared=self.engine.world.size > 1)
 
     def forget_statistics(self) -> None:
-        """A step that was begun does not count."""
+        """Drop the statistics of preference pairs and routers, because their step is given up."""
         if self.preference is not None:
             self.preference.forget()
         if self._router_statistics is not None:
@@ -171,7 +182,8 @@ class TrainingProgram:
 
     @property
     def router_loss_coefficient(self) -> float:
-        """Coefficient of the balancing loss in the training loss; 0 for a dense model."""
+        """Coefficient of the routers' load-balancing loss in the training loss; 0 for a dense
+        model."""
         return self.model.config.router_loss_coefficient
 
     @property

@@ -1,4 +1,4 @@
-"""States of the random-number generators of torch, Python and numpy, saved and put back."""
+"""Saving and restoring the states of the random-number generators of torch, Python and numpy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from firstlight.parallel import gather_objects
 from firstlight.parallel.engine import Engine
 from firstlight.training.program import TrainingProgram
 
-#: Beginning of the names of generators' states among a checkpoint's tensors.
+#: Prefix of the names of generator states among a checkpoint's tensors.
 RNG_PREFIX = "rng."
-#: Words of the state of numpy's generator, MT19937.
+#: Number of 32-bit words in the state of numpy's generator, MT19937.
 _NUMPY_WORDS = 624
 
 
 def torch_random_states() -> dict[str, Tensor]:
-    """The states of torch's generators, which dropout draws from: bytes [n] for each device."""
+    """The states of torch's generators, from which dropout draws: uint8 [n] for each device."""
     states = {f"{RNG_PREFIX}cpu": torch.get_rng_state()}
-    # On a GPU that nothing has used, asking would make a context of hundreds of MB.
+    # Only if CUDA is in use: reading a state would otherwise make a context of hundreds of MB.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"{RNG_PREFIX}cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
     return states
 
 
 def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
-    """Put back what `torch_random_states` gave, as far as the devices are there."""
+    """Restore the states of `torch_random_states`, except those of devices that are not here."""
     torch.set_rng_state(states[f"{RNG_PREFIX}cpu"])
     for name, tensor in states.items():
         _, kind, *index = name.split(".")
@@ -43,9 +43,11 @@ def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
-    """`torch_random_states` of every `engine.rank`: of 0 by their own names, of others with theirs.
+    """`torch_random_states` of every `engine.rank`. A collective.
 
-    Processes that compute the same rows draw the same.
+    Names are those of `torch_random_states` for rank 0, and have the rank in them for other ranks.
+    Processes that share the same sequences (tensor parallelism, pipeline stages) have one rank, and
+    the same states.
     """
     own = torch_random_states()
     if engine.size == 1:
@@ -61,7 +63,13 @@ def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
 
 
 def states_to_write(engine: Engine, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process' part of `states_of_ranks`; in the main one also the states all ranks share."""
+    """The states that this process writes into a sharded checkpoint: its part of `states_of_ranks`,
+    and in the main process also the states of Python and numpy.
+
+    Args:
+        engine: the engine of the run.
+        words: tensors of `python_random_states`.
+    """
     own = torch_random_states()
     if engine.is_main:
         return {**own, **words}
@@ -73,8 +81,14 @@ def _name_of_rank(name: str, rank: int) -> str:
 
 
 def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, step: int) -> None:
-    """Put back the states of torch's generators that this rank had; of a rank that was not there,
-    new ones."""
+    """Restore the states of torch's generators of this rank. A rank without a saved state, in a run
+    that is resumed with more processes, is seeded anew.
+
+    Args:
+        states: the checkpoint's tensors, see `states_of_ranks`.
+        program: program of the run.
+        step: step of the checkpoint.
+    """
     rank = program.engine.rank
     prefix = _name_of_rank("", rank) if rank else RNG_PREFIX
     own = {
@@ -83,21 +97,25 @@ def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, s
         if name.startswith(prefix) and not name.removeprefix(prefix).startswith("rank")
     }
     if rank and f"{RNG_PREFIX}cpu" not in own:
-        # Another seed for each step, so that earlier random numbers are not drawn again.
+        # The seed depends on the step, so that numbers of earlier steps are not drawn again.
         torch.manual_seed(program.recipe.run.seed + rank + (step << 32))
         return
     restore_torch_random_states(own)
 
 
 def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The states of Python's and numpy's generators, which nothing here draws from but `on_step`
-    may: the words as tensors, and the rest as JSON values."""
+    """The states of Python's and numpy's global generators. Training does not draw from them, but
+    `on_step` may.
+
+    Returns:
+        (words of the states as int64 tensors, the rest of the states as JSON values).
+    """
     version, words, next_gauss = random.getstate()
     tensors = {f"{RNG_PREFIX}python": torch.tensor(words)}
     rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    if numpy["bit_generator"] == "MT19937":  # else the person has put in another, and keeps it
+    if numpy["bit_generator"] == "MT19937":  # else the user has set another one, and keeps it
         keys = numpy["state"]["key"].astype(np.int64)
         tensors[f"{RNG_PREFIX}numpy"] = torch.from_numpy(keys)
         rest["numpy"] = {
@@ -109,24 +127,30 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Restore the states from `python_random_states`; a missing state stays as it is."""
+    """Restore the states of `python_random_states`. A generator without a saved state is left as it
+    is.
+
+    Raises:
+        ValueError, KeyError, TypeError, OverflowError: the states are damaged.
+    """
     for name in ("python", "numpy"):
         if (name in rest) != (f"{RNG_PREFIX}{name}" in words):
             raise ValueError(f"only a part of {name}'s state is there")
     if "python" in rest:
         python = tuple(words[f"{RNG_PREFIX}python"].tolist())
         found = rest["python"]
-        # Python would notice a wrong one when the next number is drawn.
+        # Checked here, since Python would raise an error only when a number is drawn.
         if type(found["next_gauss"]) not in (float, type(None)):
             raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
-        # From zeros Python draws nothing but zeros; the last entry is a position.
+        # A state of zeros yields zeros for ever. The last entry is a position, not a word.
         if not any(python[:-1]):
             raise ValueError("Python's words are all zeros")
         random.setstate((found["version"], python, found["next_gauss"]))
     if "numpy" in rest:
         keys = words[f"{RNG_PREFIX}numpy"]
         found = rest["numpy"]
-        # From zeros numpy draws for ever, and it reads beyond the words for any other position.
+        # With a state of zeros numpy can loop for ever, and with a wrong position it reads beyond
+        # the words.
         if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
             raise ValueError(f"numpy's state is not {_NUMPY_WORDS} words of 32 bits")
         if type(found["position"]) is not int or not 0 <= found["position"] <= len(keys):

@@ -1,5 +1,4 @@
-"""Resuming from a checkpoint: settings that must be the same, and settings that may have
-changed."""
+"""Resuming a run from a checkpoint: settings that must not have changed, and settings that may."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ from firstlight.training.run import Run
 from firstlight.training.starting_model import read_start
 from firstlight.training.state import TrainState, restore
 
-#: Keys of the optimizer with whose values the tensors of its state change.
+#: Keys of the `optimizer` section on which the tensors of the optimizer's state depend.
 _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bits")
 
-#: Values of keys that a checkpoint of an older version lacks.
+#: Values of keys that the recipe in a checkpoint of an older version lacks.
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
-#: Entries of the data's identity that have to stay, with what an absent one means.
+#: Entries of the data's identity that must not change -> value of an absent entry.
 _KEPT_OF_DATA = {
     **dict.fromkeys(("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256")),
     "row_alignment": "stream",
@@ -46,10 +45,14 @@ _KEPT_OF_DATA = {
 
 
 def take_up(run: Run, folder: Path) -> None:
-    """Put a checkpoint's state into the run.
+    """Set a run to the state of a checkpoint.
+
+    Args:
+        run: the run.
+        folder: a checkpoint of this run, or of a run that this run branches off.
 
     Raises:
-        CheckpointError: the data, its order or the optimizer is another than the checkpoint's.
+        CheckpointError: data, order of the data or optimizer differ from the checkpoint's.
     """
     checkpoint = load_checkpoint(folder, verify=False)  # `newest_checkpoint` did
     saved, identity = checkpoint.trainer_state, run.data_identity
@@ -65,7 +68,8 @@ def take_up(run: Run, folder: Path) -> None:
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
     run.init_from = saved.get("init_from")
-    # A person who sets another size wants it tried, even if the last one was lowered for memory.
+    # A micro-batch size that the user has changed is tried, even if the old one was lowered when
+    # memory ran out.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
     if run.recipe.batch.rows % run.micro_batch_size:
@@ -79,13 +83,13 @@ def take_up(run: Run, folder: Path) -> None:
     run.tell(
         f"{'branching off' if is_branch else 'resuming from'} {folder} (step {run.state.step})"
     )
-    # A warning, and no error: the checkpoint fits, and a person may want the change.
+    # A warning and no error: the checkpoint fits, and the user may want the change.
     changed = [
         f"{section}.{key}"
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
-        # A key that a checkpoint of an older version lacks was not changed.
+        # A key that an older version did not have yet was not changed.
         if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:
@@ -103,14 +107,16 @@ def take_up(run: Run, folder: Path) -> None:
 
 def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     """Initialise a new run from another run's checkpoint, for `schedule.resume`: weights, moments,
-    random states, and its step in the schedule; the data begin at their first row.
+    random states, and step of the schedule. The data begin at their first row.
 
     Args:
+        run: the new run.
         init_from: see `train`.
 
     Raises:
-        ConfigError: there is nothing to go on from, or no step is left.
-        CheckpointError: `init_from` is not a checkpoint, or of another model or optimizer.
+        ConfigError: `init_from` is None, the recipe has a `lora` section, or no step is left.
+        CheckpointError: `init_from` is not a checkpoint, or it is one of another model or
+            optimizer.
     """
     if init_from is None:
         raise ConfigError(
@@ -137,18 +143,18 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"{folder} has the state of optimizer.{key} {before}, which schedule.resume "
                 f"continues: set that instead of {now}, or leave schedule.resume out"
             )
-        # All of the state is restored; the other run's own part is left out below.
+        # Restores all of the state; what belongs to the other run alone is dropped below.
         return folder, restore(checkpoint, run.program)
 
     folder, found = read_start(init_from, run.engine, restored)
-    # max_steps counts from the beginning of the schedule, which was another run's.
+    # max_steps counts from the beginning of the schedule, in the other run.
     if found.step >= run.max_steps:
         raise ConfigError(
             f"schedule.resume continues at step {found.step} of {init_from}, and "
             f"schedule.max_steps is {run.max_steps}, counted from that run's beginning: set it "
             "higher"
         )
-    # Not the other run's place in its data, its events or its best loss: these were its own.
+    # Without the other run's position in its data, its events and its best loss.
     run.state = TrainState(
         step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
     )
@@ -189,7 +195,20 @@ def shared_newest(
     branch_from: Path | None,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """The checkpoint that all processes go on from: the run's own, or the one to branch off."""
+    """The checkpoint from which all processes continue: the run's own, or the one to branch off;
+    None for a new run.
+
+    Args:
+        engine: the engine of the run.
+        run_folder: the run folder.
+        resume: True to continue from the run's newest checkpoint.
+        branch_from: checkpoint of another run, used if the run has no checkpoint of its own.
+        tell: called with each message for people.
+
+    Raises:
+        CheckpointError: without `resume`, the run folder has checkpoints; a checkpoint is of
+            another run or about to be deleted; or a process does not see it.
+    """
 
     def find() -> str | None:
         newest = _newest_checkpoint(run_folder, resume, branch_from, tell)
@@ -199,7 +218,7 @@ def shared_newest(
         return str(newest)
 
     found = on_main(engine, find)
-    # Else each machine would write a part of the checkpoints to a disk of its own.
+    # Otherwise each machine would write its part of the checkpoints to a disk of its own.
     if found is not None and not Path(found).is_dir():
         raise CheckpointError(
             f"rank {engine.world.rank} does not see {found}: set run.dir to a folder in a file "
@@ -209,9 +228,10 @@ def shared_newest(
 
 
 def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
-    """The resolved recipe of the resumed run, whose decisions for "auto" are kept.
+    """The resolved recipe of the run that is resumed, whose values for "auto" are kept; {} without
+    one.
 
-    A run that was killed before its first checkpoint has left it as a file.
+    A run that was killed before its first checkpoint has left the recipe as a file.
     """
     if newest is not None:
         found: dict[str, Any] = load_trainer_state(newest).get("recipe", {})
@@ -226,14 +246,14 @@ def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dic
         now.global_batch_tokens,
         now.ramp_start_tokens,
     )
-    # Another batch is divided again.
+    # Another global batch needs another division into micro-batches.
     return before.model_dump(exclude=None if same else {"batch"})
 
 
 def _newest_checkpoint(
     run_folder: Path, resume: bool, branch_from: Path | None, tell: Callable[[str], None]
 ) -> Path | None:
-    """The checkpoint to go on from, if that is asked for and there is one."""
+    """The checkpoint from which the run continues; None to start a new run. See `shared_newest`."""
     for problem in foreign_checkpoints(run_folder):
         raise CheckpointError(
             f"{problem}: move it out of the folder (--init-from starts a new run from its weights)"
@@ -250,7 +270,7 @@ def _newest_checkpoint(
         if not (folder / MANIFEST_NAME).is_file():
             tell(f"warning: {folder} has no {MANIFEST_NAME}: it is not a checkpoint and is ignored")
     for problem in problems:
-        # A damaged checkpoint costs the steps since the one before, and not the run.
+        # A damaged checkpoint costs the steps since the one before it, but not the run.
         tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from

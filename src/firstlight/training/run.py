@@ -1,4 +1,4 @@
-"""A run: its parts, its state, and the records of its steps."""
+"""A run: its parts, its state, and the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -41,34 +41,37 @@ from firstlight.training.trackers import Trackers
 
 @dataclass
 class Run:
-    """The state of one run, set up and checked, on which the loop, evaluations and saves work.
+    """One run, set up and checked: the training loop, evaluations and saves work on it.
 
     Attributes:
-        recipe: the recipe that the run carries out.
+        recipe: the resolved recipe of the run.
         program: model, optimizer, loss function and engine.
         folder: the run folder.
-        tokenizer, dataset, validation: the data; `validation` is None without a held-out split.
+        tokenizer: tokenizer of the data.
+        dataset: training split.
+        validation: validation split; None without one.
         tasks: the tasks of the recipe's `evaluation` section.
-        init_from: the model folder, run or hub id that the run started from.
-        base: the frozen base of a run with `lora`.
+        init_from: the model folder, run or hub id that the run started from; None for a new model.
+        base: the frozen base model of a run with `lora`; None for other runs.
         tell: called with each message for people.
-        bar: the progress that a person sees, once `open`.
         branch_from: checkpoint of another run that this run continues, with that run's data order
             and random states, until this run has its own checkpoint.
-        held: the run folder as the main process holds it; None in others.
-        advise: returns the reason why memory ran out and a remedy, if there is a forecaster.
+        held: the main process' lock on the run folder; None in other processes.
+        advise: returns the reason why memory ran out and a remedy, or None, as it always does
+            without a forecaster.
         state: progress of the run, saved with each checkpoint.
         saved_step: step of this run's newest checkpoint; -1 if there is none.
         unsaved: True if the state has changed since the newest checkpoint.
-        evaluation: the last one of this call.
+        evaluation: last evaluation of this call.
         last_record: metrics of the last step of this call.
-        samples: sample texts of the step at hand, as lines of samples.jsonl.
-        unreadable: message of the error that reading training data ended in; None before one.
+        samples: sample texts of the current step, as lines of samples.jsonl.
+        unreadable: message of the error with which reading data ended; None without an error.
         stopped_by: reason for ending before the last step; None without one.
-        save_stall_seconds: time that training stood still for the last save.
+        save_stall_seconds: seconds for which training waited in the last save.
         times: seconds of the loop's steps, evaluations and saves.
-        budget: the time of a run in minutes; None for other runs.
-        loader, logs, trackers: the data, the log files and the trackers, once `open`.
+        budget: the time budget of a run in minutes; None for other runs.
+        loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
+            `open_run`.
         schedule: learning-rate schedule of the whole run.
         batch: sequences of each optimizer step, all processes together.
         data_identity: see `state.data_identity`.
@@ -112,7 +115,7 @@ class Run:
             self.seq_len,
             document_masking=recipe.data.document_masking,
         ) | origin(recipe.data, self.dataset)
-        # By the whole model: a process may hold a shard of it or a stage.
+        # Of the full model, since a process may hold only a shard or a stage of it.
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
         )
@@ -139,12 +142,13 @@ class Run:
 
     @property
     def max_steps(self) -> int:
-        """Steps of the whole run; of a run in minutes a prediction until they are decided."""
+        """Number of steps of the whole run; for a run in minutes, a prediction until it is
+        decided."""
         return self.schedule.max_steps
 
     @property
     def goes_on(self) -> bool:
-        """True if anything is left to be done."""
+        """True if a step or an evaluation is left to be done."""
         return self.state.pending is not None or self.has_steps_left
 
     @property
@@ -158,46 +162,46 @@ class Run:
 
     def is_due(self, every_steps: int) -> bool:
         """True if an action with a period in steps, which is also done at the end, is due now."""
-        # At the end in any case: the last weights are evaluated and saved at any step.
+        # At the end in any case, so that the last weights are evaluated and saved.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences of a forward pass: the recipe's, or fewer since memory ran out."""
+        """Sequences of a forward pass: the recipe's number, or fewer if memory has run out."""
         return self.state.micro_batch_rows or self.recipe.batch.rows
 
     @property
     def recipe_now(self) -> ResolvedRecipe:
-        """The recipe with the micro-batch size that memory has left."""
+        """The recipe with the current `micro_batch_size`."""
         return self.recipe.with_keys("batch", micro_batch_size=self.micro_batch_size)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the model's tensors, and of the optimizer's state where it was resumed."""
-        # A new run has no state before its first update.
+        """Bytes of the model's parameters, and of the optimizer's state in a resumed run."""
+        # A new run has no optimizer state before its first update.
         state = self.program.optimizer.state_shards() if self.saved_step >= 0 else {}
         return sum(t.nbytes for t in (*self.program.model.parameters(), *state.values()))
 
     @property
     def logged_step(self) -> int:
-        """The last step whose lines are in the logs; -1 without any."""
-        # Without this run's own checkpoint, the existing files are those of an earlier attempt.
+        """Last step whose lines belong in the logs; -1 if none do."""
+        # Without a checkpoint of this run, existing lines are those of an earlier attempt.
         return -1 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
     def take_up(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: weights, moments, random numbers, counters.
+        """Set the run to a checkpoint: weights, moments, random states and counters.
 
         Raises:
             CheckpointError: the checkpoint does not fit the run.
         """
         self.state = restore(checkpoint, self.program)
-        # A resumed run judges a spike by the same steps as one that was not stopped.
+        # So that a resumed run judges spikes by the same steps as an uninterrupted one.
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
 
     def require_folder(self) -> None:
-        """Raise an error if the run folder is no longer this run's; called before each write.
+        """Raise an error if the run folder no longer belongs to this run; called before writes.
 
         Raises:
             CheckpointError: the folder was moved, removed or taken over by another run.
@@ -206,26 +210,31 @@ class Run:
             self.held.require()
 
     def take_length(self) -> None:
-        """Take over the length of a run in minutes; it is on the disk when this ends."""
+        """Set the schedule to the length in `budget`, and write that length to the disk. A
+        collective."""
         self.schedule = self._resolved_schedule()
         wait_for_main(self.engine, self.write_budget)
 
     def write_budget(self) -> None:
-        """Write the length of a run in minutes and the time that it has used to the disk."""
+        """Write the length of a run in minutes and its used time to the disk; nothing for other
+        runs."""
         if self.budget is not None:
             self.require_folder()
             self.budget.write(self.folder)
 
-    # A step: batches are read, used, and their metrics written down
+    # A step: its batches are read and used, and its metrics are written
 
     def read_batches(self) -> list[Batch]:
-        """The micro-batches of the next step; none if a step awaits its evaluation. An error is
-        kept as `unreadable`: the processes of a run end together."""
+        """The micro-batches of the next step; none if a step awaits its evaluation.
+
+        An error is not raised but kept as `unreadable`, so that the processes of a run can end
+        together.
+        """
         if self.state.pending is not None:
             return []
         self._step_began = time.perf_counter()
         batches = []
-        # All at once: no micro-batch of a step is trained on when another can't be read.
+        # All at once, so that no micro-batch of a step is used if another one can't be read.
         try:
             count = self.micro_batches_of(self.state.step)
             batches = [self.loader.next_batch() for _ in range(count)]
@@ -235,12 +244,12 @@ class Run:
         return batches
 
     def micro_batches_of(self, step: int) -> int:
-        """Micro-batches that the loader gives this process for a step, counted from 0."""
+        """Number of this process' batches from the loader for a step (0 is the first)."""
         return self.batch.at(step) // (self.recipe.batch.rows * self.engine.size)
 
     def await_first_evaluation(self) -> None:
-        """Have the loop evaluate the model as step 0, before a new run's first step: its losses are
-        what training is compared with."""
+        """Make the loop evaluate a new run's model before its first step, as step 0, if the recipe
+        asks for it: a baseline for later losses. Also if the run has no steps."""
         config, is_new = self.recipe.evaluation, self.state.step == 0 and self.saved_step < 0
         evaluates = config.on_start and config.every_steps > 0
         has_losses = self.validation is not None or config.train_rows > 0
@@ -248,21 +257,26 @@ class Run:
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 
     def begin_step(self) -> float:
-        """Count a step; return its learning rate as a fraction of the peak."""
-        # The schedule counts steps from 0: the first is step 0 of it, and step 1 of the metrics.
+        """Raise the step counter by one; return the step's learning rate as a fraction of the
+        peak."""
+        # The first step is step 0 of the schedule, and step 1 of the metrics.
         lr_scale = self.schedule.lr_scale(self.state.step)
         self.state.step += 1
-        # A checkpoint of this step has a validation loss only if this step is evaluated.
+        # The validation loss of the step before does not belong to this step's weights.
         self.state.val_loss = None
         return lr_scale
 
     def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """The batches on the device, cut as small as memory needs them."""
+        """The batches on the device, divided into micro-batches of the current size."""
         parts = (part for batch in batches for part in batch.split(self.micro_batch_size))
         return (part.to(self.program.hardware.device) for part in parts)
 
     def end_step(self, result: StepResult, lr_scale: float) -> None:
-        """Count the step's tokens and rows; its metrics are then `state.pending`.
+        """Add the step's tokens and rows to the state, and set its metrics as `state.pending`.
+
+        Args:
+            result: measurements of the step.
+            lr_scale: the step's learning rate as a fraction of the peak.
 
         Raises:
             DivergedError: too many steps in a row were skipped.
@@ -272,26 +286,27 @@ class Run:
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
-        # Only now: a step that was interrupted reads its rows again.
+        # Only at the end of a step, so that an interrupted step reads its rows again.
         state.rows_seen = self.loader.state_dict()["rows_seen"]
         record = self._metrics(result, lr_scale, seconds)
         self.times.count(self.batch.at(state.step - 1))
-        # JSON has no infinity and no NaN: a skipped step may have no loss, no norm.
+        # None in place of infinity and NaN, which JSON does not have and a skipped step may have.
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        # A save's stall is in the line of the step after it.
+        # The wait for a save is in the metrics of the step after it.
         self.save_stall_seconds, self.unsaved = 0.0, True
         self.guard.require_fit()
 
     def _metrics(self, result: StepResult, lr_scale: float, seconds: float) -> dict[str, float]:
-        """The step's line of metrics.jsonl, before any evaluation."""
+        """The step's metrics, as in metrics.jsonl, before any evaluation."""
         program, state, hardware = self.program, self.state, self.program.hardware
         sequences = self.batch.at(state.step - 1)
-        # All tokens of the rows, as MFU counts them; learned ones have a rate of their own.
+        # All tokens of the sequences, as MFU counts them, also those without a loss.
         tokens_per_second = sequences * self.seq_len / seconds
-        # All devices, also those that share the sequences of one part (tensor parallel, stages).
+        # Of all devices, including those that share sequences (tensor parallelism, stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
-        # Without the router's loss, train/loss compares with val/loss; a z-loss stays in it.
+        # Without the routers' loss, so that train/loss can be compared with val/loss. A z-loss
+        # stays in it.
         auxiliary = router.get("moe/router_loss", 0.0) * program.router_loss_coefficient
         epochs = self.dataset.epochs_by_corpus(state.rows_seen, self.seq_len)
         return {
@@ -319,15 +334,15 @@ class Run:
         }
 
     def write_record(self) -> dict[str, Any]:
-        """Write the step's metrics and texts down, now that nothing is missing; return them."""
+        """Write the step's complete metrics and sample texts to the logs; return the metrics."""
         record = self.state.pending
         assert record is not None
-        # Never a line into another run's folder that has taken this one's place.
+        # Another run's folder may have taken the place of this one.
         self.require_folder()
         if self.budget is not None:
             record["elapsed_seconds"] = self.budget.seconds_used
         self.logs.write_step(record, self.samples)
-        # After the line is written: a tracker reads it from there.
+        # After the writing, since trackers read the logs.
         self.trackers.check()
         self.last_record = record
         self.samples, self.state.pending, self.unsaved = [], None, True
@@ -336,6 +351,6 @@ class Run:
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
         self.require_folder()
-        # In the state, too: a checkpoint has the events, so that resuming can rewrite the file.
+        # Kept in the state, and so in checkpoints, from which resuming rewrites the file.
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)
