@@ -55,7 +55,7 @@ def train_tokenizer(
 
     Raises:
         TokenizerError: `vocab_size` is too small, or the texts are empty.
-        InputError: a text holds half of a surrogate pair.
+        InputError: a text has a lone surrogate, which is not a character.
     """
     smallest = 256 + len(special_tokens)
     if vocab_size < smallest:

@@ -165,6 +165,7 @@ def _few_items(meter: Meter, name: str, value: Any) -> Any:
 
 @jinja2.pass_context
 def _ticking(context: Context, items: Any) -> Iterator[Any]:
+    """The items of a `for` loop, with the limits checked between them."""
     meter = meter_of(context)
     meter.keep(items)
     return meter.each(items)
@@ -172,12 +173,14 @@ def _ticking(context: Context, items: Any) -> Iterator[Any]:
 
 @jinja2.pass_context
 def _kept(context: Context, value: Any) -> Any:
+    """A value that is assigned to a variable, with its size checked."""
     meter_of(context).keep(value)
     return value
 
 
 @jinja2.pass_context
 def _made(context: Context, value: Any) -> Any:
+    """A value that an expression has created, with its bytes counted."""
     return meter_of(context).made(value)
 
 
@@ -193,6 +196,7 @@ def _joined(context: Context, values: list[Any]) -> str:
 
 
 def _as_text(meter: Meter, value: Any) -> str:
+    """`str(value)`, with ten characters counted for each: a list shows some as `\\U0001f600`."""
     if not isinstance(value, str | int):
         meter.make(10 * meter.size(value, "it joins a value"))
     return str(value)
@@ -200,6 +204,7 @@ def _as_text(meter: Meter, value: Any) -> str:
 
 @jinja2.pass_context
 def _compared(context: Context, value: Any) -> Any:
+    """A side of a comparison, or a key, with the time to look at it counted."""
     meter = meter_of(context)
     if isinstance(value, str):
         meter.tick(len(value))

@@ -185,8 +185,8 @@ class ChatEncoder:
         index: int,
         marks: tuple[str, str],
     ) -> tuple[int, int]:
-        """The span in `text` of answer number `index` with its end token, for a template without
-        blocks."""
+        """The span in `text` of the answer `messages[index]` with its end token, for a template
+        without blocks."""
         prompt = self._beginning(text, messages[:index], add_generation_prompt=True)
         last = index + 1 == len(messages)
         whole = len(text) if last else self._beginning(text, messages[: index + 1])
@@ -270,8 +270,9 @@ class ChatEncoder:
         return LabelledChat(ids, loss_mask, text_bytes, torn)
 
 
-#: Form of special tokens in all known templates. Some models were trained on such a text as plain
-#: characters; their template is already in their tokenizer, where this form is not checked.
+#: Form of special tokens in all known templates. It is searched only in the output of a template
+#: that the user names: some models were trained on such a text as plain characters, and their
+#: tokenizers come with their template.
 _CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]{1,64}\|>|<(?:start|end)_of_\w{1,32}>")
 
 _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]

@@ -185,11 +185,13 @@ class _Metering(NodeTransformer):
 
 
 def _through(name: str, value: nodes.Node) -> nodes.Filter:
+    """The expression `value`, passed through the filter `name`."""
     assert isinstance(value, nodes.Expr)
     return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
 
 
 def _meter_comparison(node: nodes.Compare) -> None:
+    """Count both sides of a comparison whose time is not bounded by a constant side."""
     sides = [node.expr, *(operand.expr for operand in node.ops)]
     looks = any(operand.op in ("in", "notin") for operand in node.ops)
     if not looks and any(isinstance(side, nodes.Const) for side in sides):
@@ -200,6 +202,7 @@ def _meter_comparison(node: nodes.Compare) -> None:
 
 
 def _compared(value: nodes.Expr) -> nodes.Expr:
+    """A side of a comparison, passed through the filter that counts it unless it is constant."""
     items = [value.node] if isinstance(value, nodes.Filter) and value.name == " made" else []
     parts = getattr(items[0], "items", []) if items else [value]
     return value if all(isinstance(p, nodes.Const) for p in parts) else _through(" compared", value)
@@ -233,6 +236,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str | bytes | int | list | tuple | dict | set):
             name = getattr(method, "__name__", "")
             if name == "join" and args:
+                # A list, because counting the items would use up an iterator.
                 args = (list(meter.each(args[0])), *args[1:])
             account_for_method(meter, owner, name, [*args, *kwargs.values()])
         return meter.made(super().call(context, function, *args, **kwargs))

@@ -75,6 +75,8 @@ def _most(quantifier: re.Match[str]) -> int:
 
 
 def _end(expected: str, pattern: str, position: int) -> int:
+    """The position after `expected` (a regular expression) at `position`; `position` if it is not
+    there."""
     match = re.compile(expected, re.DOTALL).match(pattern, position)
     return position if match is None else match.end()
 
