@@ -173,7 +173,8 @@ def _quiet(ray: Any) -> Iterator[None]:
 
 
 def _encode_in_order(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) -> Encoded:
-    """Each piece with its tokens, in the order of the pieces."""
+    """Each piece with its tokens, in the order of the pieces. A few datasets (`window`: their
+    blocks) are encoded at a time by threads, each of which waits for one dataset."""
     arguments = {
         "tokenizer": ray.put(tokenizer.backend.to_str()),
         "library": tokenizers.__version__,

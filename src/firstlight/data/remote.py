@@ -196,6 +196,7 @@ class _Store:
 
 
 def _open_store(url: str) -> _Store:
+    """The folder at a URL; a DataError if the URL is invalid."""
     parsed = urlsplit(url)
     if parsed.password is not None:
         raise DataError(

@@ -229,6 +229,7 @@ def account_for_method(meter: Meter, owner: Any, name: str, arguments: list[Any]
 
 
 def _account_for_text(meter: Meter, owner: str | bytes, name: str, arguments: list[Any]) -> None:
+    """`account_for_method` for the methods of a text, each by the size of its result."""
     size = sys.getsizeof(owner)
     texts = [value for value in arguments if isinstance(value, str | bytes)]
     numbers = [value for value in arguments if isinstance(value, int)]

@@ -362,6 +362,7 @@ def require_fast_patterns(path: Path, backend: tokenizers.Tokenizer) -> None:
 
 
 def _trial_texts() -> Iterator[str]:
+    """Repeated short strings, of growing length, each also with an end that breaks a match."""
     for length in (*range(8, 42, 2), 300, 2000):
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
             text = run * (length // len(run))

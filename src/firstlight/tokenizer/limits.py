@@ -158,6 +158,7 @@ def steps_of(section: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _require_bounded_section(section: str, steps: list[Mapping[str, Any]]) -> None:
+    """Limit the number of steps of a section, their strings, and how much they lengthen a text."""
     most = _MOST_FRAMES if section == "post_processor" else _MOST_STEPS
     if len(steps) > most:
         raise TokenizerError(f"has {len(steps):,} steps in its {section}, more than {most}")
@@ -259,6 +260,7 @@ def _growth(steps: list[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def _require_bounded_tokens(added: Any, model: Mapping[str, Any]) -> None:
+    """Limit the lengths and ids of added tokens and of the model's vocabulary."""
     total = highest = 0
     for token in added if isinstance(added, list) else ():
         text, token_id = (
