@@ -82,6 +82,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     _check_dtypes(path, weights)
     sizes = {**_sizes(path, weights, layout), "D": opened.settings.found.get("head_dim", 0)}
     _check_shapes(path, weights, sources, layout, sizes)
+    # The embedding is the first tensor of every layout.
     (embedding,), (head,) = next(iter(sources.values())), sources["lm_head.weight"]
     a, b = weights[embedding], weights[head]
     tied = a.dtype == b.dtype and torch.equal(a, b)
@@ -140,6 +141,7 @@ def _sources(
     nanoGPT's optional biases, if the file lacks them all, are made of no tensor: () stands for
     zeros. LLMs-from-scratch's optional biases of queries, keys and values are left out instead.
     """
+    # Layers are counted by the numbers in their tensors' names ("h0/" in OpenAI's).
     first = next(theirs for names in layout.names.values() for theirs in names if "{}" in theirs)
     number = re.compile(re.escape(first.partition("{}")[0]) + r"(\d+)[./]")
     layers = len({match[1] for name in weights if (match := number.match(name))})
@@ -203,9 +205,11 @@ def _check_shapes(
     layout: Layout,
     sizes: Mapping[str, int],
 ) -> None:
+    """Refuse tensors whose shapes are not those of the layout."""
     wrong = []
     for name, parts in sources.items():
         shape = _shape_of(layout.shapes[_template(name)], sizes)
+        # To the program's order, in which parts are stacked along the first dimension.
         if layout.is_transposed and _template(name) in TRANSPOSED:
             shape.reverse()
         for part in parts:
@@ -216,6 +220,7 @@ def _check_shapes(
 
 
 def _refuse(path: Path, problem: str, names: list[str]) -> None:
+    """Raise a ModelError about the tensors in `names`, unless there are none."""
     if names:
         raise ModelError(f"{path} {problem}: {first_names(names)}")
 

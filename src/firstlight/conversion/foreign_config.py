@@ -196,6 +196,7 @@ def _guess_heads(path: Path, width: int) -> int:
 
 
 def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
+    """Refuse a number of heads that does not divide the width of all queries."""
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or width % heads:
         raise ModelError(f"{path}: {key} is {heads!r}, expected a divisor of the width {width}")
 
@@ -253,6 +254,7 @@ def llama_config(
 
 
 def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config without heads, context or rotary base, which have no safe default."""
     missing = [k for k in ("num_attention_heads", "max_position_embeddings") if k not in config]
     rope = config.get("rope_parameters")
     if "rope_theta" not in config and not (isinstance(rope, Mapping) and "rope_theta" in rope):

@@ -94,6 +94,7 @@ def meta_settings(path: Path, params: Any) -> Settings:
     """
     if not isinstance(params, Mapping) or not {"dim", "n_layers", "n_heads"} <= params.keys():
         raise ModelError(f"{path} lacks dim, n_layers or n_heads: it is not of Meta's Llama")
+    # An unknown key that is off does not change the model.
     unknown = [k for k, v in params.items() if k not in _META_KEYS and v not in (None, False)]
     if unknown:
         raise ModelError(f"{path} has {unknown[0]}: a model of that kind is not read")
@@ -126,6 +127,7 @@ def meta_settings(path: Path, params: Any) -> Settings:
         f"The context is taken to be {context:,}, as in Meta's models with such settings "
         "(max_position_embeddings in --config if that is wrong)."
     )
+    # Llama 1 and 2 have -1, which stands for the tokenizer's size.
     vocabulary = params.get("vocab_size", -1)
     return Settings(
         found={
@@ -142,6 +144,7 @@ def meta_settings(path: Path, params: Any) -> Settings:
 
 
 def _is_number(value: Any) -> bool:
+    """True for integers, floats and, as in Python, booleans, which some keys have."""
     return isinstance(value, (int, float))
 
 
@@ -280,6 +283,7 @@ def litgpt_settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, 
 
 
 def _litgpt_rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of a Hugging Face config.json, from litgpt's settings."""
     theta = values.get("rope_base", 10_000)
     if not _is_number(theta):
         raise ModelError(f"{path}: rope_base is no number: copy the file again")

@@ -111,7 +111,7 @@ def config_of(
     for key in family.derived_keys:
         del config[key]
     if rotary:
-        rope_of(config)
+        rope_of(config)  # refuses kinds of scaling that the family lacks
     return {"architectures": [family.architecture], **config}
 
 
@@ -283,6 +283,7 @@ def _expert_config(
     routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
     router = next((shape for shape in routers if shape is not None), None)
     # `tensor_rules` yields tensors for each expert: checked first, as the number of layers is.
+    # Each expert has three matrices, and each matrix at least one number.
     numbers = sum(math.prod(shape) for shape in stored.values())
     if router is None or router[0] != experts or 3 * layers * experts > numbers:
         raise ModelError(f"the file is damaged: its routers do not know {experts} experts")

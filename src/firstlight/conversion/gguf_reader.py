@@ -159,6 +159,7 @@ class GGUFParser:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"the file is damaged: general.alignment is {alignment!r}")
+        # The data section begins at the next multiple of the alignment.
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:

@@ -33,6 +33,7 @@ _SPLITS = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+#: Character that stands for a space in Llama 2's tokens, and the normalizer's steps that write it.
 _SPACE = "▁"
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -141,6 +142,8 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
 def _types(
     tokens: Sequence[str], added: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
 ) -> tuple[int, ...]:
+    """tokenizer.ggml.token_type of every token, by id."""
+
     def kind(token: str) -> int:
         if token == model.get("unk_token"):
             return UNKNOWN

@@ -100,6 +100,7 @@ def write_gguf(
         _add_tensor_info(writer, rule.gguf, rule.gguf_shape, _type_of(rule, dtype))
     with replacing(path) as file:
         file.write(_header(writer))
+        # Zeros up to the next multiple of the alignment, here and after each tensor.
         file.write(bytes(-file.size % writer.data_alignment))
         for values in factors.values():
             file.write(values.numpy().tobytes())
@@ -268,6 +269,7 @@ def _stored_type(dtype: GGUFDtype) -> GGMLQuantizationType:
 
 
 def _type_of(rule: TensorRule, dtype: GGUFDtype) -> GGMLQuantizationType:
+    """The ggml type of a tensor in a file of format `dtype`; exceptions as in `write_gguf`."""
     if rule.small:
         return _stored_type("f32")
     if dtype == "q8_0" and rule.gguf_shape[-1] % _BLOCK:
@@ -280,6 +282,7 @@ def _add_tensor_info(
 ) -> None:
     import gguf
 
+    # A dtype other than uint8 tells gguf that `shape` counts numbers, not bytes.
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     size = int(np.prod(shape)) // block * block_bytes
     writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)

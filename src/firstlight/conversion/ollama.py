@@ -66,6 +66,7 @@ def _llama2(messages: Messages) -> str:
         if message["role"] == "system":
             system = f"<<SYS>>\n{content}\n<</SYS>>\n\n"
         elif message["role"] == "user":
+            # The system prompt stands in the first user message.
             text += f"[INST] {system if i < 2 else ''}{content} [/INST]"
         else:
             text += f" {content} </s><s>"

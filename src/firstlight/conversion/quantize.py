@@ -210,7 +210,7 @@ def importance_matrix(
     count = 0
     model.eval()
     for row in torch.split(ids, rows)[:_CALIBRATION_ROWS]:
-        if len(row) == rows:
+        if len(row) == rows:  # the last row may be shorter
             model(row[None])
             count += rows
     return {name: total / count for name, total in sums.items()}

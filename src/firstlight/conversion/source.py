@@ -221,6 +221,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
+    """The model in another program's file or folder; arguments as in `read_source`."""
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")

@@ -105,10 +105,12 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
 
 
 def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
+    """The tensor of an entry, as a view of the data file's bytes, uint8 [N]."""
     part = content[entry.offset : entry.offset + entry.size]
     if _masked(crc32c(part.numpy())) != entry.checksum:
         raise _BundleError(f"has numbers of {name} that don't match their checksum")
     if entry.offset % entry.dtype.itemsize:
+        # A view of another dtype needs an aligned offset.
         part = part.clone()
     return part.view(entry.dtype).view(entry.shape)
 
@@ -194,6 +196,7 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
     (checksum,) = struct.unpack_from("<I", table, end + 1)
     if _masked(crc32c(np.frombuffer(table, np.uint8, size + 1, offset))) != checksum:
         raise _BundleError("has a block that does not match its checksum")
+    # A block ends with the positions of keys that are stored whole ("restarts") and their number.
     (restarts,) = struct.unpack_from("<I", table, end - 4)
     position, stop, key = offset, end - 4 - 4 * restarts, b""
     while position < stop:
