@@ -348,6 +348,8 @@ def _command_blocks(facts: ModelFacts, repository: str) -> Iterator[str]:
             lines.append(f"firstlight prepare {sources} --tokenizer {name} --out {folder}{more}")
         options += ["--data.dir", folder]
     if facts.run.length.get("max_steps"):
+        # A run limited by minutes is repeated with its number of steps: on another machine, the
+        # same minutes are another number of steps.
         steps = facts.run.length["max_steps"]
         options += ["--schedule.max_steps", str(steps), "--schedule.max_minutes", "null"]
         options += ["--schedule.epochs", "null"]
@@ -359,6 +361,7 @@ def _command_blocks(facts: ModelFacts, repository: str) -> Iterator[str]:
 
 
 def _call_on_texts(facts: ModelFacts) -> str:
+    """The call `firstlight train TEXTS` that made the run, as a shell command."""
     request = facts.request
     words = ["firstlight", "train", *request["inputs"]]
     for key, option in (("tokens", "--tokens"), ("steps", "--steps"), ("size", "--size")):

@@ -245,6 +245,12 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
 
 
 def _corpus(location: str, is_the_same: Any) -> DataFacts:
+    """The facts about a corpus; only its name if it is a URL, can't be read, or has changed.
+
+    Args:
+        location: the corpus' folder or URL.
+        is_the_same: function from the folder's manifest to True if the corpus is unchanged.
+    """
     if is_url(location):
         return DataFacts(location)
     folder = Path(location).expanduser()
@@ -270,6 +276,12 @@ def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
 
 
 def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]:
+    """Options of `firstlight prepare` for a corpus, as far as they differ from the defaults.
+
+    Args:
+        manifest: the corpus' manifest.
+        own_val: True if the validation split has inputs of its own (`--val-input`).
+    """
     options = []
     if manifest["version"] == shards.LABELLED_VERSION:
         kind = "preference" if manifest.get("pairs") else "chat"

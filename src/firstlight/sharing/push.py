@@ -163,6 +163,7 @@ def push_data(
 
 
 def _require_free_name(repository: str, *, upload: bool) -> None:
+    """Check the repository's name, and before an upload that the user is logged in."""
     (require_repository if upload else require_name)(repository)
 
 
