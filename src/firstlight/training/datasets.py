@@ -47,10 +47,9 @@ def open_splits(
     for name, location in _locations(data):
         if is_url(location):
             tell(f"data from {location}: downloading the files that are not in the cache")
+        folder = local_folder(location, ("train", "val"), verify=data.verify, progress=progress)
         names.append(name)
-        folders.append(
-            local_folder(location, ("train", "val"), verify=data.verify, progress=progress)
-        )
+        folders.append(folder)
     train = [
         open_training_split(
             folder, verify=data.verify, long=data.long, row_alignment=data.row_alignment
