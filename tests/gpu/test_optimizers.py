@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from firstlight.optim.registry import OPTIMIZERS
 from runs import Runs, difference, make_program, train_recipe
 from switches import CPU, Combination
 
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
+from firstlight.optim.registry import OPTIMIZERS
 
 _LLAMA: Combination = frozenset([("model", "llama")])
 #: Bounds of loss and weights where kernels of another device add up in another order, and for

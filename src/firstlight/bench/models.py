@@ -1,5 +1,4 @@
-"""The models that benchmarks measure, by name, and the configurations of the planner's benchmark.
-"""
+"""Models that benchmarks measure, by name, and configurations of the planner's benchmark."""
 
 from __future__ import annotations
 
