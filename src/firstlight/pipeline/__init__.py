@@ -1,1 +1,2 @@
-"""From texts to a model with one command: scan, settings for a budget, tokenizer, shards, run."""
+"""Trains a model from texts with one command: it scans the texts, chooses settings for a budget of
+time, trains a tokenizer, prepares token shards, and runs the training."""

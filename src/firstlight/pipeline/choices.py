@@ -1,7 +1,8 @@
-"""Settings of a run from facts alone: the text, the machine, the time or tokens there are.
+"""Chooses the settings of a new model's run from facts about the text, the machine, and the length
+of the run.
 
-Each choice is a key of the recipe with its value and the reason in words. A key that a person has
-given is never chosen; the choices after it follow from it.
+Each choice is a key of the recipe, its value, and a sentence with the reason. Values given by the
+user are kept, and the other choices take them into account.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_rows
 from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
 
-#: A schedule needs some steps, however short the run.
+#: Fewest steps of a run: for shorter ones the batch is made smaller, because warm-up and decay of
+#: the learning rate need some steps.
 _FEWEST_STEPS = 100
 
 
 def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
-    """The size of the vocabulary of a corpus.
+    """Choose the vocabulary size for a corpus.
 
     Args:
-        facts: the corpus.
-        fixed: values of keys that a person has given.
+        facts: facts about the corpus.
+        fixed: values given by the user, by `section.key`.
     """
     if given := fixed.get("model.vocab_size"):
         return Choice("model.vocab_size", int(given), "given")
     size = next(tokens for most, tokens in settings.VOCABULARIES if facts.total_bytes <= most)
     reason = f"{rounded(facts.total_bytes)} bytes of text fill {size:,} tokens with use"
-    # A token for each common character, and as many again for their combinations.
+    # 256 tokens for bytes, one for each common character, and as many for their combinations.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
         size = min(1 << math.ceil(math.log2(signs)), settings.VOCABULARIES[-1][1])
@@ -44,7 +46,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A model, the length of its training, and its expected loss."""
+    """A candidate model, the run that it would have, and its expected bits per byte of held-out
+    text."""
 
     shape: ModelSize
     run: RunFacts
@@ -62,19 +65,21 @@ def choose(
     fixed: Mapping[str, Any] | None = None,
     size: str | None = None,
 ) -> Choices:
-    """Every setting of a run.
+    """Choose all settings of a run.
 
     Args:
-        text: the prepared text, or an estimate of it.
+        text: facts about the prepared text, or an estimate of them.
         machine: the machine to train on.
-        length: time, tokens or steps.
-        fixed: values of keys of the recipe that a person has given.
-        size: a name of `settings.SIZES`, or a number of parameters such as "10M"; None chooses.
+        length: length of the run as time, tokens or steps.
+        fixed: values given by the user, by `section.key`.
+        size: a name of `settings.SIZES`, or a number of parameters such as "10M"; None chooses the
+            size.
 
     Raises:
-        ConfigError: the size is unknown, or a given shape can't be.
+        ConfigError: the size is unknown, no model fits into memory, or given values are invalid
+            together.
     """
-    # The tokenizer may have fewer tokens than were asked for.
+    # The tokenizer may have fewer tokens than the given vocab_size: `text` has the real number.
     given = (fixed or {}).items()
     fixed = {k: v for k, v in given if v is not None and k != "model.vocab_size"}
     candidates = [_candidate(s, text, machine, length, fixed) for s in _shapes(text, fixed, size)]
@@ -103,7 +108,8 @@ def choose(
 
 
 def _shapes(text: TextFacts, fixed: Mapping[str, Any], size: str | None) -> list[ModelSize]:
-    """The models to choose from."""
+    """The candidate models: those of `settings.SHAPES`, or the one of a given size, with given
+    width and depth."""
     known: Sequence[tuple[int, int]] = settings.SHAPES
     if size is not None:
         known = [_of_size(size, text)]
@@ -120,8 +126,13 @@ def _best(
     length: Length,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """The model with nearly the least expected loss in the time; or, of a number of tokens or
-    steps, the largest one for whose time it is the best, since any larger one learns more."""
+    """The best of the candidates.
+
+    For a given time, this is the largest model whose expected loss is within
+    `settings.INDIFFERENT` of the lowest. For a given number of tokens or steps, the largest model
+    would always have the lowest loss. So it is the largest model that would also be chosen if the
+    time that it needs for these tokens were given.
+    """
     if length.seconds is not None:
         most = (1 + settings.INDIFFERENT) * min(one.bits for one in candidates)
         return max((one for one in candidates if one.bits <= most), key=lambda one: one.flops)
@@ -136,6 +147,7 @@ def _best(
 
 
 def _usual_seq_len(width: int) -> int:
+    """The default sequence length in tokens for a model of a width (hidden_size)."""
     return next(seq_len for most, seq_len in settings.SEQ_LENS if width <= most)
 
 
@@ -143,10 +155,10 @@ _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 
 def parameters_of(size: str) -> float:
-    """The number of parameters that a size such as "10M" asks for.
+    """The number of parameters of a size such as "10M".
 
     Raises:
-        ConfigError: the size is not such a number.
+        ConfigError: `size` is not a number with the unit k, M or B.
     """
     number, unit = size[:-1], size[-1:].lower()
     is_number = number.replace(".", "", 1).isdecimal() and float(number) > 0
@@ -176,7 +188,7 @@ def _candidate(
     length: Length,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """A model with the run that there is time for."""
+    """A model with its run: the batch, the steps for which there is time, and the expected loss."""
     rate = machine.tokens_per_second(shape.flops_per_token)
     if length.seconds is not None:
         tokens = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
@@ -201,7 +213,8 @@ def _candidate(
 
 
 def _batch_tokens(tokens: float, seq_len: int) -> int:
-    """Tokens of a step: a power of two that leaves a schedule enough steps."""
+    """Tokens of a step: a power of two that grows with the root of the run's tokens, smaller if the
+    run would have fewer than `_FEWEST_STEPS` steps."""
     wanted = settings.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / settings.BATCH_AT_TOKENS)
     wanted = min(max(wanted, settings.BATCH_TOKENS), settings.MOST_BATCH_TOKENS)
     batch = 1 << round(math.log2(wanted))
@@ -263,7 +276,7 @@ def _uses_muon(fixed: Mapping[str, Any]) -> bool:
 
 
 def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings.LAYOUT` less what does not go with the optimizer and schedule of a person."""
+    """`settings.LAYOUT` without the keys that don't fit the user's optimizer and schedule."""
     kind = fixed.get("schedule.kind", "wsd")
     unfit = {"schedule.decay_fraction"} if kind != "wsd" else set[str]()
     if kind == "constant":
@@ -274,8 +287,13 @@ def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
-    """The width that the rates are for; where a person has given one of those that follow from it,
-    all are for this model's."""
+    """The learning rates that depend on the width, and `optimizer.tuned_width`, the width to which
+    they apply.
+
+    By default they are the measured rates with their width, and the optimizer converts them to the
+    model's width. If the user has given one of them, it is meant for this model: then all are
+    converted here, and tuned_width is the model's width.
+    """
     rates = {key: settings.LAYOUT[key] for key in _FOLLOWING_RATES}
     reason = "the rates are for this width, and follow that of the model"
     width = RATE_WIDTH
@@ -301,7 +319,7 @@ _RATE_REASONS = {
     "optimizer.learning_rate": "of the embedding",
     "optimizer.head_lr_multiple": "the head's rate is this part of it; falls with the width",
 }
-#: Rates that `optimizer.tuned_width` changes.
+#: Learning rates that are converted from `optimizer.tuned_width` to the model's width.
 _FOLLOWING_RATES = ("optimizer.muon_learning_rate", "optimizer.head_lr_multiple")
 
 
@@ -315,7 +333,8 @@ def _length_choices(
         minutes = round(length.seconds / 60, 3)
         reason = "of the training; measured steps decide their number, once"
         yield Choice("schedule.max_minutes", minutes, reason)
-        # Beside busy programs a machine is timed at a small part of its speed.
+        # Also far below the limit of epochs: a machine that was busy when its speed was measured
+        # may be several times as fast in the run.
         if epochs > settings.MOST_EPOCHS / 16:
             reason = "passes over the text at most: more would not help"
             yield Choice("schedule.epochs", settings.MOST_EPOCHS, reason)
@@ -333,10 +352,10 @@ def _length_choices(
 
 
 def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
-    """The gain from more text, if there is little."""
+    """A sentence about the gain of more text; "" if the text is not read too often."""
     if epochs <= settings.GOOD_EPOCHS:
         return ""
-    # The same run on text that is all new.
+    # The expected loss of the same run on text without repetitions.
     read = best.run.tokens * text.bytes_per_token
     plenty = replace(text, train_tokens=best.run.tokens)
     new = expected_bits(best.shape.layer_parameters, read, plenty)

@@ -1,4 +1,4 @@
-"""Settings of a run with their reasons, and the choices that new models and fine-tuning share."""
+"""Chosen settings with their reasons, and the choices that new models and fine-tuning share."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ from firstlight.pipeline.facts import MachineFacts
 
 @dataclass(frozen=True)
 class Choice:
-    """A key of the recipe, its value, and the reason for it."""
+    """A chosen setting.
+
+    Attributes:
+        key: key of the recipe, `section.key`.
+        value: the chosen value.
+        reason: text for the user with the reason; "" leaves the key out of the printed table.
+    """
 
     key: str
     value: Any
     reason: str
 
     def unless_given(self, fixed: Mapping[str, Any]) -> Choice:
-        """This choice, or the value that a person has given for its key."""
+        """This choice, or the user's value if `fixed` has one for its key."""
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A whole run with the chosen settings.
+    """All chosen settings of a run, and what to expect from it.
 
     Attributes:
-        choices: every key, in the order of a recipe.
+        choices: the settings, in the order of a recipe.
         parameters: number of the model's parameters.
-        tokens, steps, seconds: length of the run, expected.
-        tokens_per_second: expected rate of training.
-        epochs: passes over the text.
-        bits_per_byte: least and most that are expected on held-out text; None if the run starts
-            from a model, for which there is no expectation.
-        advice: a sentence on the gain of more text; "" where the text is enough.
+        tokens, steps, seconds: expected length of the run.
+        tokens_per_second: expected speed of training.
+        epochs: passes over the training data.
+        bits_per_byte: lowest and highest expected bits per byte of held-out text; None for
+            fine-tuning, for which there is no estimate.
+        advice: a sentence about the gain of more text; "" if the text is enough.
     """
 
     choices: Sequence[Choice]
@@ -51,7 +57,7 @@ class Choices:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values of the recipe, by section."""
+        """The chosen values as sections of a recipe: section -> key -> value."""
         found: dict[str, Any] = {}
         for choice in self.choices:
             section, _, key = choice.key.partition(".")
@@ -60,11 +66,11 @@ class Choices:
 
     @property
     def keys(self) -> set[str]:
-        """The keys that were chosen."""
+        """The chosen keys, as `section.key`."""
         return {choice.key for choice in self.choices}
 
     def with_value(self, key: str, value: Any) -> Choices:
-        """The choices with another value of a key, if they have it."""
+        """The choices with another value for a key; unchanged if the key is not among them."""
         return replace(
             self,
             choices=[replace(one, value=value) if one.key == key else one for one in self.choices],
@@ -75,7 +81,7 @@ class Choices:
 
 
 def given_rows(fixed: Mapping[str, Any]) -> int:
-    """Sequences of the micro-batch that a person has given; 1 if it is not decided yet."""
+    """The micro-batch size given by the user, in sequences; 1 if it is not given or "auto"."""
     rows = fixed.get("batch.micro_batch_size")
     return rows if isinstance(rows, int) else 1
 
@@ -85,10 +91,10 @@ class RunFacts:
     """Length and speed of a run, and the choices that follow from them.
 
     Attributes:
-        steps: number of steps of its training.
+        steps: number of optimizer steps.
         batch_tokens: tokens of a step.
         seq_len: tokens of a sequence.
-        rate: tokens a second.
+        rate: speed of training in tokens per second.
     """
 
     steps: int
@@ -98,30 +104,30 @@ class RunFacts:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the training."""
+        """Number of tokens that are trained on, repetitions included."""
         return self.steps * self.batch_tokens
 
     def choices(
         self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
     ) -> Choices:
-        """The whole run.
+        """All settings of the run, with its expected length and speed.
 
         Args:
             items: a choice for each key.
-            fixed: values of keys that a person has given, which replace those chosen.
+            fixed: values given by the user, by `section.key`, which replace chosen ones.
             parameters: number of the model's parameters.
-            epochs: passes over the text.
+            epochs: passes over the training data.
         """
         chosen = [one.unless_given(fixed) for one in items]
         seconds = self.tokens / self.rate / (1 - settings.EVALUATION_SHARE)
         return Choices(chosen, parameters, self.tokens, self.steps, seconds, self.rate, epochs)
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
-        """The sequences of a forward pass, a divisor of those of a step.
+        """The micro-batch size in sequences, a divisor of the sequences of a step.
 
         Args:
             machine: the machine to train on.
-            fixed: values of keys that a person has given.
+            fixed: values given by the user, by `section.key`.
         """
         rows = self.batch_tokens // self.seq_len
         busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
@@ -136,7 +142,7 @@ class RunFacts:
         )
 
     def other_choices(self, machine: MachineFacts, val_tokens: float) -> Iterator[Choice]:
-        """Compiling, evaluations and checkpoints.
+        """The choices for compiling, evaluations and checkpoints.
 
         Args:
             machine: the machine to train on.
@@ -150,7 +156,7 @@ class RunFacts:
         count = settings.EVALUATIONS
         every = max(math.ceil(self.steps / count), 1)
         yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
-        # The rest is for the sample texts.
+        # The other third of the evaluations' time is for sample texts.
         share = settings.EVALUATION_SHARE * 2 / 3
         tokens = share * self.tokens * settings.EVALUATION_SPEED / count
         rows = max(int(tokens / self.seq_len), 16)

@@ -1,4 +1,4 @@
-"""The conversations of a fine-tuning: prepared in the cache, opened, and described."""
+"""The conversations for fine-tuning: prepares and opens them, and collects facts about them."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import required_tokens
 from firstlight.training.datasets import open_splits
 
-#: Held-out conversations whose questions are looked at for samples, and samples.
+#: Number of held-out conversations in which sample questions are searched, and of samples.
 _LOOKED_AT, _SAMPLES = 40, 3
-#: Characters of a question in a sample.
+#: Largest number of characters of a sample question.
 _MOST_QUESTION = 400
 
 
 class Conversations:
-    """Conversations, prepared for a model.
+    """Conversations that are prepared for a model.
 
     Args:
         request: inputs and overrides of the run.
-        sources: the files that hold conversations.
+        sources: the files with conversations.
         folder: the model's folder.
-        tokenizer: its tokenizer.
-        tell: called with each line for people.
+        tokenizer: the model's tokenizer.
+        tell: function that is called with each message for the user.
         progress: show a progress bar.
 
     Attributes:
-        section: the keys of the recipe's section `data`.
+        section: the recipe's section `data`: key -> value.
         template: name of the chat template, and the reason for it.
-        train, val: the splits; None without held-out conversations.
-        facts: facts to choose settings from.
+        train, val: the splits; `val` is None without held-out conversations.
+        facts: facts from which settings are chosen.
 
     Raises:
         InputError, DataError, TokenizerError, StorageError: see `cached_chat`.
@@ -89,7 +89,8 @@ class Conversations:
             )
 
     def tokens(self, seq_len: int) -> tuple[float, float]:
-        """Tokens of a pass over the training and over the validation split, in rows of a length."""
+        """Tokens of one pass over the training split and of one over the validation split, with
+        padding, if rows have `seq_len` tokens."""
 
         def of(split: Corpus | None) -> float:
             return 0.0 if split is None else float(split.num_rows(seq_len) * seq_len)
@@ -97,7 +98,8 @@ class Conversations:
         return of(self.train), of(self.val)
 
     def prompts(self, most_tokens: int) -> list[str]:
-        """Some questions of held-out conversations, each shorter than a limit in tokens."""
+        """Up to three different questions of held-out conversations, each with fewer than
+        `most_tokens` tokens."""
         tokenizer = Tokenizer.from_pretrained(self.train.folder)
         found: list[str] = []
         for question in self._questions():
@@ -113,7 +115,7 @@ class Conversations:
         return found
 
     def _questions(self) -> Iterator[str]:
-        """First questions of held-out conversations."""
+        """The first messages of held-out conversations, if they are a user's and short."""
         if not isinstance(self.val, ExampleDataset):
             return
         count = min(self.val.num_documents, _LOOKED_AT)
@@ -134,7 +136,7 @@ class Conversations:
 
 
 def _chat_template(request: Request, tokenizer: Tokenizer) -> tuple[str | None, tuple[str, str]]:
-    """(value of data.template, (its name, the reason) for people)."""
+    """The value of `data.template`, and the template's name and reason for the printed table."""
     given = request.fixed.get("data.template")
     if given is not None:
         return str(given), (str(given), "given")

@@ -1,8 +1,8 @@
-"""Near-duplicates among documents, by a sketch of each: a bottom-k MinHash of its shingles.
+"""Finds near-duplicates among documents by a sketch of each: a bottom-k MinHash of its shingles.
 
-A shingle is a window of characters of the text with its white space and capitals made equal. The
-smallest hashes of two documents are a random sample of the shingles of both, so the share that they
-have in common estimates the Jaccard similarity of the documents (Broder 1997).
+A shingle is a window of bytes of the text, after normalising white space and lower-casing. The
+smallest hashes in the union of two sketches are a random sample of both documents' shingles. The
+fraction of them that is in both sketches estimates the documents' Jaccard similarity (Broder 1997).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy.typing as npt
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
-#: Bytes of a shingle: some five words, or a line of code.
+#: Bytes of a shingle: about five words, or a line of code.
 _SHINGLE_BYTES = 32
-#: Hashes of a sketch, and those of them by which similar documents are found.
+#: Number of hashes of a sketch, and of those that are keys of the index of similar documents.
 _SKETCH, _KEYS = 48, 8
-#: Bytes of a document that its sketch is made of: the first ones.
+#: Number of bytes of a document from which its sketch is made, the first ones.
 _MOST_BYTES = 1 << 20
-#: Share of common shingles from which on two documents are near-duplicates.
+#: Estimated Jaccard similarity from which two documents are near-duplicates.
 _SIMILAR = 0.5
 
-#: An odd number without a pattern (the golden ratio's digits), the base of the rolling hash.
+#: Base of the rolling hash: an odd number with irregular bits, 2^64 divided by the golden ratio.
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -33,13 +33,13 @@ class NearDuplicates:
     """Groups of documents that are similar to each other, found one document at a time.
 
     Args:
-        most: documents whose sketches are kept; later ones are compared with nothing, so memory is
-            bounded: 600 bytes and 8 entries of a dictionary for each.
+        most: largest number of documents whose sketches are kept (each about 600 bytes and 8
+            entries of a dictionary). Later documents are not compared, to bound the memory.
 
     Attributes:
-        groups: number of the group of each document in the order of `add`: the number of its first
-            document.
-        compared: number of documents that were compared with the earlier ones.
+        groups: group of each document, in the order of `add`. The number of a group is that of its
+            first document.
+        compared: number of documents that were compared with earlier ones.
     """
 
     def __init__(self, most: int = 100_000) -> None:
@@ -71,25 +71,28 @@ class NearDuplicates:
 
 
 def sketch(text: str) -> Hashes:
-    """The smallest hashes of a text's shingles, ascending [at most 48]; none of a short text."""
+    """The smallest hashes of a text's shingles, ascending, at most 48; empty for a text that is
+    shorter than a shingle."""
     data = " ".join(text[:_MOST_BYTES].lower().split()).encode("utf-8")[:_MOST_BYTES]
     count = len(data) - _SHINGLE_BYTES + 1
     if count < 1:
         return np.empty(0, np.uint64)
     powers, inverses = _powers()
-    # The hash of a window is that of what ends with it, less that of what ends before it.
+    # Polynomial hash: the hash of a window is the difference of the hashes of two prefixes, the one
+    # that ends with the window and the one that ends before it, divided by a power of the base.
     before = np.zeros(len(data) + 1, np.uint64)
     np.cumsum(np.frombuffer(data, np.uint8) * powers[: len(data)], out=before[1:])
     hashes = (before[_SHINGLE_BYTES:] - before[:count]) * inverses[:count]
     hashes ^= hashes >> np.uint64(32)
     hashes *= np.uint64(_BASE)
-    # Windows that are repeated take places of the smallest until they are counted once.
+    # Repeated windows have equal hashes: take more than needed, since duplicates are removed.
     most = min(4 * _SKETCH, count)
     return np.unique(np.partition(hashes, most - 1)[:most])[:_SKETCH]
 
 
 def similarity(one: Hashes, other: Hashes) -> float:
-    """Estimated Jaccard similarity of two documents by their sketches; 0 without shingles."""
+    """The Jaccard similarity of two documents, estimated from their sketches; 0 if both are
+    empty."""
     union = np.union1d(one, other)[:_SKETCH]
     if not len(union):
         return 0.0
@@ -99,7 +102,7 @@ def similarity(one: Hashes, other: Hashes) -> float:
 
 @functools.cache
 def _powers() -> tuple[Hashes, Hashes]:
-    """The powers of the base, and their inverses, modulo 2^64 [1 MiB each]."""
+    """The powers of the base, and their inverses, modulo 2^64, uint64 [2^20] each."""
     count = np.uint64(1)
     found = []
     for base in (_BASE, pow(_BASE, -1, 1 << 64)):

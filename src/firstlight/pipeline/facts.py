@@ -1,4 +1,4 @@
-"""Facts that settings are chosen from, and expectations from them: speed, and the loss of a
+"""Facts from which settings are chosen, and estimates from them: the speed and the loss of a
 model."""
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from firstlight.pipeline import settings
 from firstlight.pipeline.scan import CorpusFacts, held_out_share
 
-#: Readings of a text after which more add nothing: see `worth_of_bytes`.
+#: The constant R* of Muennighoff et al. 2023 (arXiv 2305.16264): see `worth_of_bytes`.
 _WORTH_OF_REPETITION = 15.39
 
 
 @dataclass(frozen=True)
 class Length:
-    """Length of a run, by one of three measures.
+    """Length of a run, given as one of three quantities.
 
     Attributes:
         seconds: time of the training loop.
-        tokens: tokens that are read.
-        steps: optimizer steps.
+        tokens: number of tokens that are trained on.
+        steps: number of optimizer steps.
     """
 
     seconds: float | None = None
@@ -34,12 +34,12 @@ class MachineFacts:
     """Facts about a machine.
 
     Attributes:
-        name: the device's name.
+        name: name of the device.
         kind: "cpu", "cuda" or "mps".
-        rates: (FLOPs of a token, tokens a second) of some models in training, the smallest first.
-        usable_bytes: memory that a run may take.
-        origin: source of the rates, for people.
-        compiles: True if torch.compile has code for it.
+        rates: training FLOPs per token and tokens per second of some models, the smallest first.
+        usable_bytes: memory that a run may use, in bytes.
+        origin: text with the source of the rates, for the user.
+        compiles: True if torch.compile works on this device.
     """
 
     name: str
@@ -50,8 +50,15 @@ class MachineFacts:
     compiles: bool = True
 
     def tokens_per_second(self, flops: float) -> float:
-        """Rate of a model by its FLOPs for a token: a token's time is a line through the known
-        times, and never less than that of the smallest."""
+        """Estimated training speed of a model in tokens per second.
+
+        The time of a token is interpolated linearly between the models of `rates`, extrapolated
+        beyond them, and at least half of the time of the smallest. With a single model in `rates`,
+        the time is proportional to the FLOPs.
+
+        Args:
+            flops: training FLOPs per token of the model.
+        """
         seconds = [(size, 1 / rate) for size, rate in self.rates]
         if len(seconds) == 1:
             return seconds[0][0] / seconds[0][1] / flops
@@ -63,15 +70,15 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class TextFacts:
-    """Facts about prepared text, or an estimate of them.
+    """Facts about prepared text, counted or estimated.
 
     Attributes:
-        vocab_size: number of tokens of the tokenizer.
-        train_tokens: tokens of the training split.
-        bytes_per_token: UTF-8 bytes of text for a token.
-        gzip_bits_per_byte: bits per byte of the text by gzip -9.
-        val_tokens: tokens of the validation split.
-        bytes_per_character: UTF-8 bytes of text for a character.
+        vocab_size: vocabulary size of the tokenizer.
+        train_tokens: number of tokens of the training split.
+        bytes_per_token: mean UTF-8 bytes of text per token.
+        gzip_bits_per_byte: bits per byte of the text compressed by gzip -9.
+        val_tokens: number of tokens of the validation split.
+        bytes_per_character: mean UTF-8 bytes of text per character.
     """
 
     vocab_size: int
@@ -84,11 +91,11 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model's size.
+    """The sizes of a model, from which its parameters and FLOPs follow.
 
     Attributes:
         hidden_size, num_hidden_layers: width and depth.
-        vocab_size: number of tokens.
+        vocab_size: vocabulary size.
         seq_len: tokens of a sequence.
     """
 
@@ -99,38 +106,42 @@ class ModelSize:
 
     @property
     def intermediate_size(self) -> int:
-        """Width inside the MLP: 8/3 of the model's, a multiple of 64."""
+        """Width inside the MLP: 8/3 of hidden_size, rounded up to a multiple of 64."""
         return math.ceil(self.hidden_size * 8 / 3 / 64) * 64
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of the layers' matrices."""
+        """Number of parameters of the layers' matrices."""
         width = self.hidden_size
         return self.num_hidden_layers * (4 * width**2 + 3 * width * self.intermediate_size)
 
     @property
     def parameters(self) -> int:
-        """All parameters, embedding and head included, norms left out."""
+        """Number of parameters, with embedding and head, without norms."""
         return self.layer_parameters + 2 * self.vocab_size * self.hidden_size
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and moments in fp32: the least that training takes."""
+        """Bytes of weights, gradients and two moments in fp32: the least memory of training."""
         return 16 * self.parameters
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of a token in training: six for each weight of a product, and attention's."""
+        """Training FLOPs per token: six for each weight of a matrix product, and those of
+        attention."""
         products = self.layer_parameters + self.vocab_size * self.hidden_size
         attention = self.num_hidden_layers * self.hidden_size * self.seq_len
         return 6.0 * (products + attention)
 
 
 def worth_of_bytes(read: float, unique: float) -> float:
-    """Bytes of new text that are worth as much as these bytes, which are read from less text
-    repeatedly.
+    """The number of bytes of new text that is worth as much as reading a text repeatedly.
 
-    Source: Muennighoff et al. 2023, equation 5.
+    Source: Muennighoff et al. 2023 (arXiv 2305.16264), equation 5.
+
+    Args:
+        read: bytes that are read, repetitions included.
+        unique: bytes of the text.
     """
     if read <= unique:
         return read
@@ -139,12 +150,12 @@ def worth_of_bytes(read: float, unique: float) -> float:
 
 
 def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
-    """Expected bits for a byte of held-out text.
+    """Expected bits per byte of held-out text after training; see `settings` for the formula.
 
     Args:
-        parameters: parameters of the layers.
-        read: bytes of text that training reads.
-        text: the text.
+        parameters: number of parameters of the layers' matrices.
+        read: bytes of text that training reads, repetitions included.
+        text: facts about the text.
     """
     unique = max(text.train_tokens * text.bytes_per_token, 1.0)
     size = text.bytes_per_character
@@ -153,15 +164,16 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     bits: float = settings.FLOOR * math.pow(gzip, settings.FLOOR_POWER)
     bits += settings.A / parameters**settings.ALPHA
     bits += settings.B * math.pow(gzip, settings.B_POWER) / characters**settings.BETA
-    # A byte costs no more than guessing it.
+    # Guessing a byte costs 8 bits.
     return min(bits / size, 8.0)
 
 
 def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
-    """Estimated facts of the text in tokens, before there is a tokenizer."""
+    """Estimated facts about the text as tokens, before it has a tokenizer."""
     sizes = settings.BYTES_PER_TOKEN
     known = min(sizes, key=lambda size: abs(math.log(size / vocab_size)))
-    # Characters of other scripts have more bytes, and as many letters to a token.
+    # Other scripts have more bytes per character and about as many characters per token as Latin.
+    # The exponent 0.8 takes somewhat fewer characters per token.
     per_token = sizes[known] * facts.bytes_per_character**0.8
     held = held_out_share(facts.text_bytes) * facts.text_bytes
     return TextFacts(

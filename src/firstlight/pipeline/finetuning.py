@@ -1,7 +1,7 @@
-"""Training a model on that is there already: on conversations, or on texts.
+"""Fine-tunes an existing model on conversations or texts.
 
-Conversations are prepared in the cache, as those of any recipe with `data.files`; texts in the run
-folder, with the model's own tokenizer.
+Conversations are prepared in the cache, as for any recipe with `data.files`; texts are prepared in
+the run folder with the model's own tokenizer.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ if TYPE_CHECKING:
 
 
 class FineTuning:
-    """A model to be trained on.
+    """The fine-tuning of a model: reads model and data, plans and runs the training; implements
+    `run.Work`.
 
     Args:
         request: inputs, length and overrides of the run, with the model to start from.
-        tell: called with each line for people.
+        tell: function that is called with each message for the user.
         progress: show a progress bar.
 
     Attributes:
-        content_key: hash of the data and the model's place.
+        content_key: hash of the data and of the model's path.
 
     Raises:
-        InputError: the inputs can't be read, or hold preference pairs.
+        InputError: the inputs can't be read, or contain preference pairs.
         ConfigError: an override is invalid, or the model has no tokenizer.
-        ModelError, CheckpointError: there is no model under that name.
+        ModelError, CheckpointError: there is no such model, or it can't be used.
         DataError, TokenizerError: see `prepare_chat`.
     """
 
@@ -82,7 +83,8 @@ class FineTuning:
             return folder, read_config(folder), tokenizer
 
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
-        # A run may have deleted this checkpoint when it is needed again.
+        # Keep a run folder's path, not its checkpoint's, which the run may delete meanwhile. A hub
+        # model is local by now.
         is_here = Path(request.init_from).expanduser().is_dir()
         self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(
@@ -106,19 +108,17 @@ class FineTuning:
         place = str(self._folder.resolve())
         self.content_key = hashlib.sha256(f"{key} {place}".encode()).hexdigest()[:16]
 
-    # The data
-
     # The plan
 
     def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
         """Choose method and settings.
 
         Args:
-            request: inputs and overrides, and the length, by default `DEFAULT_SECONDS`.
-            gpu: name of a GPU to plan for; None is this machine.
+            request: inputs and overrides, and the length of the run, by default `DEFAULT_SECONDS`.
+            gpu: name of a GPU to plan for; None plans for this machine.
 
         Raises:
-            ConfigError: an option is invalid, or nothing fits into memory.
+            ConfigError: an option is invalid, or no method fits into memory.
         """
         from firstlight.pipeline.machine import facts_for_model
         from firstlight.planner.plan.machine import find_machine
@@ -142,7 +142,7 @@ class FineTuning:
         )
 
     def _tokens(self, seq_len: int) -> tuple[float, float]:
-        """Tokens of a pass over the training and over the validation split."""
+        """Tokens of one pass over the training split and of one over the validation split."""
         if self._chats is not None:
             return self._chats.tokens(seq_len)
         assert self._scan is not None
@@ -152,10 +152,11 @@ class FineTuning:
     def _fitting_method(
         self, request: Request, machine: Machine, row: Choice
     ) -> tuple[ResolvedRecipe, Method]:
-        """The first of the methods that fits into memory with one sequence at a time.
+        """The first method of `_methods` that fits into memory with a micro-batch of one sequence,
+        and the resolved recipe with which it was tried.
 
         Raises:
-            ConfigError: none fits.
+            ConfigError: no method fits.
         """
         from firstlight.pipeline.machine import estimate_run
         from firstlight.planner.plan.machine import resolve_for
@@ -195,7 +196,7 @@ class FineTuning:
         )
 
     def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
-        """The methods, the one that learns most first."""
+        """The methods to try, in the order of what they can learn, the one with most first."""
         if not any(name.startswith("lora.") for name, _ in request.overrides):
             yield Method()
         yield Method(adapters=True)
@@ -210,7 +211,8 @@ class FineTuning:
     # The run
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the texts, choose again from the measured facts about them, and train."""
+        """Prepare texts, choose settings again from the counted tokens and the remaining time, and
+        train."""
         from firstlight.pipeline.machine import KnownForecast, fitted_recipe
         from firstlight.training.loop import train
 
@@ -251,7 +253,8 @@ class FineTuning:
     def _with_texts(
         self, plan: TuningPlan, scan: Scan, request: Request, call: RunCall
     ) -> tuple[TuningPlan, dict[str, Any]]:
-        """(the plan, the recipe's values) once the texts are prepared."""
+        """Prepare the texts; return the plan with their real numbers of tokens, and the recipe's
+        section `data`."""
         from firstlight.data.shards import read_manifest
 
         text = estimated_text(scan.facts, self._tokenizer.vocab_size)
@@ -265,7 +268,7 @@ class FineTuning:
         return plan, {"data": {"dir": str(data)}}
 
     def _prompts(self, plan: TuningPlan) -> list[str]:
-        """Sample prompts that leave room for an answer."""
+        """Sample prompts that leave at least half of the context for the answer."""
         if self._chats is not None:
             return self._chats.prompts(plan.model.context // 2)
         assert self._scan is not None
@@ -273,11 +276,11 @@ class FineTuning:
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """The overrides that have a part in memory."""
+    """The overrides of sections that influence the memory of the run."""
     sections = ("data", "lora", "batch", "optimizer", "efficiency", "loss", "distributed")
     return [one for one in request.overrides if one[0].partition(".")[0] in sections]
 
 
 def _gib(size: float) -> str:
-    """Bytes as GiB in two digits."""
+    """A number of bytes in GiB, as a text: two significant digits below 1 GiB, else one decimal."""
     return f"{size / 2**30:.2g}" if size < 2**30 else f"{size / 2**30:,.1f}"

@@ -1,4 +1,4 @@
-"""Detection of inputs that are conversations, by their first records; files beside them."""
+"""Detects by their first records which inputs are conversations, and lists the other files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[Da
 
     Args:
         inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
-        datasets: look into datasets of the hub, too.
+        datasets: True also looks into datasets on the Hugging Face hub.
     """
     found: dict[str, DataSource] = {}
     for item in inputs:
-        # Always Python's standard library, even if a file here has this name.
+        # "stdlib" means Python's standard library, even if there is a file of this name.
         if item == STANDARD_LIBRARY:
             continue
         try:
@@ -34,7 +34,8 @@ def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[Da
 
 
 def require_texts(inputs: Sequence[str]) -> None:
-    """Refuse inputs that hold only conversations, if the run makes a new model.
+    """Refuse inputs that contain only conversations or preference pairs, for a run that trains a
+    new model.
 
     Raises:
         InputError: the inputs have no text.
@@ -54,12 +55,12 @@ def require_texts(inputs: Sequence[str]) -> None:
 
 
 def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """`inputs` unchanged if every file of records in them is in `sources`, else the names of
-    `sources`.
+    """The value of the recipe's `data.files` for `sources`: the inputs as they were given if they
+    have no other files of records, else the names of `sources`.
 
     Args:
         inputs: files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
-        sources: sources among the inputs that hold conversations.
+        sources: the sources among the inputs that contain conversations.
     """
     names = {source.name for source in sources}
     try:
@@ -70,7 +71,7 @@ def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str
 
 
 def other_files_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
-    """The files beside conversations that are not read, for people; "" if there are none."""
+    """A message with the files beside conversations that are not read; "" if there are none."""
     names = {source.name for source in sources}
     others = [str(path) for path in unread_files(inputs, RECORD_SUFFIXES)]
     for item in inputs:

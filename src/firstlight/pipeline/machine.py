@@ -1,4 +1,5 @@
-"""The machine to train on: its speed for some models, timed on a CPU, predicted for a GPU."""
+"""The machine to train on: its speed for some models (measured on a CPU, predicted for a GPU), and
+the memory of runs."""
 
 from __future__ import annotations
 
@@ -26,24 +27,27 @@ from firstlight.training.forecast import Forecast
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Shapes whose speed is found out, and the vocabulary they have.
+#: (hidden_size, num_hidden_layers) of the models whose speed is measured or predicted, and their
+#: vocabulary size.
 _TIMED = ((128, 4), (320, 6))
 _PREDICTED = ((192, 4), (512, 8), (1024, 16))
 _VOCABULARY = 4096
-#: Tokens of a timed step: with half of them, each takes up to 1.4 times as long (the update).
+#: Tokens of a measured step. With half of them, a token takes up to 1.4 times as long, because of
+#: the update's share.
 _TIMED_TOKENS = settings.BATCH_TOKENS
-#: Seconds of timed steps, after the first one, which allocates. The next is still a third slower.
+#: Seconds of measured steps, after a first step that allocates memory. The second step is still a
+#: third slower, so the median is taken.
 _TIMED_SECONDS = 1.0
 
 
 def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
-    """A machine and its speed.
+    """A machine and its speed for new models.
 
     Args:
-        gpu: name of a GPU somewhere else; None is this machine.
+        gpu: name of a GPU of another machine; None is this machine.
 
     Raises:
-        ConfigError: the GPU is unknown.
+        ConfigError: the GPU or its speed is unknown.
     """
     machine = find_machine(gpu)
     kind = machine.target.kind
@@ -53,7 +57,8 @@ def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
     else:
         rates = [_predicted(machine, ModelSize(*shape, _VOCABULARY, 512)) for shape in _PREDICTED]
         origin = "predicted by the planner"
-    # A smaller model that is slower tells of launches, or of noise: it is as fast as the larger.
+    # If a smaller model is slower than a larger one, because of kernel launches or noise, it gets
+    # the larger one's rate: `MachineFacts` needs rates that don't rise with size.
     rates = [
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
     ]
@@ -63,7 +68,7 @@ def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
 
 
 def _speed_recipe(shape: ModelSize, kind: str) -> Recipe:
-    """A recipe of the layout of every new model, to find its speed."""
+    """A recipe of a new model with the usual layout, for finding its speed."""
     values: dict[str, Any] = {
         "data": {"dir": "unused", "seq_len": shape.seq_len},
         "batch": {"micro_batch_size": settings.MICRO_BATCH_TOKENS[kind] // shape.seq_len},
@@ -84,7 +89,7 @@ def _speed_recipe(shape: ModelSize, kind: str) -> Recipe:
 
 
 def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections with further values by `section.key`."""
+    """The sections `values` (section -> key -> value) with additional values by `section.key`."""
     found = {section: dict(keys) for section, keys in values.items()}
     for name, value in more.items():
         section, _, key = name.partition(".")
@@ -93,16 +98,17 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _timed(machine: Machine, shape: ModelSize) -> tuple[float, float]:
-    """(FLOPs of a token, tokens a second) of a new model."""
+    """Training FLOPs per token and measured tokens per second of a new model."""
     recipe = resolve_for(_speed_recipe(shape, "cpu"), machine)
     return shape.flops_per_token, timed_rate(recipe, machine)
 
 
 def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Tokens a second of a recipe's model in training, by some steps on random tokens.
+    """Measure the training speed of a recipe's model by some steps on random tokens, in tokens per
+    second.
 
     Args:
-        recipe: the recipe, of one process.
+        recipe: the recipe of a run with one process.
         machine: this machine.
     """
     model = empty_model(recipe.model)
@@ -128,7 +134,7 @@ def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
 
 
 def _predicted(machine: Machine, shape: ModelSize) -> tuple[float, float]:
-    """The same by the planner."""
+    """Training FLOPs per token and tokens per second of a new model, predicted by the planner."""
     kind = machine.target.kind
     recipe = resolve_for(_speed_recipe(shape, kind), machine)
     found = Estimator(measures=False).estimate(Candidate(recipe, machine, evaluates=False))
@@ -138,19 +144,19 @@ def _predicted(machine: Machine, shape: ModelSize) -> tuple[float, float]:
 
 
 def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
-    """Expected memory of a run, evaluations included, and on a GPU its speed."""
+    """The expected memory of a run with its evaluations, and for a GPU its speed."""
     return Estimator(measures=False).estimate(Candidate(recipe, machine))
 
 
 def memory_of_choices(
     choices: Choices, overrides: Sequence[tuple[str, str]], machine: Machine
 ) -> int | None:
-    """Expected memory of a new model's run whose texts are not prepared, in bytes; None if it can't
-    be predicted.
+    """Expected memory in bytes of a new model's run, before its texts are prepared; None if it
+    can't be predicted.
 
     Args:
-        choices: every setting.
-        overrides: (`section.key`, value as YAML text) pairs.
+        choices: all settings.
+        overrides: pairs (`section.key`, value as YAML text).
         machine: the machine to train on.
     """
     values = choices.values
@@ -161,10 +167,10 @@ def memory_of_choices(
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
-    """A machine and its speed for the model of a recipe: timed on a CPU, predicted for a GPU.
+    """A machine and its speed for the model of a recipe, measured on a CPU, predicted for a GPU.
 
     Raises:
-        ConfigError: the GPU's speed is not known.
+        ConfigError: the GPU's speed is unknown.
     """
     kind, seq_len = machine.target.kind, recipe.data.seq_len
     frozen = recipe.lora is not None
@@ -185,12 +191,12 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
 
 @dataclass(frozen=True)
 class FittedRecipe:
-    """A recipe that is known to fit into memory.
+    """A recipe whose micro-batch was adapted to the memory.
 
     Attributes:
         recipe: the recipe to train.
-        resolved: the same recipe as the run resolves it, as in the run folder.
-        choices: the choices with the micro-batch and the minutes that it has.
+        resolved: the same recipe with all open keys resolved, as it is written to the run folder.
+        choices: the choices with the recipe's final micro-batch size and minutes.
         forecast: expected memory and speed; None if they can't be predicted.
     """
 
@@ -201,7 +207,7 @@ class FittedRecipe:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Expected memory of the run."""
+        """Expected memory of the run in bytes; None if it can't be predicted."""
         return None if self.forecast is None else self.forecast.peak_bytes
 
 
@@ -214,16 +220,18 @@ def fitted_recipe(
     length: Callable[[], Length],
     init_from: str | None = None,
 ) -> FittedRecipe:
-    """The recipe of choices, its micro-batch halved until it fits into memory.
+    """The recipe of the choices, with the micro-batch size halved until the run fits into memory. A
+    micro-batch size given by the user is kept.
 
     Args:
-        values: values of the recipe by section; changed here.
-        overrides: (`section.key`, value as YAML text) pairs.
-        choices: the choices.
+        values: sections of the recipe; changed in place.
+        overrides: pairs (`section.key`, value as YAML text).
+        choices: all settings.
         machine: this machine.
         speed: its speed.
-        length: the length that is left, asked at the end: choosing takes time too.
-        init_from: folder of the model to start from.
+        length: function that returns the remaining length of the run. It is called at the end,
+            because fitting takes time, too.
+        init_from: name or folder of the model to start from; None for a new model.
     """
     given = any(name == "batch.micro_batch_size" for name, _ in overrides)
     while True:
@@ -248,7 +256,7 @@ def fitted_recipe(
 
 
 class KnownForecast:
-    """A forecaster whose forecast is made already; see `training.forecast.Forecaster`."""
+    """A `training.forecast.Forecaster` that returns a forecast that was made before."""
 
     def __init__(self, forecast: Forecast | None) -> None:
         self._forecast = forecast
@@ -256,7 +264,7 @@ class KnownForecast:
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
     ) -> Forecast | None:
-        """The forecast of the run."""
+        """See `Forecaster`; the arguments are ignored."""
         return self._forecast
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:

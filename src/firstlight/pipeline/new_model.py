@@ -1,4 +1,5 @@
-"""A new model of texts: scan, tokenizer, shards, settings for the time, training."""
+"""Trains a new model on texts: scans the texts, makes tokenizer and shards, chooses settings, and
+trains."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class NewModel:
-    """Work that trains a new model on texts.
+    """The training of a new model on texts; implements `run.Work`.
 
     Args:
         request: inputs, length and overrides of the run.
-        tell: called with each line for people.
+        tell: function that is called with each message for the user.
         progress: show a progress bar.
 
     Attributes:
@@ -43,11 +44,12 @@ class NewModel:
         self.content_key = self._scan.facts.content_key
 
     def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
-        """The plan by estimates; see `plan_texts`."""
+        """The plan from estimated facts about the texts; see `plan_texts`."""
         return plan_texts(request, self._scan, gpu)
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the texts, choose again from the measured facts about them, and train."""
+        """Prepare the texts, choose settings again from the counted tokens and the remaining time,
+        and train."""
         from firstlight.pipeline.machine import KnownForecast
         from firstlight.training.loop import train
 
@@ -73,7 +75,7 @@ class NewModel:
         return train(fitted.recipe, progress=call.progress, forecaster=forecaster)
 
     def _fitted(self, plan: TextPlan, data: Path, call: RunCall) -> FittedRecipe:
-        """The recipe of the choices, once it is known to fit into memory."""
+        """The recipe of the choices, fitted to the memory by `fitted_recipe`."""
         from firstlight.pipeline.machine import fitted_recipe
         from firstlight.tokenizer import Tokenizer
 
@@ -95,11 +97,11 @@ class NewModel:
 
 
 def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:
-    """Facts of prepared text.
+    """Facts about prepared text, with counted tokens.
 
     Args:
         data: the folder of the shards.
-        facts: facts of the corpus from its scan.
+        facts: facts about the corpus from its scan.
     """
     from firstlight.data.shards import read_manifest
 

@@ -1,4 +1,4 @@
-"""A plan of a run on texts: facts about the texts and the machine, and every setting."""
+"""The plan of a run on texts: facts about texts and machine, and all settings."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 
-#: The time of a run that nobody has given a length, where there is nobody to ask.
+#: Length of a run in seconds if none is given and the user can't be asked.
 DEFAULT_SECONDS = 600.0
-#: Least bytes of text: less leaves no validation text.
+#: Fewest bytes of text: less leaves no validation text.
 LEAST_BYTES = 1000
-#: The times that a person is shown when asked.
+#: Lengths in seconds that are offered when the user is asked.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A person's request.
+    """The user's request. At most one of seconds, tokens and steps is given.
 
     Attributes:
         inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
-        seconds: wall-clock time of the whole command, or
-        tokens: tokens to train on, or
-        steps: optimizer steps.
-        size: name or number of parameters of the model; None chooses.
-        overrides: (`section.key`, value as YAML text) pairs.
+        seconds: wall-clock time of the whole command.
+        tokens: number of tokens to train on.
+        steps: number of optimizer steps.
+        size: name of a size, or number of parameters, of the model; None chooses it.
+        overrides: pairs (`section.key`, value as YAML text).
         text_key: field of the text in JSONL lines, tables and datasets.
         init_from: folder of the model to start from; None trains a new one.
     """
@@ -82,14 +82,13 @@ class Request:
         return {name: parse_yaml(text) for name, text in self.overrides}
 
     def check(self, *, conversations: bool = False) -> None:
-        """Refuse overrides that are no keys of a recipe, or have no meaning here, before anything
-        is trained.
+        """Refuse invalid overrides before anything is trained.
 
         Args:
-            conversations: the inputs are conversations.
+            conversations: True if the inputs are conversations.
 
         Raises:
-            ConfigError: a key is unknown, chosen by the inputs, or its value is invalid.
+            ConfigError: a key is unknown or follows from the inputs, or its value is invalid.
         """
         from firstlight.recipe import parse_recipe
 
@@ -116,7 +115,7 @@ class Request:
                 "one of them out"
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
-        # Some keys go only with the kind of schedule that is chosen.
+        # Some keys are valid only with the kind of schedule that will be chosen.
         kind = settings.LAYOUT["schedule.kind"]
         parse_recipe({"data": data, "schedule": {"kind": kind}}, "options", self.overrides)
 
@@ -134,10 +133,10 @@ def request_of(
     text_key: str,
     init_from: str | Path | None = None,
 ) -> Request:
-    """The request of `train_texts`'s arguments.
+    """The request for the arguments of `train_texts`.
 
     Raises:
-        ConfigError: a time, number or size can't be read, or two lengths are given.
+        ConfigError: a time, number or size is invalid, or two lengths are given.
     """
     from firstlight.recipe import override_pairs
 
@@ -157,17 +156,17 @@ def request_of(
 
 
 class RunPlan(Protocol):
-    """A plan of a run: of a new model, or of a model that is started from.
+    """The plan of a run, for a new model (`TextPlan`) or for fine-tuning (`TuningPlan`).
 
     Attributes:
-        choices: every setting.
+        choices: all settings.
     """
 
     @property
     def choices(self) -> Choices: ...
 
     def choose_again(self, length: Length) -> RunPlan:
-        """The plan of another length."""
+        """The plan for another length of the run."""
         ...
 
     def with_memory(self) -> RunPlan:
@@ -175,27 +174,27 @@ class RunPlan(Protocol):
         ...
 
     def lines(self) -> Iterator[str]:
-        """The plan for people: what is trained, what to expect, and a table of all choices."""
+        """The plan as text for the user: model, expectations, and a table of all choices."""
         ...
 
     def record(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """The plan as a JSON object."""
         ...
 
 
 @dataclass(frozen=True)
 class TextPlan:
-    """A plan of a run on texts.
+    """The plan of a new model's run; implements `RunPlan`.
 
     Attributes:
         request: inputs, length and overrides of the run.
-        scan: the texts.
+        scan: the scan of the texts.
         machine: the machine to train on.
         speed: its speed.
-        text: the texts as tokens: estimated, or counted once they are prepared.
-        vocabulary: reason for the size of the vocabulary.
-        choices: every setting.
-        memory_bytes: expected memory of the run; None if it was not asked.
+        text: facts about the texts as tokens: estimated, or counted after they are prepared.
+        vocabulary: reason for the vocabulary size.
+        choices: all settings.
+        memory_bytes: expected memory of the run; None if unknown or not computed yet.
     """
 
     request: Request
@@ -208,20 +207,20 @@ class TextPlan:
     memory_bytes: int | None = None
 
     def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:
-        """The plan of another length, or of the texts once they are prepared."""
+        """The plan for another length of the run, or with counted facts about the texts."""
         text = text or self.text
         choices = choose(text, self.speed, length, self.request.fixed, self.request.size)
         return replace(self, text=text, choices=choices)
 
     def with_memory(self) -> TextPlan:
-        """The plan with the expected memory, before the texts are prepared."""
+        """See `RunPlan.with_memory`."""
         from firstlight.pipeline.machine import memory_of_choices
 
         overrides = self.request.overrides
         return replace(self, memory_bytes=memory_of_choices(self.choices, overrides, self.machine))
 
     def lines(self) -> Iterator[str]:
-        """The plan for people: what is trained, what to expect, and a table of all choices."""
+        """See `RunPlan.lines`."""
         choices = self.choices
         assert choices.bits_per_byte is not None
         low, high = choices.bits_per_byte
@@ -239,7 +238,7 @@ class TextPlan:
         yield from table_lines(choices, vocabulary)
 
     def record(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """See `RunPlan.record`."""
         return {
             "machine": self.speed.name,
             "corpus": asdict(self.scan.facts),
@@ -249,12 +248,12 @@ class TextPlan:
 
 
 def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]:
-    """The machine's speed and the length of a run, for people.
+    """Lines for the user with the machine's speed and the length of the run.
 
     Args:
-        choices: every setting.
+        choices: all settings.
         speed: the machine.
-        data: name of the data that passes are made over, such as "the text".
+        data: name of the training data, such as "the text".
     """
     yield (
         f"{speed.name} ({speed.origin}): {choices.tokens_per_second:,.0f} tokens/s for "
@@ -267,7 +266,7 @@ def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]
 
 
 def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
-    """The expected memory of a run, for people."""
+    """A line for the user with the expected memory of a run."""
     return (
         f"expected memory: {memory_bytes / 2**30:.2f} GiB for tensors, of "
         f"{speed.usable_bytes / 2**30:.1f} GiB"
@@ -275,11 +274,11 @@ def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
 
 
 def table_lines(choices: Choices, *first: tuple[str, str, str]) -> Iterator[str]:
-    """All choices that have a reason as a table.
+    """The lines of a table of all choices that have a reason.
 
     Args:
-        choices: every setting.
-        first: rows above them: (name, value, reason).
+        choices: all settings.
+        first: rows above the choices: name, value and reason.
     """
     shown = list(first)
     shown += [(c.key, plain(c.value), c.reason) for c in choices.choices if c.reason]
@@ -289,16 +288,16 @@ def table_lines(choices: Choices, *first: tuple[str, str, str]) -> Iterator[str]
 
 
 def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
-    """Scan the texts of a request; the first line for people comes at once.
+    """Scan the texts of a request. The first message comes before reading begins.
 
     Args:
         request: inputs, length and overrides of the run.
-        tell: called with each line for people.
+        tell: function that is called with each message for the user.
         progress: show a progress bar on stderr.
 
     Raises:
-        InputError: the inputs can't be read, or hold no text, or too little.
-        ConfigError: an override is no key of a recipe.
+        InputError: the inputs can't be read, or have too little text.
+        ConfigError: an override is invalid.
     """
     sources = find_sources(request.inputs)
     tell(reading_line(request.inputs, sources))
@@ -314,13 +313,13 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
         tell(line)
     if unread := unread_files(request.inputs):
         tell(_unread_line(unread))
-    # Only here: it imports torch, which takes seconds.
+    # Checked only here because it imports torch, which takes seconds.
     request.check()
     return scan
 
 
 def _unread_line(files: Sequence[Path]) -> str:
-    """The files of other kinds than texts, for people."""
+    """A message with the files that are not read because they are no texts."""
     names = ", ".join(map(str, files[:SHOWN_FILES])) + (", ..." if len(files) > SHOWN_FILES else "")
     count = f"{len(files):,} file{'s' if len(files) != 1 else ''}"
     return f"{count} not read, being of other kinds: {listed(by_ending(files))}: {names}"
@@ -330,9 +329,9 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     """Choose settings for scanned texts.
 
     Args:
-        request: inputs and overrides, and the length, by default `DEFAULT_SECONDS`.
-        scan: its texts.
-        gpu: name of a GPU to plan for; None is this machine.
+        request: inputs and overrides, and the length of the run, by default `DEFAULT_SECONDS`.
+        scan: the scan of its texts.
+        gpu: name of a GPU to plan for; None plans for this machine.
 
     Raises:
         ConfigError: an option is invalid, or the GPU is unknown.
@@ -351,13 +350,13 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
 
 
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
-    """(seconds, the settings) of some lengths of a run."""
+    """Some lengths of a run in seconds (`OFFERED_SECONDS`), each with the settings for it."""
     for seconds in OFFERED_SECONDS:
         yield seconds, plan.choose_again(Length(seconds)).choices
 
 
 def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
-    """The first line for people, which names the input."""
+    """The first message of a run, with its inputs."""
     named = shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
     return f"reading {named}: {_sources_text(sources)}"
 
@@ -373,7 +372,7 @@ def _sources_text(sources: Sequence[DataSource]) -> str:
 
 
 def run_name(inputs: Sequence[str]) -> str:
-    """A name for the run of inputs, for its folder."""
+    """A name for a run folder, from the first input's name."""
     first = inputs[0].removeprefix("hf:").partition(":")[0]
     stem = Path(first).expanduser().resolve().name if Path(first).exists() else Path(first).name
     name = stem.partition(".")[0] or stem.strip(".")

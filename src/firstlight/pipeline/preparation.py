@@ -1,4 +1,4 @@
-"""The texts of a run as token shards: made once, and used again by later calls."""
+"""Prepares the texts of a run as token shards, which later calls with the same texts use again."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from firstlight.pipeline.scan import Scan
 if TYPE_CHECKING:
     from firstlight.tokenizer import Tokenizer
 
-#: Text that a tokenizer is trained on: more hardly changes it.
+#: Bytes of text on which a tokenizer is trained: more text hardly changes it.
 _TOKENIZER_BYTES = 24 << 20
-#: Text that is prepared whatever the length of the run; of more, as much as the run reads.
+#: Bytes of text that are prepared in any case; of longer texts as much as the run reads, if that
+#: is more.
 _PREPARED_BYTES = 64 << 20
-#: Part of the text that is prepared in addition to the text that the run is expected to read.
+#: Prepared text as a multiple of the text that the run is expected to read.
 _SPARE = 1.5
-#: Held-out text that xz is tried on.
+#: Bytes of held-out text that are compressed by xz, for comparison with the model.
 _XZ_BYTES = 8 << 20
 
 
@@ -33,11 +34,12 @@ class Preparation:
     """Texts to prepare.
 
     Attributes:
-        scan: the texts.
+        scan: the scan of the texts.
         text_key: field of the text in JSONL lines, tables and datasets.
         needed_bytes: bytes of text that the run is expected to read.
-        tokenizer_key: hash or size of the tokenizer, which tells prepared texts apart.
-        tokenizer: makes or loads the tokenizer.
+        tokenizer_key: hash or vocabulary size of the tokenizer, which is part of the key of
+            prepared texts.
+        tokenizer: function that trains or loads the tokenizer.
     """
 
     scan: Scan
@@ -48,24 +50,24 @@ class Preparation:
 
     @property
     def limit(self) -> int:
-        """Bytes of text that are prepared, by powers of two, so that another budget can use the
-        same."""
+        """Bytes of text that are prepared: a power of two times `_PREPARED_BYTES`, so that runs
+        with slightly different budgets use the same shards."""
         parts = _SPARE * self.needed_bytes / _PREPARED_BYTES
         return _PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
 
     @property
     def key(self) -> str:
-        """A name of the prepared data."""
+        """The key of the prepared data: texts with equal keys give the same shards."""
         facts = self.scan.facts
-        # Nobody knows the size of a dataset.
+        # The size of a dataset on the hub is unknown.
         known = all(source.dataset is None for source in self.scan.sources)
         whole = known and facts.total_bytes <= self.limit
         return f"{facts.content_key}-{self.tokenizer_key}-{0 if whole else self.limit}"
 
 
 def prepared_texts(texts: Preparation, call: RunCall) -> Path:
-    """The folder of tokenizer and shards, made now or by an earlier call; of two calls at once, the
-    second waits for the first.
+    """The folder of tokenizer and shards: that of an earlier call with the same key, or a new one.
+    If another call is preparing the same texts, this one waits for it.
 
     Raises:
         InputError, StorageError: see `prepare`.
@@ -78,14 +80,14 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             continue
         with held(folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
             data, state = folder / DATA_FOLDER, read_state(folder)
-            # A call that was killed leaves its key, and the shards of an earlier one.
+            # A call that was killed leaves its `data_key` beside older shards.
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
                 call.tell(f"tokenizer and shards of {data} are used again")
                 call.remember(data_key=texts.key, data=str(data), xz=state.get("xz"))
                 return data
     with held(call.folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
-        # Other calls wait for `data_key`; only `prepared_key` says that the shards are its own.
+        # `data_key` makes other calls wait for this one; `prepared_key` marks complete shards.
         call.remember(data_key=texts.key, prepared_key=None)
         data = prepare_corpus(texts, call)
         call.remember(prepared_key=texts.key)
@@ -121,13 +123,13 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
 def train_tokenizer_on(
     scan: Scan, text_key: str, vocab_size: int, tell: Callable[[str], None]
 ) -> Tokenizer:
-    """A tokenizer of texts.
+    """Train a tokenizer on texts.
 
     Args:
-        scan: the texts.
+        scan: the scan of the texts.
         text_key: field of the text in JSONL lines, tables and datasets.
         vocab_size: number of tokens.
-        tell: called with a line for people.
+        tell: function that is called with a message for the user.
     """
     from firstlight.data.records import read_documents
     from firstlight.tokenizer import train_tokenizer
@@ -136,7 +138,8 @@ def train_tokenizer_on(
     split_of = scan.split.splitter()
     records = read_documents(limited_sources(scan.sources, _TOKENIZER_BYTES), text_key)
     texts = (one.value for one in records if one.error is None)
-    # Held-out text has no part in the tokenizer where it is whole documents.
+    # Held-out documents are left out. If the end of each document is held out ("tail"), the
+    # tokenizer is trained on whole documents.
     kept = (text for text in texts if split_of(text) in ("train", "tail"))
     tokenizer = train_tokenizer(kept, vocab_size)
     tell(f"tokenizer: {tokenizer.vocab_size:,} tokens ({time_text(time.time() - begun)})")
@@ -144,7 +147,7 @@ def train_tokenizer_on(
 
 
 def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> list[str]:
-    """The beginnings of prompts with a limit on their tokens, without empty ones."""
+    """Prompts shortened to at most `most` tokens each, without empty ones; [""] if none is left."""
     found = []
     for prompt in prompts:
         while len(tokenizer.encode_prompt(prompt)) > most:
@@ -154,7 +157,7 @@ def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> 
 
 
 def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
-    """Bits per byte of the held-out text by xz; None without held-out text."""
+    """Bits per byte of the held-out text compressed by xz; None without held-out text."""
     from firstlight.data.corpus import TokenDataset
     from firstlight.data.shards import read_manifest
 

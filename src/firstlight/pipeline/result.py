@@ -1,4 +1,5 @@
-"""The result of a run on texts: the loss beside gzip and xz, samples, and next commands."""
+"""The result of a run on texts: its loss compared with gzip and xz, samples, and commands that use
+the model."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 
-#: Columns and rows of the curve of the loss.
+#: Columns and rows of the loss curve in the terminal.
 _CURVE_COLUMNS, _CURVE_ROWS = 80, 8
-#: Characters of the prompt that a next command has.
+#: Largest number of characters of the prompt in a proposed command.
 _PROMPT_CHARS = 32
-#: The last evaluation is worse than the best one from this share of its bits on.
+#: Fraction of the last evaluation's bits per byte by which an earlier one has to be lower, so that
+#: its checkpoint is recommended.
 _WORSE = 0.02
 
 
@@ -37,20 +39,22 @@ class TextRun:
     """The result of `train_texts`.
 
     Attributes:
-        run_folder: folder of the recipe, the data, checkpoints and the report.
-        training: the result of the training; None for a run that was complete before.
-        choices: every setting; None where the run of an earlier call was gone on with.
-        bits_per_byte: bits per byte of held-out text, last evaluation (see `best`); None before the
-            first one.
-        gzip_bits_per_byte: bits per byte of the held-out text by gzip -9.
-        xz_bits_per_byte: bits per byte of the held-out text by xz.
-        samples: (prompt, continuation) pairs of the last evaluation.
+        run_folder: folder with the recipe, the data, checkpoints and the report.
+        training: the result of the training; None for a run that was already complete.
+        choices: all settings; None if the call resumed the run of an earlier call.
+        bits_per_byte: bits per byte of held-out text at the last evaluation (see `best`); None
+            without an evaluation.
+        gzip_bits_per_byte: bits per byte of the held-out text compressed by gzip -9; None if
+            unknown.
+        xz_bits_per_byte: bits per byte of the held-out text compressed by xz; None if unknown.
+        samples: pairs (prompt, continuation) of the last evaluation.
         seconds: wall-clock time of the whole call.
-        next_commands: (command, purpose) pairs.
-        best: True where the last evaluations were worse than an earlier one, whose checkpoint is
-            kept and the one to use (`--best`); `bits_per_byte` and `next_commands` are of that one
+        next_commands: pairs (command, purpose) of commands that use the model.
+        answers: True if the model was trained on conversations; `bits_per_byte` is that of answers
             then.
-        answers: True for a model that was trained to answer; `bits_per_byte` is of answers then.
+        best: True if the last evaluation was clearly worse than an earlier one whose checkpoint is
+            kept and should be used (`--best`); `bits_per_byte`, `samples` and `next_commands` are
+            for that checkpoint then.
     """
 
     run_folder: Path
@@ -67,13 +71,19 @@ class TextRun:
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
-    """The result for the caller, from the run folder's files."""
+    """The result of a call, from the run folder's files.
+
+    Args:
+        call: the call of `train_texts`.
+        result: the result of the training; None for a run that was already complete.
+        request: inputs, length and overrides of the run.
+    """
     folder, state = call.folder, call.state
     metrics = read_json_lines(folder / METRICS_NAME)
     evaluated = [line for line in metrics if line["step"] and line.get("bits_per_byte") is not None]
     found = [line["bits_per_byte"] for line in evaluated]
     kept = best_checkpoint(folder)
-    # Evaluations of several steps can be equally good, and a recipe may keep none of them.
+    # Several steps can have the lowest value, and the recipe may keep none of their checkpoints.
     best_steps = [line["step"] for line in evaluated if line["bits_per_byte"] == min(found)]
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
@@ -103,12 +113,12 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
 
 
 def first_words(prompt: str) -> str:
-    """The beginning of a prompt for a command line: words of its first line, up to a character
-    that a terminal could act on; "" for none."""
+    """The beginning of a prompt, for a command line: words of its first line that is not empty, up
+    to the first unprintable character; "" if there are none."""
     line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
     line = "".join(itertools.takewhile(str.isprintable, line))
     short = textwrap.shorten(line, _PROMPT_CHARS, placeholder="", break_long_words=False)
-    # Some languages have no spaces between words.
+    # A language without spaces between words has one long word: cut it by characters.
     return short or line[:_PROMPT_CHARS]
 
 
@@ -132,7 +142,7 @@ def _next_commands(
     )
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
-        return  # The text was read as often as it helps.
+        return  # the run has reached the limit of epochs: a longer one would not be better
     longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
     more = "".join(
         f" --{key} {shlex.quote(value)}" for key, value in request.overrides if key != "run.dir"
@@ -146,7 +156,7 @@ def _next_commands(
 
 
 def _curve_lines(folder: Path) -> Iterator[str]:
-    """The training losses of a run, over all its calls; nothing for a run of a single step."""
+    """The curve of a run's training loss, over all its calls; no lines for a run of one step."""
     curve = LossCurve()
     for line in read_json_lines(folder / METRICS_NAME):
         if line.get("train/loss") is not None:
@@ -157,7 +167,12 @@ def _curve_lines(folder: Path) -> Iterator[str]:
 
 
 def result_lines(run: TextRun, *, with_curve: bool = True) -> Iterator[str]:
-    """The result for people, with the curve of the training loss unless that was shown before."""
+    """The result as lines for the user.
+
+    Args:
+        run: the result.
+        with_curve: True adds the curve of the training loss; False if it was shown before.
+    """
     if with_curve:
         yield from _curve_lines(run.run_folder)
     if run.bits_per_byte is not None:

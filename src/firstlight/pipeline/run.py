@@ -1,4 +1,4 @@
-"""`train_texts`: texts or conversations in, a trained model out, within the time there is."""
+"""`train_texts`: trains a model on texts or conversations within a given time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from firstlight.pipeline.result import TextRun
     from firstlight.training.loop import TrainResult
 
-#: Called with a plan; returns the seconds that a person chose.
+#: Function that shows a plan to the user, and returns the length of the run that the user chose, in
+#: seconds.
 Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
-    """Work of a request: training a new model, or fine-tuning an existing one.
+    """The work for a request: training a new model (`NewModel`), or fine-tuning (`FineTuning`).
 
     Attributes:
         content_key: hash of the inputs' content.
@@ -37,26 +38,37 @@ class Work(Protocol):
     def content_key(self) -> str: ...
 
     def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
-        """The plan by estimates."""
+        """The plan from estimated facts.
+
+        Args:
+            request: inputs, length and overrides of the run.
+            gpu: name of a GPU to plan for; None plans for this machine.
+        """
         ...
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the data, choose again from facts about it, and train."""
+        """Prepare the data, choose settings again from facts about it, and train.
+
+        Args:
+            plan: the plan from estimated facts.
+            request: inputs, length and overrides of the run.
+            call: run folder, time and messages.
+        """
         ...
 
 
 def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) -> Work:
-    """Read the inputs of a request.
+    """Read the inputs of a request, and return the work for it.
 
     Args:
         request: inputs, length and overrides of the run.
-        tell: called with each line for people.
+        tell: function that is called with each message for the user.
         progress: show a progress bar.
 
     Raises:
-        InputError: the inputs can't be read, or hold neither texts nor conversations.
+        InputError: the inputs can't be read, or contain neither texts nor conversations.
         ConfigError: an override is invalid.
-        ModelError, CheckpointError: there is no model to start from under that name.
+        ModelError, CheckpointError: the model to start from does not exist or can't be used.
     """
     from firstlight.pipeline.finetuning import FineTuning
     from firstlight.pipeline.inputs import require_texts
@@ -83,29 +95,32 @@ def train_texts(
     ask: Ask | None = None,
     began: float | None = None,
 ) -> TextRun:
-    """Train a model on texts: tokenizer, shards, settings, training, evaluation, report.
+    """Train a model on texts with one call, which makes tokenizer and shards, chooses settings,
+    trains, evaluates, and writes a report.
 
-    A second call with the same inputs and options resumes an unfinished run; a call with other
-    options begins another run with the same tokenizer and shards.
+    A second call with the same inputs and options resumes an unfinished run. A call with other
+    options begins another run, and uses the tokenizer and shards again if they are the same.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
-            With `init_from`, conversations as `prepare_chat` takes them, too.
-        budget: wall-clock time of the whole call, such as "30m", or seconds; of budget, tokens and
-            steps at most one is given. Without any, it is ten minutes.
+            With `init_from` also conversations; see `prepare_chat`.
+        budget: wall-clock time of the whole call, such as "30m", or a number of seconds. At most
+            one of budget, tokens and steps may be given; without any, the budget is ten minutes.
         tokens: number of tokens to train on, such as "10M".
         steps: number of optimizer steps.
-        size: "tiny", "small", "medium", "large", "xl" or parameters such as "10M"; None chooses.
-        init_from: model folder, run or hub id to train on; None trains a new model.
+        size: "tiny", "small", "medium", "large", "xl", or a number of parameters such as "10M";
+            None chooses the size.
+        init_from: model folder, run folder or hub id of a model to fine-tune; None trains a new
+            model.
         run_dir: run folder; None is runs/NAME, with the name of the first input.
-        overrides: values of the recipe by `section.key`; the other choices follow.
+        overrides: values of the recipe by `section.key`; other settings are chosen to fit them.
         text_key: field of the text in JSONL lines, tables and datasets.
-        progress: show what happens on stderr.
-        ask: asked for the seconds where no length is given.
-        began: `time.time()` that the budget counts from; None is now.
+        progress: show messages and progress on stderr.
+        ask: function that asks the user for the length of the run if none is given.
+        began: `time.time()` from which the budget counts; None is now.
 
     Raises:
-        InputError: the inputs can't be read, or hold no text.
+        InputError: the inputs can't be read, or have no text.
         ConfigError: an argument is invalid, the budget is too short, or `run_dir` has another run.
         CheckpointError, ModelError, TrainingError, StorageError, DataError: see `train`.
     """
@@ -117,7 +132,7 @@ def train_texts(
     work = work_of(request, tell, progress=progress)
     asked = time.time()
     request, plan = _with_length(request, work, ask, tell)
-    # The time that a person takes to answer is not the run's.
+    # The time until the user answers does not count as the run's.
     began += 0.0 if plan is None else time.time() - asked
     folder = place_of_run(request, work.content_key, run_dir)
     from firstlight.checkpoint.run_folder import held
@@ -133,7 +148,8 @@ def train_texts(
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None]:
-    """(the request with a length, the plan that a person was asked with)."""
+    """The request with a length, and the plan that was shown to the user; None if the user was not
+    asked."""
     if request.has_length:
         return request, None
     if ask is None:
@@ -146,7 +162,7 @@ def _with_length(
 def _result(
     work: Work, plan: RunPlan | None, request: Request, call: RunCall
 ) -> TrainResult | None:
-    """Begin the run, or go on with it; None if it is complete."""
+    """Begin the run or resume it; None if it is complete already."""
     if call.state.get("complete"):
         call.tell(f"{call.folder} is complete: nothing is left to do")
         return None
@@ -161,7 +177,7 @@ def _result(
 
 
 def _go_on(request: Request, call: RunCall) -> TrainResult:
-    """Go on with the run of an earlier call."""
+    """Resume the run of an earlier call."""
     from firstlight.planner.plan.processes import RunForecaster
     from firstlight.recipe import load_recipe
     from firstlight.training.loop import train

@@ -1,4 +1,5 @@
-"""One call of `train_texts`: its run folder, the state in it for a later call, its time."""
+"""One call of `train_texts`: its run folder, the state that it saves there for later calls, and its
+time."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ from firstlight.pipeline.plan import Request, run_name, time_text
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe
 
-#: File in the run folder with the texts and options that the run was made for.
+#: File in the run folder with the run's inputs and options, and the state of its preparation.
 STATE_NAME = "pipeline.json"
 #: Folder in the run folder with tokenizer and shards.
 DATA_FOLDER = "data"
-#: Lock file in the run folder, held by a call of `train_texts`.
+#: Lock file in the run folder, locked during a call of `train_texts`.
 LOCK_NAME = ".pipeline.lock"
-#: The name of a run's recipe; the module that defines it imports torch.
+#: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
 RECIPE_NAME = "recipe.yaml"
-#: Seconds of the whole command that are not training: starting the run, and its report.
+#: Seconds of the budget that are reserved for starting the run and for its report.
 _RESERVED_SECONDS = 4.0
-#: A run that is shorter is not worth its start.
+#: Fewest seconds of a training: a shorter one is not worth its start.
 _LEAST_SECONDS = 10.0
-#: Characters of a line of reasons.
+#: Width of comment lines in the recipe, in characters.
 _WIDTH = 100
 
 
@@ -42,13 +43,13 @@ class RunCall:
 
     Args:
         folder: the run folder.
-        began: `time.time()` that the budget counts from.
-        tell: called with each line for people.
+        began: `time.time()` from which the budget counts.
+        tell: function that is called with each message for the user.
         progress: show progress bars.
 
     Attributes:
-        state: texts and options that the folder was made for, as its file remembers them.
-        choices: every setting, once the recipe is written; None for a run that is gone on with.
+        state: the contents of the folder's state file (`STATE_NAME`).
+        choices: all settings, after the recipe is written; None for a resumed run.
     """
 
     def __init__(
@@ -59,21 +60,21 @@ class RunCall:
         self.choices: Choices | None = None
 
     def remember(self, **values: Any) -> None:
-        """Write the state that a later call needs into the run folder.
+        """Add values to the state, and write it to the run folder for later calls.
 
         Raises:
-            StorageError: the disk refuses.
+            StorageError: a file system error.
         """
         self.state |= values
         make_folder(self.folder)
         write_json(self.folder / STATE_NAME, self.state)
 
     def length(self, request: Request) -> Length:
-        """The length of the training loop: the budget without the time of the command's other
-        parts.
+        """The length of the training loop. Of a time budget it is what remains now, without the
+        seconds that are reserved for the other parts of the command.
 
         Raises:
-            ConfigError: no time is left.
+            ConfigError: less than `_LEAST_SECONDS` remain.
         """
         if request.seconds is None:
             return Length(None, request.tokens, request.steps)
@@ -88,10 +89,10 @@ class RunCall:
         return Length(left)
 
     def write_recipe(self, recipe: Recipe, choices: Choices, request: Request) -> None:
-        """Write the recipe with the reason of each choice, which are this call's from here on.
+        """Write the recipe with the reasons of the choices as comments, and set `choices`.
 
         Raises:
-            StorageError: the disk refuses.
+            StorageError: a file system error.
         """
         self.choices = choices
         reasons = {choice.key: choice.reason for choice in choices.choices}
@@ -106,11 +107,11 @@ class RunCall:
 
 
 def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[str] = ()) -> str:
-    """A recipe as YAML.
+    """A recipe as YAML text with comments.
 
     Args:
-        recipe: the recipe; every key is written.
-        reasons: reason of each chosen key, by `section.key`.
+        recipe: the recipe; all of its keys are written.
+        reasons: reasons of chosen keys by `section.key`, written above the keys.
         header: lines of a comment at the top.
     """
     text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
@@ -132,17 +133,17 @@ def place_of_run(request: Request, content_key: str, run_dir: str | Path | None)
     Args:
         request: inputs, length and overrides of the run.
         content_key: hash of the inputs' content.
-        run_dir: the folder that was asked for; None is one of runs/.
+        run_dir: the folder given by the user; None uses runs/NAME, runs/NAME-2 and so on.
 
     Raises:
-        ConfigError: the folder that was asked for has another run.
+        ConfigError: the folder given by the user has another run.
     """
     given = run_dir or request.fixed.get("run.dir")
     base = Path(given or Path("runs") / run_name(request.inputs)).expanduser()
     number = 1
     while True:
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        # A lock alone is that of a call that has just begun.
+        # A folder with only a lock file belongs to a call that has just begun: the lock decides.
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
             return folder
         state = read_state(folder)
@@ -159,7 +160,7 @@ def place_of_run(request: Request, content_key: str, run_dir: str | Path | None)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The texts and options that a run folder was made for, from `STATE_NAME`; {} if unknown."""
+    """The contents of a run folder's state file (`STATE_NAME`); {} if it is missing or damaged."""
     try:
         state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -168,7 +169,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def remembered(request: Request) -> dict[str, Any]:
-    """The options that decide whether a second call means the same run, as JSON values."""
+    """The options by which a later call is recognised as one for the same run, as a JSON object."""
     overrides = [list(one) for one in request.overrides if one[0] != "run.dir"]
     kept = {name: getattr(request, name) for name in ("seconds", "tokens", "steps", "size")}
     if request.init_from is not None:

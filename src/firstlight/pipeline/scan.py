@@ -1,5 +1,5 @@
-"""One pass over texts before anything is decided: the amount of text, its scripts, repeated
-documents, and the held-out documents."""
+"""Reads texts once before settings are chosen: counts the text, its scripts and its duplicates, and
+selects the held-out documents."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
 
 if TYPE_CHECKING:
-    # With it come the tokenizers, which the first line is not to wait for.
+    # It imports tokenizers, which takes too long before the first message.
     from firstlight.data.prepare import SplitOf
 
-#: Names of files in a message.
+#: Largest number of file names in a message.
 SHOWN_FILES = 5
-#: Bytes of text that are read of a larger corpus: the first part of each file.
+#: Bytes that are read of a larger corpus: the first part of each file.
 MOST_BYTES = 256 << 20
-#: Characters that are counted together.
+#: Characters that are counted at a time.
 _BLOCK_CHARACTERS = 1 << 22
-#: Documents without a text among them, after which no more are read.
+#: Number of unreadable documents after which reading stops if no document had text.
 _HOPELESS = 1000
-#: Bytes of text that gzip is tried on.
+#: Bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
-#: Share of the text that the common characters make up.
+#: Fraction of the text that consists of the common characters.
 _COMMON_SHARE = 0.999
 
-#: Share of the text that is held out, and most bytes: more would make a loss no more certain.
+#: Fraction and largest number of bytes that are held out; more would hardly improve the estimate.
 HELD_OUT_SHARE = 0.1
 HELD_OUT_BYTES = 1 << 20
 
-#: Unicode's words for scripts that readers know by other names.
+#: Unicode's names of scripts -> better known names.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
 
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Facts about texts, as far as they were read.
+    """Facts about the part of a corpus that was read.
 
     Attributes:
-        documents: documents with text, duplicates included.
-        text_bytes: UTF-8 bytes of the documents, each counted once.
-        characters: characters of the same.
-        total_bytes: estimated bytes of the whole corpus; `text_bytes` where all of it was read.
+        documents: number of documents with text, duplicates included.
+        text_bytes: UTF-8 bytes of the documents without duplicates.
+        characters: characters of the documents without duplicates.
+        total_bytes: estimated bytes of the whole corpus; `text_bytes` if all of it was read.
         common_characters: number of different characters that make up 99.9 % of the text.
-        scripts: share of the letters' bytes by script, the largest first.
-        duplicates: documents whose text is that of an earlier one.
-        near_duplicates: documents that are similar to an earlier one.
-        compared: documents that near-duplicates were looked for in, the first ones.
-        rejected: number of documents that can't be read, by reason (see `records.REASONS`).
-        first_rejected: places and faults of the first of them.
-        gzip_bits_per_byte: bits per byte of the first 2 MiB by gzip -9.
-        content_key: hash of all text that was read, and of the bytes read from each file.
-        is_sampled: True where only the first part of each file was read.
+        scripts: fraction of the letters' bytes by script, the largest first.
+        duplicates: number of documents with the same text as an earlier one.
+        near_duplicates: number of documents that are similar to an earlier one.
+        compared: number of documents that were compared with earlier ones, the first ones.
+        rejected: number of unreadable documents by reason (see `records.REASONS`).
+        first_rejected: places and errors of the first unreadable documents.
+        gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
+        content_key: hash of all text that was read, and for a sample of the limits of each file.
+        is_sampled: True if only a part of the corpus was read.
     """
 
     documents: int
@@ -84,18 +84,18 @@ class CorpusFacts:
 
     @property
     def bytes_per_character(self) -> float:
-        """UTF-8 bytes for a character of the text."""
+        """Mean UTF-8 bytes per character of the text."""
         return self.text_bytes / max(self.characters, 1)
 
 
 @dataclass(frozen=True)
 class Scan:
-    """A corpus after its scan.
+    """The result of scanning a corpus.
 
     Attributes:
-        sources: its files and datasets.
-        facts: counts and shares of the corpus.
-        split: the documents that are held out, and those left out as duplicates.
+        sources: files and datasets of the corpus.
+        facts: facts about the corpus.
+        split: the documents that are held out.
         prompts: beginnings of held-out texts, for samples.
     """
 
@@ -107,18 +107,20 @@ class Scan:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The split of a corpus.
+    """The split of a corpus into training and validation text.
 
     Attributes:
-        digests: hashes of the documents that are held out; None where the end of each document is.
-        fraction: share of the text that is held out.
+        digests: hashes of the documents that are held out; None if the end of each document is held
+            out.
+        fraction: fraction of the text that is held out.
     """
 
     digests: frozenset[bytes] | None
     fraction: float
 
     def splitter(self) -> SplitOf:
-        """A function for one pass over the documents, which gives the split of each."""
+        """A function from a document's text to its split, for one pass over the documents in order:
+        None for a duplicate of an earlier one, "tail" if the document's end is held out."""
         seen: set[bytes] = set()
 
         def split_of(text: str) -> Literal["train", "val", "tail"] | None:
@@ -145,7 +147,7 @@ def scan_corpus(
     Args:
         sources: see `find_sources`.
         text_key: see `read_documents`.
-        most_bytes: bytes of text of a larger corpus that are read.
+        most_bytes: number of bytes that are read of a larger corpus.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -186,7 +188,7 @@ class _Counts:
         self._first_rejected: list[str] = []
 
     def add(self, record: Record) -> int:
-        """Count a document; return its bytes."""
+        """Count a document; return its approximate size for the progress bar."""
         if record.error is not None:
             self._rejected[record.error.reason] += 1
             if len(self._first_rejected) < SHOWN_FILES:
@@ -209,8 +211,8 @@ class _Counts:
         if self.text_bytes - size < _GZIP_BYTES:
             self._head.append(text.encode("utf-8")[:_GZIP_BYTES])
         if len(self._openings) < _MOST_OPENINGS:
-            # Openings of the text and of places near its end, the part that is held out if there
-            # are few documents.
+            # Candidates for prompts: the beginning of the text, and places near its end, because
+            # the end of each document is held out if there are few documents.
             share = held_out_share(size)
             places = (0, *(int(len(text) * (1 - share * part)) for part in (0.9, 0.6, 0.3)))
             self._openings[digest] = [opening_of(text[at : at + 1000], at) for at in places]
@@ -231,11 +233,11 @@ class _Counts:
     def facts(
         self, sources: Sequence[DataSource], limited: Sequence[DataSource], text_key: str
     ) -> CorpusFacts:
-        """The facts of all that was read.
+        """The facts about everything that was read.
 
         Args:
             sources: all sources.
-            limited: those that were read, as far as they were.
+            limited: the sources with the limits with which they were read.
             text_key: see `read_documents`.
 
         Raises:
@@ -270,14 +272,14 @@ class _Counts:
         )
 
     def held_out(self) -> HeldOut:
-        """The split of the documents."""
+        """Select the documents to hold out."""
         chosen = held_out_groups(self._near.groups, self._sizes)
         digests = list(self._digests)
         held = None if chosen is None else frozenset(digests[number] for number in chosen)
         return HeldOut(held, held_out_share(self.text_bytes))
 
     def prompts(self, held: HeldOut) -> list[str]:
-        """Beginnings of held-out texts."""
+        """Beginnings of up to three held-out texts."""
         if held.digests is None:
             texts = [text for _, *later in self._openings.values() for text in later]
         else:
@@ -286,40 +288,41 @@ class _Counts:
         return [one for one in dict.fromkeys(texts[::step]) if one][:_PROMPTS]
 
 
-#: Sample texts, characters of a prompt, and documents whose beginnings are kept.
+#: Number of prompts, largest number of their characters, and of documents with kept beginnings.
 _PROMPTS, _PROMPT_CHARACTERS, _MOST_OPENINGS = 3, 60, 10_000
 
 
 def opening_of(text: str, start: int = 0) -> str:
-    """The beginning of a text, or of its first whole line where `text` starts inside of another,
-    some words long, for a model to continue."""
+    """Some words from the beginning of a text, as a prompt. If `text` starts in the middle of a
+    document (`start` > 0), its first, incomplete line is skipped."""
     text = text[text.find("\n") + 1 :] if start else text
     text = text.lstrip("\ufeff\n\r ")
-    # Never all of it: a whole text leaves nothing to continue.
+    # At most half of the text: a whole text would leave nothing to continue.
     cut = text[: min(_PROMPT_CHARACTERS, (len(text) + 1) // 2)]
     end = max(cut.rfind(" "), cut.rfind("\n"))
     return (cut[:end] if end > _PROMPT_CHARACTERS // 3 else cut).rstrip()
 
 
 def held_out_share(text_bytes: int) -> float:
-    """Share of a corpus's bytes that is held out, in four digits."""
+    """The fraction of a corpus' bytes that is held out, rounded to four significant digits."""
     share = min(HELD_OUT_SHARE, HELD_OUT_BYTES / max(text_bytes, 1))
     return float(f"{share:.4g}")
 
 
 def held_out_groups(groups: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """The numbers of the documents to hold out, whole groups of near-duplicates at a time.
+    """Select the documents to hold out, in whole groups of near-duplicates.
 
-    A group is held out whenever validation has fallen behind its share of the bytes, so the share
-    is kept all along the corpus. A group larger than that share is never held out.
+    A group is held out whenever the held-out bytes are less than their share of the bytes so far.
+    So held-out documents are spread over the corpus. A group larger than the total share is never
+    held out.
 
     Args:
         groups: number of the group of each document.
         sizes: bytes of each document.
 
     Returns:
-        The numbers, ascending; None where there are too few groups to keep the share: then the end
-        of each document is held out.
+        The numbers of the documents, ascending. None if there are too few groups for the share:
+        then the end of each document is held out.
     """
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
@@ -336,7 +339,7 @@ def held_out_groups(groups: Sequence[int], sizes: Sequence[int]) -> list[int] | 
             held += numbers
             taken += size
         seen += size
-    # If a few documents are most of the text, whole documents can't come near the share.
+    # If a few documents make up most of the text, whole documents can't reach the share.
     return sorted(held) if taken >= share * total / 2 else None
 
 
@@ -345,7 +348,7 @@ def _digest(text: str) -> bytes:
 
 
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
-    """Share of the letters' UTF-8 bytes by script."""
+    """The fraction of the letters' UTF-8 bytes by script, from counts by code point."""
     counts: Counter[str] = Counter()
     for code in np.flatnonzero(histogram).tolist():
         character = chr(code)
@@ -358,11 +361,11 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
 
 
 def described(facts: CorpusFacts, size_text: Callable[[float], str]) -> Iterator[str]:
-    """The facts for people, a line each.
+    """The facts as lines for the user.
 
     Args:
         facts: the facts.
-        size_text: a number of bytes for people.
+        size_text: function that formats a number of bytes.
     """
     documents = f"{facts.documents:,} document{'s' if facts.documents != 1 else ''}"
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]

@@ -1,5 +1,5 @@
-"""Settings of fine-tuning from facts alone: the data, the model that is started from, the machine,
-and the time or tokens there are."""
+"""Chooses the settings of fine-tuning from facts about the data, the starting model, the machine,
+and the length of the run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from firstlight.pipeline.facts import Length, MachineFacts
 
 @dataclass(frozen=True)
 class TuningData:
-    """Data to fine-tune on.
+    """Facts about the data of fine-tuning.
 
     Attributes:
         kind: "chat" for conversations, "text" for texts.
-        count: number of conversations, or documents, to train on.
+        count: number of conversations, or of documents.
         longest: tokens of the longest conversation; 0 for texts.
-        usual: tokens that 99 % of the conversations have at most; 0 for texts.
+        usual: 99th percentile of the conversations' numbers of tokens; 0 for texts.
     """
 
     kind: Literal["chat", "text"]
@@ -33,12 +33,13 @@ class TuningData:
 
     @property
     def name(self) -> str:
-        """The data in a sentence about passes over them."""
+        """The name of the data in messages."""
         return "the conversations" if self.kind == "chat" else "the text"
 
     @property
     def most_epochs(self) -> float:
-        """Passes over the data after which the model knows them by heart."""
+        """Largest number of passes over the data: more would make the model memorize it. Few
+        conversations get more passes than many."""
         if self.kind == "text":
             return settings.MOST_EPOCHS
         few = math.sqrt(settings.MANY_CHATS / max(self.count, 1))
@@ -48,14 +49,14 @@ class TuningData:
 
 @dataclass(frozen=True)
 class Method:
-    """The way to train a model that is started from.
+    """A method of fine-tuning.
 
     Attributes:
-        adapters: True trains adapters beside frozen weights (LoRA), False all weights.
-        checkpointing: True computes activations twice, to keep fewer of them.
-        quantized: True keeps the frozen weights in 4 bits.
-        reason: the memory that decided.
-        memory_bytes: expected memory.
+        adapters: True trains adapters beside frozen weights (LoRA), False trains all weights.
+        checkpointing: True uses activation checkpointing, which saves memory.
+        quantized: True keeps the frozen weights in 4 bits (QLoRA).
+        reason: text with the reason for the method, for the printed table.
+        memory_bytes: expected memory of the run with a micro-batch of one sequence.
     """
 
     adapters: bool = False
@@ -66,13 +67,13 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The method for people."""
+        """The method's name in messages."""
         if not self.adapters:
             return "all weights"
         return "QLoRA" if self.quantized else "LoRA"
 
     def choices(self) -> Iterator[Choice]:
-        """The keys that stand for the method."""
+        """The choices that set the method in a recipe."""
         if self.adapters:
             rank = "numbers of an adapter for each row of a matrix"
             yield Choice("lora.rank", settings.ADAPTER_RANK, rank)
@@ -86,12 +87,12 @@ class Method:
 
 @dataclass(frozen=True)
 class StartingModel:
-    """Facts about the model that is started from.
+    """Facts about the model from which fine-tuning starts.
 
     Attributes:
-        parameters: number of its parameters.
-        hidden_size: its width.
-        context: tokens that it can see.
+        parameters: number of parameters.
+        hidden_size: width of the model.
+        context: context length in tokens.
     """
 
     parameters: int
@@ -100,11 +101,15 @@ class StartingModel:
 
 
 def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> Choice:
-    """Tokens of a training row: the longest conversation fits, or nearly all do; of texts as many
-    as new models have, within the model's context.
+    """Choose `data.seq_len`, the tokens of a training row.
 
-    Raises:
-        ConfigError: a given length is longer than the context.
+    For conversations, the longest one fits into a row, or if that is too long, 99 % of them fit.
+    For texts it is the sequence length of large new models. It is never longer than the model's
+    context.
+
+    Args:
+        data, model: training data and starting model.
+        fixed: values given by the user, by `section.key`; a given length is not checked here.
     """
     key, given = "data.seq_len", fixed.get("data.seq_len")
     if given is not None:
@@ -137,16 +142,19 @@ def choose_tuning(
     length: Length,
     fixed: Mapping[str, Any],
 ) -> Choices:
-    """Every setting of a fine-tuning.
+    """Choose all settings of a fine-tuning run.
 
     Args:
-        data, model, method: training data, starting model and way to train it.
-        machine: the machine, with the speed of this model.
-        epoch_tokens: tokens of a pass over the data, the rows' empty places included.
-        val_tokens: tokens of the validation split, the rows' empty places included.
-        row: tokens of a row; see `row_of`.
-        length: time, tokens or steps.
-        fixed: values of keys of the recipe that a person has given.
+        data, model, method: training data, starting model and method.
+        machine: the machine, with its speed for this model.
+        epoch_tokens: tokens of a pass over the training split, padding included.
+        val_tokens: tokens of the validation split, padding included.
+        row: the choice of `row_of`.
+        length: length of the run as time, tokens or steps.
+        fixed: values given by the user, by `section.key`.
+
+    Raises:
+        ConfigError: a given `batch.global_batch_tokens` is not a multiple of the row's tokens.
     """
     rate = machine.rates[0][1]
     most = data.most_epochs * epoch_tokens
@@ -179,7 +187,14 @@ def choose_tuning(
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
-    """Tokens of a step: as many as leave a run its steps, in whole micro-batches."""
+    """Tokens of a step: so many that the run has about `settings.TUNING_STEPS` steps, up to a
+    limit, in whole micro-batches.
+
+    Args:
+        tokens: tokens of the run.
+        seq_len: tokens of a row.
+        unit: tokens of a micro-batch.
+    """
     wanted = min(tokens / settings.TUNING_STEPS, settings.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)
     return -(-rows * seq_len // unit) * unit

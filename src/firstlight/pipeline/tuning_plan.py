@@ -1,4 +1,4 @@
-"""A plan of a fine-tuning: the data, the model that is started from, the method, every setting."""
+"""The plan of a fine-tuning run: data, starting model, method, and all settings."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """A plan of a fine-tuning.
+    """The plan of a fine-tuning run; implements `RunPlan`.
 
     Attributes:
         request: inputs, length and overrides of the run.
         machine: the machine to train on.
         speed: its speed for this model and method.
-        data: the data.
-        model: the model that is started from.
-        method: adapters or all weights.
-        epoch_tokens, val_tokens: tokens of a pass over the training and the validation split.
-        row: tokens of a training row.
-        template: name of the chat template and reason for it; None for texts.
-        choices: every setting.
+        data: facts about the data.
+        model: facts about the starting model.
+        method: the method.
+        epoch_tokens, val_tokens: tokens of a pass over the training split, and over the validation
+            split.
+        row: the choice of a training row's tokens.
+        template: name of the chat template and the reason for it; None for texts.
+        choices: all settings.
+        memory_bytes: expected memory of the run.
     """
 
     request: Request
@@ -46,7 +48,7 @@ class TuningPlan:
     memory_bytes: float
 
     def choose_again(self, length: Length) -> TuningPlan:
-        """The plan of another length."""
+        """See `RunPlan.choose_again`."""
         choices = choose_tuning(
             self.data,
             self.model,
@@ -61,11 +63,11 @@ class TuningPlan:
         return replace(self, choices=choices)
 
     def with_memory(self) -> TuningPlan:
-        """The plan itself: the method was chosen by its memory."""
+        """The plan itself, because the memory is known from the choice of the method."""
         return self
 
     def lines(self) -> Iterator[str]:
-        """The plan for people: what is trained, what to expect, and a table of all choices."""
+        """See `RunPlan.lines`."""
         yield from run_lines(self.choices, self.speed, self.data.name)
         yield memory_line(self.memory_bytes, self.speed)
         yield ""
@@ -75,7 +77,7 @@ class TuningPlan:
         yield from table_lines(self.choices, *rows)
 
     def record(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """See `RunPlan.record`."""
         return {
             "machine": self.speed.name,
             "data": asdict(self.data),
