@@ -1,1 +1,1 @@
-"""Training: the recipe, the step, the loop, metrics and the report."""
+"""Training: setting up a run, the step, the loop, evaluations, checkpoints, logs and trackers."""

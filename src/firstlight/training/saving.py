@@ -22,11 +22,11 @@ from firstlight.training.state import capture
 
 
 class RunCheckpoints:
-    """The checkpoints that a run saves and goes back to. A context; at its end, all checkpoints in
-    progress are on the disk.
+    """The checkpoints that a run saves and goes back to. A context manager: at its end, all
+    checkpoints that were begun are on the disk.
 
     Args:
-        run: the run, open.
+        run: the run, inside `open_run`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -53,7 +53,7 @@ class RunCheckpoints:
             self.saver.close()
 
     def require_written(self) -> None:
-        """Raise the error that the background writer ran into, once.
+        """Raise an error of the background writer, once, and take over the time of its last write.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -63,11 +63,12 @@ class RunCheckpoints:
 
     @property
     def are_due(self) -> bool:
-        """True if a checkpoint is due, or asked for with a file `save-now` in the run folder.
+        """True if a checkpoint is due, or requested by a file `save-now` in the run folder.
 
-        One is due every `checkpoint.every_steps` steps, but not before the first, and when the
-        validation loss is the lowest so far, if the best checkpoint is kept. None is due while
-        steps are being skipped: it would take the place of one from before the trouble.
+        A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. If
+        the best checkpoint is kept, one is also due when the validation loss is the lowest so far.
+        None is due while steps are being skipped, since it would replace a checkpoint from before
+        the divergence.
         """
         run, asked = self.run, self._is_asked
         config, state = run.recipe.checkpoint, run.state
@@ -79,34 +80,35 @@ class RunCheckpoints:
 
     @property
     def _is_asked(self) -> bool:
-        # One process looks: another might see the file a moment later, and save alone.
+        # Only the main process looks for the file: others might see it a step earlier or later.
         return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
 
     def save(self) -> None:
-        """Save a checkpoint of this moment; the saver deletes the ones that are too many.
+        """Save a checkpoint of the current state. The saver deletes checkpoints that are not kept.
 
         Raises:
-            CheckpointError, StorageError: this one could not be written, or the one before.
+            CheckpointError, StorageError: this checkpoint or the one before could not be written.
         """
         with self.run.times.part("save"):
             self._save()
 
     def _save(self) -> None:
         run, asked = self.run, self._is_asked
-        # On a CPU, the copy that is written takes their place.
+        # Free the gradients: on a CPU, the copy that is written needs memory.
         run.program.optimizer.zero_grad()
-        # Before the checkpoint: resuming keeps the lines up to its step, so they must be there.
+        # Before the checkpoint, since resuming needs the lines up to its step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
         run.saved_step, run.unsaved = run.state.step, False
         if asked:
-            # The request goes when it is met: whoever kills the run in between may ask no more.
+            # Delete the request only when the checkpoint is written: the user may then kill the
+            # run.
             self.saver.wait()
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
     def finish(self) -> None:
-        """Save unsaved steps, wait until they are on the disk, and free the saver's memory: nothing
-        is saved afterwards.
+        """Save unsaved steps, wait until they are on the disk, and close the saver, which frees its
+        memory.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -115,12 +117,15 @@ class RunCheckpoints:
             self.save()
         self.saver.wait()
         self.saver.close()
-        # No process ends while another one is still writing.
+        # So that no process ends while another one is still writing.
         barrier()
 
     def go_back(self, error: DivergedError) -> None:
-        """Put an earlier checkpoint's weights, moments, random numbers and step back, and go on
-        from there with the data that come next.
+        """Set the run to an earlier checkpoint's weights, moments, random states and step. Training
+        continues from there with the data that follow, without those of the dropped steps.
+
+        Args:
+            error: the divergence.
 
         Raises:
             DivergedError: the recipe says to stop, `max_rollbacks` is reached, or there is no
@@ -136,12 +141,12 @@ class RunCheckpoints:
         run.require_folder()
         run.take_up(load_checkpoint(folder, verify=False))
         self.saver.saved_step = run.saved_step
-        # The checkpoint's own count could end the next attempt at its first bad step.
+        # With the checkpoint's count, the next attempt could end at its first bad step.
         run.guard.skipped_in_a_row = 0
-        # The position in the data and the facts learned about the machine stay as they are.
+        # Keep the position in the data, the micro-batch size that fits, and the events.
         run.state.rows_seen = run.loader.state_dict()["rows_seen"]
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
-        # Texts and statistics of the steps that are gone back on.
+        # Drop texts and statistics of the steps that do not count.
         run.samples = []
         run.program.forget_statistics()
         run.logs.drop_after(run.logged_step)
@@ -149,7 +154,11 @@ class RunCheckpoints:
         run.bar.message(f"{problem}; back to step {run.state.step}")
 
     def _checkpoint_before(self, problem: str) -> Path:
-        """The folder of the checkpoint to go back to; a DivergedError if there is none."""
+        """The folder of the checkpoint to go back to.
+
+        Raises:
+            DivergedError: see `go_back`; its message begins with `problem`.
+        """
         run = self.run
         targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
         before, every = run.state.step, run.recipe.checkpoint.every_steps
@@ -159,7 +168,7 @@ class RunCheckpoints:
             raise DivergedError(problem)
         if len(targets) >= run.recipe.guard.max_rollbacks:
             raise DivergedError(f"{problem} (after {len(targets)} rollbacks)")
-        # The one that is being written may be the one to go back to.
+        # The checkpoint that is being written may be the one to go back to.
         self.saver.wait()
 
         def find() -> str | None:
@@ -173,8 +182,8 @@ class RunCheckpoints:
 
 
 def captured(run: Run) -> Checkpoint:
-    """The checkpoint of a run as it is now."""
-    # Not the loader's own count: it may have given batches that no step was made on.
+    """The checkpoint of a run in its current state."""
+    # Not the loader's count, which includes batches that were read but not used.
     rows_seen = run.state.rows_seen
     return capture(
         run.state,

@@ -1,6 +1,7 @@
-"""Before the first step: check all that can be checked, build or load all that is needed.
+"""Setting up a run: checks of recipe, data, model and disk, and building or loading what the run
+needs.
 
-All refusals are made here, before a run has cost time or written a file.
+Invalid runs are refused here, before they take time or write a file.
 """
 
 from __future__ import annotations
@@ -70,17 +71,18 @@ def set_up(
     engine: Engine,
     shown: bool,
 ) -> Iterator[Run]:
-    """The run that a recipe describes, ready for its next step. Its folder is held inside.
+    """Context in which the run folder is locked; yields the run of a recipe, ready for its next
+    step.
 
     Args:
         recipe, resume, init_from, new_rows, branch_from: see `train`.
         hardware: the hardware of this process.
         engine: the engine by which the processes of the run share the model.
-        shown: show messages to a person, from the main process.
+        shown: show messages to the user, from the main process.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError, StorageError: something does not
-            fit; nothing has been written.
+        ConfigError, DataError, ModelError, CheckpointError, StorageError: recipe, data, model,
+            checkpoint or disk do not fit the run; nothing has been written.
     """
     if new_rows != "mean" and not new_rows.startswith("copy:"):
         raise ConfigError(
@@ -90,16 +92,16 @@ def set_up(
         raise ConfigError("new rows need --init-from: name the model to start from")
     if branch_from is not None and init_from is not None:
         raise ConfigError("branch_from and init_from both give weights: leave out init_from")
-    # YAML knows no home folder: without this, ~/runs would be a folder named ~.
+    # YAML does not expand ~: without this, ~/runs would be in a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
     recipe = recipe.with_keys("run", dir=str(folder))
     tell = say if shown and engine.is_main else lambda _: None
-    # Before the checkpoint is looked at: two that resume at the same moment would both go on
-    # from it.
+    # Lock the folder before looking for a checkpoint: two processes that resume at the same time
+    # would otherwise both continue from it.
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell)
-        # An active trunk may delete the checkpoint that is branched off.
+        # A trunk that is still running may delete the checkpoint that this run branches off.
         trunk = branch if newest == branch else None
         with contextlib.nullcontext() if trunk is None else reading_checkpoint(trunk):
             goes_on = resume or newest is not None
@@ -127,7 +129,10 @@ def _assembled(
     """The run, resumed from its newest checkpoint if there is one.
 
     Args:
-        earlier: the resolved recipe of the run that is gone on with; {} for a new one.
+        folder: the run folder.
+        newest: checkpoint that the run is resumed from or branches off; None for a new run.
+        earlier: the resolved recipe of the run that is resumed; {} for a new run.
+        tell: called with each message for people.
     """
     require_trackers(recipe.run.trackers)
     dataset, validation, tokenizer = _open_data(recipe, newest or init_from, engine, tell)
@@ -140,19 +145,19 @@ def _assembled(
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
     resolved = _resolved(recipe, hardware, dataset, engine, earlier, tell)
-    # Before adapters and the optimizer: references are those of the model as it was.
+    # Before adapters are added, since references are of the starting model.
     give_references(resolved, (dataset, validation), model, newest, start, hardware, tell)
     attach(model, resolved, hardware)
     for note in peft_notes(model):
         tell(f"warning: {note}")
     program = TrainingProgram(resolved, model, hardware, engine)
-    # From here on random numbers are for dropout, which differs from row to row.
+    # From here on, random numbers are for dropout, which has to differ between ranks.
     torch.manual_seed(resolved.run.seed + engine.rank)
     origin = None if init_from is None else str(init_from)
     if origin is not None and not is_hub_id(origin):
-        # Later and elsewhere the name of a local folder could be read as one of the hub.
+        # In another current folder, a relative path could be taken for a hub id.
         origin = os.path.abspath(Path(origin).expanduser())
-    # An earlier attempt without a checkpoint has used time, too.
+    # An earlier attempt that left no checkpoint has used time of the budget too.
     resumed = newest is not None or bool(earlier)
     rows = dataset.num_rows(resolved.data.seq_len)
     budget = budget_of(resolved, program, folder, newest, rows, resumed=resumed)
@@ -176,12 +181,15 @@ def _assembled(
 def _open_data(
     recipe: Recipe, start: str | Path | None, engine: Engine, tell: Callable[[str], None]
 ) -> tuple[Corpus, Corpus | None, Tokenizer]:
-    """(training split, validation split, their tokenizer).
+    """(training split, validation split or None, their tokenizer).
 
     Args:
-        start: the model or checkpoint that the run starts from.
+        start: the model or checkpoint that the run starts from; None for a new model.
+
+    Raises:
+        DataError: see `open_splits`; or the tokenizer is not that of the shards.
     """
-    # One process of a machine reads all of it, for all of them.
+    # One process of each machine verifies the data, for all processes there.
     verify = recipe.data.verify and engine.world.local_rank == 0
     dataset, validation = open_splits(
         recipe.data.model_copy(update={"verify": verify}),
@@ -190,7 +198,7 @@ def _open_data(
         progress=tell is say,
     )
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
-    # Shards are numbers: with another tokenizer they would be another text.
+    # Shards hold token ids, which would be another text with another tokenizer.
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
         dataset.manifest["tokenizer_sha256"],
         dataset.vocab_size,
@@ -202,7 +210,7 @@ def _open_data(
 
 
 def _seed(recipe: Recipe) -> None:
-    # Python's and numpy's too: `on_step` may draw from them.
+    # Also Python's and numpy's generators, from which `on_step` may draw.
     torch.manual_seed(recipe.run.seed)
     random.seed(recipe.run.seed)
     np.random.seed(recipe.run.seed % 2**32)
@@ -216,7 +224,12 @@ def _resolved(
     earlier: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> ResolvedRecipe:
-    """The recipe with every open key decided by the main process, which may measure, for all."""
+    """The recipe with every open key resolved. The main process does it for all, since it may have
+    to measure.
+
+    Args:
+        earlier: the resolved recipe of the run that is resumed; {} for a new run.
+    """
 
     def decide() -> ResolvedRecipe:
         facts = facts_here(
@@ -230,7 +243,7 @@ def _resolved(
         )
         return resolve(recipe, facts, tell)
 
-    # A measurement may come out otherwise on each process, and their models must not differ.
+    # Measurements may differ between processes, but their recipes must not.
     if engine.world.size == 1:
         resolved = decide()
     else:
@@ -242,7 +255,7 @@ def _resolved(
 
 
 def _masked(recipe: Recipe, dataset: Corpus) -> Recipe:
-    """The recipe with document masking where there are conversations.
+    """The recipe, with document masking if the data are conversations or pairs.
 
     Raises:
         ConfigError: the recipe disables document masking.
@@ -261,14 +274,19 @@ def _with_model(
     validation: Corpus | None,
     tell: Callable[[str], None],
 ) -> Recipe:
-    """The recipe with the model that is trained and the row length worked out."""
+    """The recipe with the config of the model that is trained, and with `data.seq_len` resolved.
+
+    Raises:
+        ConfigError: a micro-batch is larger than the memory of the machine.
+        DataError: a split has too few tokens for a row, or a conversation that is too long for one.
+    """
     seq_len = sequence_length(recipe, config)
     splits = [split for split in (dataset, validation) if split is not None]
     for split in splits:
         if split is dataset or split.has_examples:
             split.require_row(seq_len)
     rows, memory = recipe.batch.micro_batch_size or DEFAULT_ROWS, psutil.virtual_memory().total
-    # Ids and labels alone, 8 bytes each: what can't even be read would only be found out slowly.
+    # By input ids and labels alone, 8 bytes each: reading a batch that can't fit would take long.
     if rows != "auto" and 16 * rows * seq_len > memory:
         raise ConfigError(
             f"batch.micro_batch_size {rows} rows of {seq_len} tokens don't fit into the "
@@ -283,14 +301,21 @@ def _with_model(
 def _require_fitting_prompts(
     recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer, *, answered: bool
 ) -> None:
-    """Refuse sample prompts that would end the run at its first evaluation."""
+    """Refuse sample prompts that are too long, which would end the run at its first evaluation.
+
+    Args:
+        answered: True if the model answers prompts as messages of a conversation.
+
+    Raises:
+        ConfigError: a prompt is too long for the model's context.
+    """
     context = model.max_position_embeddings
     for prompt in recipe.evaluation.sample_prompts:
         count, limit = len(tokenizer.encode_prompt(prompt)), context
         if answered and prompt.strip():
             message = {"role": "user", "content": prompt}
             count = len(tokenizer.encode_chat([message], add_generation_prompt=True))
-            # A conversation leaves this room for the answer: see `ChatSession.answer_room`.
+            # Tokens that a conversation reserves for the answer: see `ChatSession.answer_room`.
             limit -= min(recipe.evaluation.sample_tokens, max(context // 4, 1)) - 1
         if count >= limit:
             raise ConfigError(
@@ -300,9 +325,13 @@ def _require_fitting_prompts(
 
 
 def _require_disk(run: Run) -> None:
-    """Refuse a run whose checkpoints can't fit, before it has cost anything."""
+    """Refuse a run whose checkpoints will not fit on the disk.
+
+    Raises:
+        StorageError: the disk has too little free space.
+    """
     every, config = run.recipe.checkpoint.every_steps, run.recipe.checkpoint
-    # A run in minutes that has passed its predicted steps has at least one step left.
+    # A run in minutes may have more steps than predicted: at least one is left.
     left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
     saves = math.ceil(left / every) if every else 1
     # The trunk's checkpoint is copied into the run folder first.
@@ -311,7 +340,8 @@ def _require_disk(run: Run) -> None:
     if run.validation is not None and config.keep_best and every:
         kept += config.keep_best
         saves += left // (run.recipe.evaluation.every_steps or max(run.max_steps, 1))
-        # The best checkpoints may lie between regular ones; the averaged regular ones stay, too.
+        # The best checkpoints may lie between regular ones. Regular ones to be averaged are kept
+        # in addition.
         kept += config.average_last
     if config.keep_every:
         kept += left // config.keep_every

@@ -1,4 +1,4 @@
-"""The start of a run: its folder made ready, its memory and length predicted, its record."""
+"""The start of a run: preparing its folder, predicting its memory and length, and recording it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def open_run(run: Run, *, shown: bool) -> Iterator[None]:
-    """Make the run folder ready: delete the leftovers of a killed run; open data, logs and
-    progress.
+    """Context in which data loader, logs, trackers and progress view of a run are open. Prepares
+    the run folder, from which it deletes temporary files of a killed run.
 
     Args:
-        shown: show the progress to a person, from the main process.
+        run: the run.
+        shown: show the progress to the user, from the main process.
     """
     wait_for_main(run.engine, lambda: _make_folder_ready(run))
     data = run.recipe.data
@@ -63,7 +64,7 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
             rank=run.engine.rank,
             world_size=run.engine.size,
             workers=data.workers,
-            # A step takes all its micro-batches at its beginning.
+            # At least those of one step, which reads all its micro-batches at its beginning.
             prefetch=max(data.prefetch, run.micro_batches_of(run.max_steps)),
             pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
         ) as run.loader,
@@ -75,7 +76,7 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
 
 
 def _course(run: Run) -> Course:
-    # A run whose length is open is not over where it was predicted to be.
+    # A run whose length is not decided goes on beyond its predicted number of steps.
     def steps() -> int:
         return max(run.max_steps, run.state.step + run.schedule.is_open)
 
@@ -91,19 +92,19 @@ def _make_folder_ready(run: Run) -> None:
             run.tell(warning)
         run.held.claim()
         run_id = run.held.run_id
-    # Temporary files of a process that was killed: this one holds the folder, so they are nobody's.
+    # Temporary files of a killed process: no other process uses them, since this one has the lock.
     for folder in (run.folder, run.folder / CHECKPOINTS):
         remove_leftovers(folder)
-    # Before the recipe: whoever finds that can go on with it.
+    # Before the recipe is written: with the recipe alone, resuming would start at the beginning.
     if run.branch_from is not None:
         with reading_checkpoint(run.branch_from):
             copy_checkpoint(run.branch_from, run.folder, run_id)
-    # The resolved recipe is kept also if the run is killed before its first checkpoint. A file
-    # with the same values keeps its comments.
+    # The resolved recipe is written now, for a run that is killed before its first checkpoint. A
+    # file with the same values is left as it is, with its comments.
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml.safe_dump(run.recipe.model_dump(), sort_keys=False, allow_unicode=True)
         write_file(run.folder / RECIPE_NAME, text)
-    # Before the logs lose the lines of steps that took time and will be made again.
+    # Before the logs drop lines of steps after the checkpoint, whose time counts as used.
     if run.budget is None:
         remove_file(run.folder / LENGTH_NAME)
     else:
@@ -134,7 +135,7 @@ def _trackers(run: Run) -> Trackers:
 
 
 def _says(path: Path, recipe: ResolvedRecipe) -> bool:
-    """True if a file is there and holds all of a recipe."""
+    """True if a file exists and has the values of a recipe."""
     try:
         return path.is_file() and load_recipe(path).model_dump() == recipe.model_dump()
     except ConfigError:
@@ -142,11 +143,18 @@ def _says(path: Path, recipe: ResolvedRecipe) -> bool:
 
 
 def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastComparison) -> None:
-    """Record the start of a run that has anything left to do, and predict what its steps take."""
+    """Predict memory, speed and length of a run, and record its start. Does nothing if the run is
+    complete.
+
+    Args:
+        run: the run, inside `open_run`.
+        forecaster: predicts memory and speed; None for no prediction.
+        comparison: gets the forecast.
+    """
     run.await_first_evaluation()
     if not run.goes_on:
         return
-    # One prediction serves all processes: it takes seconds.
+    # Only in the main process, since a prediction takes seconds.
     if forecaster is not None and run.has_steps_left:
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
     forecast = comparison.forecast
@@ -158,7 +166,8 @@ def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastCompa
 
 
 def _code_of_experts(recipe: ResolvedRecipe, hardware: Hardware) -> int:
-    """Bytes of the code that a CPU's library compiles for the products of experts."""
+    """Bytes of the code that oneDNN compiles on a CPU for the matrix products of experts; 0 for
+    other models and precisions."""
     model = recipe.model
     if hardware.device.type != "cpu" or not model.expert_count:
         return 0
@@ -184,8 +193,8 @@ def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -
 
 
 def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
-    """The forecaster's answer; None in place of an error, because a failed forecast must not end a
-    run."""
+    """The result of a call of the forecaster. An error becomes a message and None, because a failed
+    forecast must not end a run."""
     try:
         return question()
     except Exception as error:  # noqa: BLE001
@@ -195,7 +204,7 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
 
 
 def _record_start(run: Run) -> None:
-    """Add a line to the run's starts.jsonl; a run without a checkpoint begins a new file."""
+    """Add a line for this start to starts.jsonl; a run without a checkpoint begins a new file."""
     path = Path(run.folder) / STARTS_NAME
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
     if problem is not None:
@@ -226,8 +235,8 @@ def _record_start(run: Run) -> None:
 
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
-    """The parameters that are trained, whole, and their kinds; without memory where engines hold
-    parts of them."""
+    """The trained parameters and their kinds, by name, in their full shapes: without LoRA on the
+    meta device, since an engine may hold only shards."""
     model: nn.Module = run.program.model
     if run.recipe.lora is None:
         model = meta_model(run.program.model.config)
@@ -235,8 +244,8 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 
 
 def _describe_start(run: Run) -> Iterator[str]:
-    """Lines with the length of a run, and the learning rate and weight decay of each parameter
-    group."""
+    """Lines with the length of the run, and the learning rate and weight decay of each role of
+    parameters."""
     schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
     if not run.has_steps_left and not run.state.step:
         yield (
@@ -256,7 +265,7 @@ def _describe_start(run: Run) -> Iterator[str]:
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
-    # Not platform.platform(), which starts a program to ask.
+    # Not platform.platform(), which starts another program.
     system = os.uname()
     return {
         "device": str(hardware.device),

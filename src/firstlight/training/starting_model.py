@@ -1,6 +1,7 @@
-"""The model that a run trains first: a new one, a checkpoint's, or that of --init-from.
+"""The model at the start of a run: a new one, that of a checkpoint, or that of --init-from.
 
-In a run with `lora`, adapters are trained beside a frozen base model, which checkpoints only name.
+In a run with `lora`, adapters of a frozen base model are trained. Checkpoints have only the name of
+the base model.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ _BASE_KEYS = ("name", "sha256")
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The name and content of the model that a run started from.
+    """The name and a hash of the model that a run started from.
 
     Attributes:
         name: the folder or hub id of the model.
-        sha256: see `base_identity`.
+        sha256: hash of the model's weights, see `base_identity`.
     """
 
     name: str
@@ -72,14 +73,20 @@ def first_model(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> tuple[Model, ModelIdentity | None]:
-    """The model to be trained, and the model that it started from, with `lora` or in a new run on
-    preference pairs.
+    """The model to be trained, and the identity of the model that it started from.
 
     Args:
+        recipe: the recipe.
         tokenizer: the tokenizer of the data.
-        newest: the checkpoint that the run is resumed from; its weights are not loaded yet.
+        newest: the checkpoint that the run is resumed from; None for a new run.
         init_from, new_rows: see `train`.
+        engine: the engine of the run.
         tell: called with each message for people.
+
+    Returns:
+        (model, identity). A resumed model has the checkpoint's config, but not its weights yet, or
+        with `lora` the weights of the base. The identity is None except with `lora` and in a new
+        run on preference pairs.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: model, tokenizer and recipe do not fit.
@@ -111,24 +118,30 @@ def first_model(
             model = _starting_model(recipe, tokenizer, folder, init_from, new_rows, tell)
             if recipe.lora is None and recipe.preference is None:
                 return model, None
-            # Now, of the very files that were read.
+            # Hashed here, so that the files are those that were read.
             return model, ModelIdentity(base_name(init_from, folder), base_identity(folder))
 
         return read_start(init_from, engine, starting)
-    # On the CPU, whose generator draws the same numbers for every device.
+    # A generator on the CPU, so that all devices start from the same weights.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     config = _new_config(recipe, tokenizer, engine)
     return engine.new_model(config, multiple, generator=generator, init=recipe.init), None
 
 
 def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T]) -> T:
-    """Read the model to start from with `read` (see `read_model_folder`). All processes read the
-    checkpoint that the main process finds newest, and end with an error if it is deleted."""
+    """Read the model to start from. All processes read the checkpoint that is the newest for the
+    main process, and end with an error if it is deleted.
+
+    Args:
+        init_from: see `train`.
+        engine: the engine of the run.
+        read: function that reads a model folder, see `read_model_folder`.
+    """
     if engine.world.size == 1:
         return read_model_folder(init_from, read)
 
     def found() -> str | None:
-        # A model of the hub has a place of its own on each machine.
+        # Only local folders: each machine has a model of the hub in its own cache.
         is_here = Path(init_from).expanduser().is_dir()
         return str(resolve_model_folder(init_from)) if is_here else None
 
@@ -142,7 +155,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, ModelIdentity]:
     """The base model of a resumed run, with its weights.
 
     Raises:
-        CheckpointError: the run was one without `lora`, or the base is gone or another by now.
+        CheckpointError: the run had no `lora` section, or its base is missing or has changed.
     """
     saved = load_checkpoint(newest).trainer_state.get("lora_base")
     if saved is None:
@@ -175,11 +188,10 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, ModelIdentity]:
 
 
 def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
-    """Put the adapters of the recipe's `lora` section into the model, its other weights frozen.
+    """Add the adapters of the recipe's `lora` section to the model, and freeze its other weights.
+    Does nothing without that section.
 
-    Without that section, nothing is changed.
-
-    Frozen matrices are kept in the dtype that they are multiplied in.
+    Frozen matrices are stored in the dtype of the matrix products.
 
     Args:
         recipe: recipe of the run.
@@ -199,13 +211,19 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
         "fp8": torch.bfloat16,
         "fp16": torch.float16,
     }.get(recipe.efficiency.precision)
-    # A separate generator: adapters begin alike, independent of earlier random numbers.
+    # A generator of its own, so that adapters do not depend on earlier random numbers.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
 
 
 def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelConfig:
-    """The recipe's model with the tokenizer's vocabulary."""
+    """The config of a new model: the recipe's `model` section with the size of the tokenizer's
+    vocabulary.
+
+    Raises:
+        ConfigError: there is no such section, or the model does not fit into memory.
+        DataError: the section has another vocab_size.
+    """
     if recipe.model is None:
         raise ConfigError("the recipe has no model: add a `model:` section, or use --init-from")
     wanted = recipe.model.vocab_size
@@ -222,20 +240,24 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelCo
 
 
 def _require_memory(config: ModelConfig, share: float) -> None:
-    """Refuse a model whose share of this machine is larger than its memory, before the model is
-    made.
+    """Refuse a model whose weights do not fit into this machine's memory.
+
+    Args:
+        config: config of the model.
+        share: share of the model that the processes of this machine hold together.
 
     Raises:
-        ConfigError: the model's weights are larger than the memory, or than torch can count.
+        ConfigError: the weights are larger than the memory, or than torch can count.
     """
-    # Before it is made: the system may kill a process that asks for more, without a word.
+    # Before the model is made: the system may kill a process that allocates too much, without an
+    # error message.
     memory = psutil.virtual_memory().total
     try:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
-    # torch's errors for sizes beyond 64 bits.
+    # The errors that torch raises for sizes beyond 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(f"model: such sizes are impossible, lower them: {error}") from error
-    # The processes of this machine hold so much of the model's stages together.
+    # With pipeline stages, the processes of this machine hold only a share of the model.
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
@@ -245,7 +267,11 @@ def _require_memory(config: ModelConfig, share: float) -> None:
 
 
 def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> ModelConfig:
-    """The checkpoint's model, which the recipe must not contradict."""
+    """The config of a checkpoint's model.
+
+    Raises:
+        CheckpointError: the recipe contradicts the config, or the files do not fit together.
+    """
     state = load_trainer_state(newest)
     if state.get("lora_base") is not None:
         raise CheckpointError(
@@ -255,7 +281,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     config = read_config(newest)
     multiple = saved_vocab_multiple(newest, state)
     try:
-        # The manifest shows that the files are unchanged, but not that they belong together.
+        # The manifest proves that the files are unchanged, but not that they fit together.
         if is_sharded_checkpoint(newest):
             fitting_model(config, newest, multiple)
         else:
@@ -290,8 +316,12 @@ def _starting_model(
     new_rows: str,
     tell: Callable[[str], None],
 ) -> Model:
-    """The model of --init-from in `folder`, which brings its own config, with room for the tokens
-    that the data's tokenizer has beyond its own."""
+    """The model of --init-from in `folder`, with new rows for the tokens that the data's tokenizer
+    has in addition to the model's.
+
+    Raises:
+        ConfigError, DataError, ModelError: model, tokenizer and recipe do not fit.
+    """
     multiple = recipe.efficiency.vocab_multiple
     config = with_positions(recipe, read_config(folder), init_from, tell)
     loaded = load_model(
@@ -313,7 +343,7 @@ def _starting_model(
                 f"{init_from}, and lora freezes the embedding, so they can't be learned: train all "
                 "weights (without the lora section) first"
             )
-        # A tokenizer may have tokens that its model never had rows for.
+        # A tokenizer may have tokens for which its model has no rows.
         before = min(old.vocab_size, loaded.model.config.vocab_size)
         copied_from = _copied_token(new_rows, old)
         if copied_from is not None and copied_from >= before:
@@ -332,7 +362,7 @@ def _starting_model(
 
 
 def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
-    """The id that `new_rows` ("mean" or "copy:TOKEN") names; None for the mean.
+    """The id of the token in `new_rows`, which is "copy:TOKEN" or "mean"; None for the mean.
 
     Raises:
         ConfigError: `new_rows` is neither, or there is no such token.

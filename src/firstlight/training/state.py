@@ -1,4 +1,5 @@
-"""Everything that a run needs to go on as if it had never stopped."""
+"""The state of a run in its checkpoints: saving and restoring it so that a resumed run equals an
+uninterrupted one."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ from firstlight.training.starting_model import ModelIdentity
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import file_name, file_tensors
 
-#: Floats count up to here, and no run comes near.
+#: Largest count in a sound trainer state, up to which floats represent every integer.
 _MOST_COUNTED = 2**53
-#: Keys that the metrics of every step have, of every version, with a number.
+#: Keys of numbers that the metrics of every step have, in every version.
 _RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")
 
 
@@ -47,15 +48,16 @@ class TrainState:
     Attributes:
         step: optimizer steps done.
         tokens_seen: valid tokens trained on.
-        rows_seen: rows the loader has handed out, those of steps that were gone back on too.
-        skipped: True if the last step was made without an update.
-        skipped_steps: number of the steps so far that made no update.
-        micro_batch_rows: rows of a forward pass; fewer than the recipe's once they were too many
-            for the memory. 0: the recipe's.
-        val_loss: validation loss at this very step; None if it was not measured.
+        rows_seen: rows of the data used so far, including those of steps that were rolled back.
+        skipped: True if the last step made no update.
+        skipped_steps: number of steps so far that made no update.
+        micro_batch_rows: micro-batch size after memory has run out, smaller than the recipe's; 0
+            for the recipe's.
+        val_loss: validation loss after this step; None if it was not measured.
         best_val_loss: lowest validation loss after a step so far; None before the first.
-        pending: this step's metrics, as long as something is missing in them.
-        events: the lines of events.jsonl, in order: divergences, rollbacks, lack of memory.
+        pending: this step's metrics until they are complete and written, for example before an
+            evaluation; None otherwise.
+        events: the lines of events.jsonl in order: divergences, rollbacks, out of memory.
     """
 
     step: int = 0
@@ -77,12 +79,16 @@ def capture(
     base: ModelIdentity | None,
     origin: dict[str, Any],
 ) -> Checkpoint:
-    """The checkpoint of a run as it is now; with `checkpoint.sharded` this process' part of it.
+    """The checkpoint of a run in its current state; with `checkpoint.sharded`, this process' part
+    of it. A collective.
 
     Args:
+        state: progress of the run.
+        program: program of the run.
+        tokenizer: tokenizer of the data, whose files are part of the checkpoint.
         base: frozen base model of a run with `lora`; None without adapters.
-        origin: further entries of the trainer's state, as JSON values: recipe, data, init_from,
-            loader, guard.
+        origin: further entries of the trainer state as JSON values: recipe, data, init_from,
+            loader, guard. They replace entries of the same name.
     """
     model, scaler, engine = program.model, program.scaler, program.engine
     engine.reshard()
@@ -121,9 +127,15 @@ def data_identity(
     *,
     document_masking: bool,
 ) -> dict[str, Any]:
-    """Identity of a run's data, so that the run is not resumed on other data; for a mix with its
-    weights."""
-    # Compare values: the order of keys in a file is not part of the data.
+    """Identity of a run's data as JSON values, by which resuming on other data is refused.
+
+    Args:
+        dataset: training split.
+        tokenizer: tokenizer of the data.
+        seq_len: tokens of a row.
+        document_masking: True if attention stays within documents.
+    """
+    # Sorted, since the order of keys in the manifest's file is not part of the data.
     manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     return {
         "dir": str(dataset.folder.resolve()),
@@ -135,7 +147,8 @@ def data_identity(
 
 
 def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
-    """Put a checkpoint's weights, moments, loss scale and random-number states back.
+    """Restore a checkpoint's weights, moments, loss scale and random states; return the progress of
+    its run.
 
     Raises:
         CheckpointError: the checkpoint does not fit the model or optimizer, or lacks a part.
@@ -173,7 +186,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         raise CheckpointError(
             f"the checkpoint's random-number states are damaged: {error}".splitlines()[0]
         ) from error
-    # A run that went on in another precision has no scale yet.
+    # The checkpoint of a run in another precision than fp16 has no loss scale.
     if program.scaler is not None and saved.get("loss_scale") is not None:
         program.scaler.load_state_dict(saved["loss_scale"])
     return state
@@ -182,7 +195,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
 def _restore_tensors(
     checkpoint: Checkpoint, program: TrainingProgram, has_moments: bool
 ) -> dict[str, Tensor]:
-    """Put weights and moments back; return the states of random-number generators."""
+    """Restore weights and moments; return the states of random-number generators by name."""
     elsewhere = program.engine.absent_parameters(program.model)
     if program.recipe.lora is not None:
         try:
@@ -198,7 +211,7 @@ def _restore_tensors(
         for name, tensor in checkpoint.optimizer.items()
         if name not in randoms and name.rpartition(".")[0] not in elsewhere
     }
-    # Without either the optimizer begins empty, as it was.
+    # Without moments in the checkpoint, where none are expected, the optimizer's state stays empty.
     if moments or has_moments:
         program.optimizer.load_state_tensors(moments)
     return randoms
@@ -224,7 +237,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
     for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
         count = getattr(state, name)
-        # Not isinstance: JSON's true would pass for the number 1.
+        # Not isinstance, by which JSON's true would be an int.
         if type(count) is not int or not 0 <= count <= _MOST_COUNTED:
             raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
     if state.skipped_steps > state.step:
@@ -246,27 +259,31 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
 
 
 def _is_event(line: Any) -> bool:
-    """True if something is a line of events.jsonl, with the keys that all who read it need."""
+    """True if a value is a line of events.jsonl, with the keys that its readers need."""
     is_named = isinstance(line, dict) and isinstance(line.get("event"), str)
     return is_named and type(line.get("step")) is int
 
 
 def _is_record(pending: Any, step: int) -> bool:
-    """True if something is the metrics of a step, with the keys that all who watch a run read."""
+    """True if a value is the metrics of `step`, with the keys that their readers need."""
     return (
         isinstance(pending, dict)
         and pending.get("step") == step
         and all(type(value) in (int, float, bool, type(None)) for value in pending.values())
-        # Floats are written; an int beyond them ends the run where it is shown.
+        # Formatting an int beyond the largest float would raise an error.
         and all(abs(value or 0) <= sys.float_info.max for value in pending.values())
-        # Before the first step there is nothing but what its evaluation finds.
+        # Step 0, the evaluation before the first step, has no metrics of a step.
         and (step == 0 or all(type(pending.get(key)) in (int, float) for key in _RECORDED))
         and (step == 0 or "train/loss" in pending)
     )
 
 
 def set_weights(program: TrainingProgram, weights: Mapping[str, Tensor]) -> None:
-    """Give a program's model, and the master weights, the weights of a checkpoint's file.
+    """Set the weights of a program's model, and the master weights, to those of a checkpoint.
+
+    Args:
+        program: the program.
+        weights: full tensors by the names in a model file.
 
     Raises:
         CheckpointError: the weights don't fit the model.

@@ -1,4 +1,4 @@
-"""One optimizer step, for any loss function, optimizer and batches."""
+"""One optimizer step, for any loss function, optimizer and micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from firstlight.training.guard import DivergedError, LossScaler
 
 
 class MicroBatchTooLargeError(MemoryError):
-    """Memory ran out before the update; parameters and moments are as before, gradients gone."""
+    """Memory ran out before the update: parameters and moments are unchanged, gradients are
+    freed."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,12 @@ class StepResult:
     """Measurements of one step.
 
     Attributes:
-        loss: the sum that `loss_sum` gave over the step's valid tokens or pairs, divided by their
-            number, before the update: the mean cross-entropy (nats), and with experts the
-            balancing loss times its coefficient.
+        loss: mean loss over the step's valid tokens (cross-entropy in nats) or pairs, before the
+            update; with experts, plus their load-balancing loss times its coefficient.
         grad_norm: L2 norm of the gradient before clipping.
-        tokens: valid tokens.
-        skipped: True if the step was refused or scaled gradients overflowed, so that parameters
-            and moments are as before.
+        tokens: number of valid tokens, all processes together.
+        skipped: True if the step was refused, or scaled gradients overflowed, so that parameters
+            and moments are unchanged.
     """
 
     loss: float
@@ -47,25 +47,31 @@ def train_step(
     accepts: Callable[[float, float], bool] | None = None,
     engine: Engine | None = None,
 ) -> StepResult:
-    """Forward, backward, clip and update over the micro-batches of one global batch.
+    """Forward and backward passes over the micro-batches of one global batch, clipping and update.
 
-    The loss is the sum over the whole global batch divided by its valid tokens, or pairs, so that
-    any cut into micro-batches, and over processes, gives the gradient of one large batch.
+    The loss is the sum over the whole global batch divided by its number of valid tokens, or pairs,
+    so that any division into micro-batches, and over processes, gives the gradient of one large
+    batch.
 
     Args:
+        loss_sum: loss function of a batch, summed over its valid tokens or pairs.
+        optimizer: the optimizer.
         batches: this process' micro-batches, each `[micro_batch, seq_len]`, on the device.
         scaler: the loss scale of fp16; None leaves the loss as it is.
-        accepts: called with the loss and the gradient's norm before the update; False skips it.
-            Not called for a step that the scaler skips.
-        engine: the engine of several processes, which all call this and get the same result.
+        accepts: called with the loss and the gradient norm before the update, which is skipped if
+            it returns False. Not called for a step that the scaler skips.
+        engine: the engine of several processes, which all call this function and get the same
+            result; None for one process.
 
     Raises:
-        DivergedError: the loss or gradient is not finite and nothing was given to skip the step;
-            or the optimizer updates in the backward pass, and has made what should have been
-            skipped. But for that, the parameters are as before.
+        DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` is
+            given to skip the step; or the step is refused, but the optimizer has made its updates
+            in the backward pass already. Without such updates, the parameters are unchanged.
         MicroBatchTooLargeError: memory ran out in a forward or backward pass; the step can be
-            repeated with smaller micro-batches. An optimizer that updates in the backward pass
-            raises the error itself.
+            repeated with smaller micro-batches. With an optimizer that updates in the backward
+            pass, the original error is raised instead.
+        TrainingError: the global batch has no labels; or memory ran out where other processes wait
+            for this one, so that the step can't be repeated.
     """
     batches, engine = list(batches), engine or one_process()
     tokens = int(engine.sum(sum(batch.num_valid for batch in batches)))
@@ -78,15 +84,15 @@ def train_step(
         # A pipeline orders the passes of its stages itself.
         total = engine.run_schedule(loss_sum, batches, terms / scale)
         for number, batch in enumerate(batches if total is None else [], start=1):
-            # Processes send their gradients in the last backward pass only.
+            # Gradients are reduced over processes in the last backward pass only.
             with engine.backward_pass(last=number == len(batches)):
                 loss = loss_sum(*batch.inputs)  # forward
                 scaled = loss * engine.loss_factor / (terms / scale)
                 engine.backward(scaled)
             optimizer.accumulate()
-            # CUDA graphs write the next loss into the same memory.
+            # Cloned, since CUDA graphs write the next loss into the same memory.
             total = loss.detach().clone() if total is None else total + loss.detach()
-            # The graph must not live into the next pass or the update.
+            # Free the graph before the next pass or the update.
             del loss, scaled
         assert total is not None
         norm = optimizer.clip_gradients(scale, engine.joined_norm)
@@ -96,7 +102,7 @@ def train_step(
         several = engine.world.size > 1
         mean = engine.sum(float(total)) / terms if several else float(total / terms)
         return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
-    # Outside of the handler: the error's traceback keeps the passes' tensors in memory.
+    # Outside of the handler, in which the error's traceback keeps the passes' tensors in memory.
     optimizer.zero_grad()
     raise MicroBatchTooLargeError(problem)
 
@@ -107,10 +113,11 @@ def _update(
     scaler: LossScaler | None,
     accepts: Callable[[float, float], bool] | None,
 ) -> StepResult:
-    """Make the update if loss and gradient norm are accepted; see `train_step`."""
+    """Make the update if loss and gradient norm are accepted; return `result` with `skipped` set.
+    See `train_step`."""
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
-    # An overflow of scaled gradients is the scale's fault: the guard does not count it.
+    # An overflow of scaled gradients is caused by the scale, so the guard does not count it.
     if scaler is not None and not finite:
         accepted = False
     else:
@@ -130,10 +137,10 @@ def _update(
 
 
 def _repeatable_problem(error: Exception, optimizer: Optimizer, engine: Engine) -> str:
-    """The message of an error for lack of memory after which the step can be repeated; any other
-    error is raised."""
-    # Updates in the backward pass may have been made: nothing can be repeated there. Nor where
-    # other processes wait for this one's gradients.
+    """The message of an out-of-memory error after which the step can be repeated; any other error
+    is raised."""
+    # With updates in the backward pass, some may have been made. With several processes, the others
+    # may wait for this one's gradients. Neither can be repeated.
     if optimizer.in_backward or not is_out_of_memory(error):
         raise error
     if not engine.can_repeat_step:

@@ -1,11 +1,11 @@
-"""RUN/tensorboard/: the recipe, and what metrics.jsonl and samples.jsonl say, as TensorBoard reads
-them.
+"""RUN/tensorboard/: the recipe and the content of metrics.jsonl and samples.jsonl as an event file
+of TensorBoard.
 
-The event file is derived: a start, a resumption and a rollback rewrite it from the lines that stay,
-and each step then appends one event. So no step is in it twice, whatever was killed when, and it
-can be switched on in the middle of a run. It is written through the seam of disk.py, by one record
-at a time; only the records' contents come from tensorboard's own classes. A disk that refuses ends
-this log with a message, never the run.
+The event file is derived from these logs. A start, a resumption and a rollback rewrite it from the
+lines that are kept, and each step then appends one event. So no step is in it twice, whenever a
+process was killed, and the tracker can be switched on in the middle of a run. The file is written
+by `files/disk.py`, one record at a time; only the contents of the records come from tensorboard's
+own classes. A file system error ends this log with a message, but not the run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from firstlight.report.records import RECIPE_NAME
 
 TENSORBOARD_NAME = "tensorboard"
 
-#: events.out.tfevents.SECONDS.NUMBER.firstlight: when the run began (Unix time), and how many
-#: times the file was begun. A name is never used again: who reads the file while it is written
-#: anew sees that it is another one, and forgets what it has read.
+#: events.out.tfevents.SECONDS.NUMBER.firstlight: Unix time of the run's start, and the number of
+#: times that the file was begun. Each rewriting takes a new name, so that an open TensorBoard sees
+#: that it is another file, and drops the events that it has read.
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.(\d{6,9})\.firstlight")
 
 
 def require_tensorboard() -> None:
-    """Refuse the tracker tensorboard where its package is missing.
+    """Refuse the tracker `tensorboard` if its package is missing.
 
     Raises:
         MissingDependencyError: tensorboard is not installed.
@@ -56,12 +56,15 @@ def require_tensorboard() -> None:
 class TensorBoardLog:
     """The event file of a run.
 
-    Scalars stand under the names they have in metrics.jsonl, in fp32; the text of a step's first
-    sample under `samples/0`, and so on. An event's wall time is when the run began plus the
-    training time up to it: the pause between a kill and its resumption does not count.
+    Scalars have their names in metrics.jsonl, and are fp32. The sample texts of a step have the
+    names `samples/0`, `samples/1` and so on. The wall time of an event is the start of the run plus
+    the training time up to the event, without pauses before a run was resumed.
 
     Args:
-        folder: RUN/tensorboard; made if need be.
+        folder: RUN/tensorboard, which is made if it is missing.
+
+    Raises:
+        MissingDependencyError: tensorboard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,7 +88,7 @@ class TensorBoardLog:
             self._refuse(error)
 
     def write(self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]]) -> None:
-        """Append a step's metrics, and the texts written after it."""
+        """Append a step's metrics and its sample texts."""
         if self._file is None:
             return
         try:
@@ -109,7 +112,7 @@ class TensorBoardLog:
         own = [found for path in self._folder.iterdir() if (found := _NAME.fullmatch(path.name))]
         times = sorted((int(name[1]), int(name[2])) for name in own)
         self._began, number = times[-1] if times else (int(time.time()), 0)
-        # First: a second file with the same steps would show them twice.
+        # Before the new file is written: two files with the same steps would show them twice.
         for path in sorted(self._folder / name[0] for name in own):
             _forget(path, is_last=path.name == _name(*times[-1]))
         path = self._folder / _name(self._began, number + 1)
@@ -153,9 +156,9 @@ def _name(began: int, number: int) -> str:
 
 
 def _forget(path: Path, *, is_last: bool) -> None:
-    """Delete an event file. The last file is only emptied, because an open TensorBoard goes to the
-    next file at the end of the one that it reads, and not at all if that file is deleted."""
-    # Not through a link, nor waiting for whoever reads a pipe.
+    """Delete an event file. The last file is only emptied, because an open TensorBoard goes on to
+    the next file at the end of the file that it reads, but not if that file is deleted."""
+    # A link or a pipe is deleted: emptying would change the link's target, or wait for a reader.
     if not is_last or path.is_symlink() or not path.is_file():
         remove_file(path)
         return
@@ -168,7 +171,7 @@ def _beginning(began: int, recipe: Path) -> bytes:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    # Whoever has read an earlier file of the run is told to forget it.
+    # SessionLog.START makes TensorBoard drop the events of earlier files of the run.
     start = SessionLog(status=SessionLog.START)
     events = [
         Event(wall_time=began, file_version="brain.Event:2"),
@@ -181,7 +184,8 @@ def _beginning(began: int, recipe: Path) -> bytes:
 
 
 def _text(tag: str, text: str) -> Any:
-    """A text, which TensorBoard shows as Markdown: fenced, so that it stays as it is."""
+    """A text entry. TensorBoard shows texts as Markdown, so the text is in a code fence, which is
+    longer than any run of backticks in it."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.types_pb2 import DT_STRING
@@ -197,7 +201,7 @@ def _text(tag: str, text: str) -> Any:
 
 
 def _framed(event: Any) -> bytes:
-    """An event with the lengths and checksums around it."""
+    """An event as a TFRecord: with its length and checksums."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     buffer = io.BytesIO()

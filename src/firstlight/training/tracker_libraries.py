@@ -1,8 +1,8 @@
-"""The trackers that need their own library: Weights & Biases, MLflow and trackio.
+"""The trackers that need a library of their own: Weights & Biases, MLflow and trackio.
 
-A tracker runs in a separate process (`tracker_process.py`), which alone imports its library: this
-module imports none of them, and no torch. Nothing leaves the machine unless the environment
-variables of the library say so.
+A tracker runs in a separate process (`tracker_process.py`), and only there its library is imported.
+Importing this module imports none of the libraries, and not torch. No data leave the machine unless
+environment variables of the library ask for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-#: Project (or experiment) of runs, where the environment names none.
+#: Name of the project (in MLflow, experiment) of runs if no environment variable names another.
 PROJECT = "firstlight"
 
 #: A step's metrics and the sample texts written after it.
@@ -24,30 +24,30 @@ Step = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 
 
 class Tracker(Protocol):
-    """A program that shows runs. Any method may raise whatever its library raises."""
+    """A tracker of runs. Each method may raise any error of the tracker's library."""
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
-        """Begin a run, or go on with one.
+        """Begin a run, or resume one.
 
         Args:
-            run_id: the run that is resumed; None for a new one.
+            run_id: the tracker's id of the run that is resumed; None for a new run.
             folder: the run folder.
             config: the resolved recipe.
 
         Returns:
-            the id by which the run is found again.
+            The tracker's id of the run, by which it can be resumed.
         """
 
     def write(self, steps: Sequence[Step]) -> None:
-        """Add steps, rising."""
+        """Add steps, in rising order."""
 
     def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
         """End the run.
 
         Args:
-            files: the reports.
+            files: files of the reports, to be stored with the run.
             checkpoint: folder of the checkpoint to be stored with the run; None for none.
-            failed: the run ended in an error.
+            failed: True if the run ended with an error.
         """
 
 
@@ -61,14 +61,14 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_text(sample: Mapping[str, Any]) -> str:
-    """A sample's prompt and its continuation, which a log may hold with halves of characters."""
+    """A sample's prompt and continuation, with lone surrogates, which a log may have, replaced."""
     return f"{sample.get('prompt', '')}{sample.get('text', '')}".encode(errors="replace").decode()
 
 
 class WandbTracker:
     """A run of Weights & Biases, in the folder `wandb/` of the run folder (or of WANDB_DIR).
 
-    It stays offline, for `wandb sync`, unless WANDB_MODE says otherwise.
+    It is offline, to be uploaded by `wandb sync`, unless WANDB_MODE is set to another mode.
     """
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
@@ -111,18 +111,20 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-#: Characters that names of metrics may have in MLflow, and the metrics of one of its calls.
+#: Characters that MLflow does not allow in names of metrics; its limits of the metrics and the
+#: parameters in one call, and of the characters of a parameter's value.
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
 _MLFLOW_METRICS, _MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 1000, 100, 6000
 
 
 class MlflowTracker:
-    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names: without it in MLflow's own
-    default, the file mlflow.db of the current folder."""
+    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names, by default the file mlflow.db
+    in the current folder."""
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # A folder mlruns/ of an earlier MLflow is what MLflow would go on with, and then refuse.
+        # If there is a folder mlruns/ of an earlier version, MLflow selects that file store, and
+        # refuses it without this variable.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -168,7 +170,7 @@ class MlflowTracker:
 
 
 def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """`section.key` and the text of each value."""
+    """(`section.key`, value as text) of each key of a recipe."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{key}.")
@@ -177,17 +179,15 @@ def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 class TrackioTracker:
-    """A run of trackio, in its local store (TRACKIO_DIR, by default in Hugging Face's cache).
-
-    TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it elsewhere.
-    """
+    """A run of trackio, in its local store (TRACKIO_DIR, by default in Hugging Face's cache), or on
+    the server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         if not any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"))):
             os.environ["HF_HUB_OFFLINE"] = "1"  # else it asks the hub for the name of the user
         import trackio
 
-        # trackio knows runs by name, and run folders of several places have the same name.
+        # trackio identifies runs by name, which run folders in different places may share.
         self._name = run_id or f"{folder.name}-{secrets.token_hex(3)}"
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),

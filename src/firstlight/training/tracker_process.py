@@ -1,8 +1,8 @@
 """The process that passes a run's metrics on to one tracker: `python -m` this module.
 
-The training process sends one line of JSON (`Order`) at the start and one (`Ending`) at the end;
-all else is read from the run's own logs. So a tracker takes no time, memory or lock of the
-interpreter from training, and one that hangs is killed.
+The training process sends one line of JSON (`Order`) at the start and one (`Ending`) at the end.
+The metrics are read from the run's logs. So a tracker takes no time, memory or interpreter lock of
+the training process, and a tracker that hangs can be killed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from typing import Any
 from firstlight.report.follow import LineFollower, StepFollower
 from firstlight.training.tracker_libraries import LIBRARIES, Step, Tracker
 
-#: Seconds between two looks at the run's logs.
+#: Seconds between two readings of the run's logs.
 _SECONDS_BETWEEN = 1.0
-#: The processor is for training first.
+#: Increase of the process' niceness, so that training has priority on the processors.
 _NICENESS = 10
-#: Most steps that are handed over at once.
+#: Most steps in one call of `Tracker.write`.
 _STEPS_AT_ONCE = 50
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order to a tracker's process.
+    """The settings of a tracker's process.
 
     Attributes:
         name: name of the tracker, as in `run.trackers`.
         folder: the run folder.
-        state: the file with the tracker's run id and the steps that it has, one JSON object a line.
-        metrics, samples: logs of the run.
+        state: file in which the process records its progress, one JSON object a line with fields of
+            `TrackerProgress`.
+        metrics, samples: files of the run's logs.
         config: the resolved recipe.
     """
 
@@ -52,12 +53,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a run: its outcome and files.
+    """The end of a run: its outcome and files.
 
     Attributes:
-        failed: True if it ended in an error.
+        failed: True if the run ended with an error.
         files: reports of the run.
-        checkpoint: folder of the checkpoint that the tracker is to store.
+        checkpoint: folder of the checkpoint that the tracker is to store; None for none.
     """
 
     failed: bool = False
@@ -67,12 +68,12 @@ class Ending:
 
 @dataclass(frozen=True)
 class TrackerProgress:
-    """The state of a run in a tracker.
+    """The progress of a tracker with a run.
 
     Attributes:
-        run_id: id of the tracker's run; None before there is one.
-        begun: the last step that was handed over or was about to be; -1 without any.
-        done: the last step that the tracker has taken; -1 without any.
+        run_id: the tracker's id of the run; None before the run is opened.
+        begun: last step that was about to be written to the tracker; -1 without any.
+        done: last step that was written to the tracker; -1 without any.
     """
 
     run_id: str | None = None
@@ -81,7 +82,7 @@ class TrackerProgress:
 
 
 def read_progress(path: Path) -> TrackerProgress:
-    """The progress that a tracker's file of state tells."""
+    """The progress in a tracker's state file."""
     follower, found = LineFollower(path), TrackerProgress()
     for line in follower.new()[0]:
         found = dataclasses.replace(found, **{k: v for k, v in line.items() if k in _KEYS})
@@ -93,22 +94,22 @@ _KEYS = {one.name for one in dataclasses.fields(TrackerProgress)}
 
 
 def pass_on(order: Order, tracker: Tracker, ending: Callable[[], Ending | None]) -> None:
-    """Hand a run's steps to a tracker until the run ends.
+    """Write a run's steps to a tracker until the run ends.
 
-    Steps that the tracker already has are left out: a resumed run makes the steps after its
-    checkpoint again, and a step is never in a tracker twice.
+    Steps that the tracker has already are left out, since a resumed run does the steps after its
+    checkpoint again. So no step is in a tracker twice.
 
     Args:
-        order: the run to follow, and the tracker to give it to.
+        order: the run and its files.
         tracker: the tracker, not open yet.
-        ending: waits a moment and returns the run's end; None while the run is active.
+        ending: function that waits a moment and returns the run's end; None while the run goes on.
 
     Raises:
         Exception: whatever the tracker raises.
     """
     follower = StepFollower(Path(order.metrics), Path(order.samples))
     with contextlib.closing(follower), open(order.state, "ab", buffering=0) as state:
-        # The process of a run that was killed may still be handing its last steps over.
+        # The process of a run that was killed may still be writing its last steps.
         fcntl.flock(state, fcntl.LOCK_EX)
         progress = read_progress(Path(order.state))
         run_id = tracker.open(progress.run_id, Path(order.folder), order.config)
@@ -118,7 +119,8 @@ def pass_on(order: Order, tracker: Tracker, ending: Callable[[], Ending | None])
             end = ending()
             for steps in _parts(follower.new(), begun):
                 begun = steps[-1][0]["step"]
-                # Before: who is killed in between loses these steps, and doubles none.
+                # Noted before the steps are written: if this process is killed in between, these
+                # steps are missing in the tracker, but none is in it twice.
                 _note(state, begun=begun)
                 tracker.write(steps)
                 _note(state, done=begun)
@@ -132,7 +134,7 @@ def _note(state: FileIO, **values: object) -> None:
 
 
 def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
-    """The steps after `begun`, some at a time."""
+    """The steps after `begun`, without any that do not rise, in lists of at most 50."""
     rising: list[Step] = []
     for step in steps:
         if step[0]["step"] > begun:
@@ -143,8 +145,8 @@ def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
 
 
 def ending_of(stream: FileIO) -> Ending | None:
-    """Wait a moment for the line that ends a run; None without one. A stream that ends without
-    it is that of a run that was killed."""
+    """Wait a moment for the line of the run's `Ending`; None if none has come. If the stream ends
+    without it, the run was killed, which counts as failed."""
     ready, _, _ = select.select([stream], [], [], _SECONDS_BETWEEN)
     if not ready:
         return None
@@ -153,7 +155,7 @@ def ending_of(stream: FileIO) -> Ending | None:
 
 
 def main() -> None:
-    """Do as the first line of stdin orders."""
+    """Follow the run of the `Order` in the first line of stdin."""
     os.nice(_NICENESS)
     stream = FileIO(0, "rb")
     order = Order(**json.loads(stream.readline()))

@@ -1,4 +1,4 @@
-"""The trackers of a run: one process each, which follows the run's logs (`tracker_process.py`)."""
+"""The trackers of a run: each has a process that follows the run's logs (`tracker_process.py`)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from firstlight.training.tracker_process import Ending, Order, read_progress
 
 TRACKERS_NAME = "trackers"
 
-#: Seconds that a tracker has after a run's end, and those where it stores a checkpoint.
+#: Seconds after a run's end in which a tracker's process has to end, without and with a checkpoint
+#: to store.
 _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
-#: Seconds after which a message names the awaited tracker.
+#: Seconds of waiting for a tracker after which a message says so.
 _SECONDS_UNSAID = 3.0
 
 _COMMAND = [sys.executable, "-P", "-m", "firstlight.training.tracker_process"]
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Refuse `run.trackers` where the package of one is missing.
+    """Require that the packages of all trackers in `run.trackers` are installed.
 
     Raises:
         MissingDependencyError: a tracker's package is not installed.
@@ -47,7 +48,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def destination(name: str, folder: Path) -> str:
-    """The place that a tracker writes to, for a person, and how to see it."""
+    """The place to which a tracker writes, and how to see it, as text for messages."""
     env = os.environ.get
     if name == "wandb":
         place = env("WANDB_DIR", str(folder))
@@ -64,7 +65,17 @@ def destination(name: str, folder: Path) -> str:
 
 
 class _TrackerProcess:
-    """The process of one tracker."""
+    """The process of one tracker.
+
+    Args:
+        name: name of the tracker, as in `run.trackers`.
+        folder: the run folder.
+        config: the resolved recipe.
+        is_new: True to begin a new run in the tracker; False to resume the recorded one.
+
+    Raises:
+        StorageError: the tracker's log or state can't be written.
+    """
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], *, is_new: bool) -> None:
         self.name, self._folder = name, folder / TRACKERS_NAME
@@ -72,7 +83,7 @@ class _TrackerProcess:
         if is_new:
             remove_file(self.state)
         self._log = self._folder / f"{name}.log"
-        # The log is an earlier process's: its last line would be taken for this one's error.
+        # Remove the log of an earlier process: its last line would be taken for this one's error.
         remove_file(self._log)
         order = Order(
             name,
@@ -88,48 +99,48 @@ class _TrackerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C is for the run: its last steps are still to be handed over.
+                # So that Ctrl-C does not end it: the run's last steps are still to be written.
                 start_new_session=True,
             )
         self._send(dataclasses.asdict(order))
         self.is_over = False
 
     def failure(self) -> str | None:
-        """The error that has ended the process, told once; None without one."""
+        """The error that has ended the process; None without one, or if it was returned before."""
         if self.is_over or self._process.poll() is None:
             return None
         self.is_over = True
         return self._said() if self._process.returncode else None
 
     def end(self, ending: Ending) -> None:
-        """Tell the process that the run is over."""
+        """Send the run's end to the process."""
         self._send(dataclasses.asdict(ending))
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def wait(self, seconds: float) -> bool:
-        """True if the process ends within this number of seconds."""
+        """Wait for the end of the process; True if it ends within this number of seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process, and those that its library has started."""
+        """Kill the process, and those that its library has started."""
         with contextlib.suppress(ProcessLookupError):
-            # The group: a library's own processes would live on and hold the log open.
+            # The process group: processes of the library would otherwise go on, with the log open.
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _send(self, values: object) -> None:
         assert self._process.stdin is not None
-        # One that has failed reads nothing; `failure` says so.
+        # A process that has failed reads nothing more; `failure` reports it.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(values).encode() + b"\n")
             self._process.stdin.flush()
 
     def _said(self) -> str:
-        """The last line that the process wrote."""
+        """The last line that the process wrote into its log; "" without one."""
         with contextlib.suppress(OSError):
             lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
             return next((line for line in reversed(lines) if line.strip()), "")
@@ -137,16 +148,16 @@ class _TrackerProcess:
 
 
 class Trackers:
-    """The trackers of a run that need their own library. A context; at its end each has taken all
-    steps, or is given up after a time.
+    """The trackers of a run that need a library of their own. A context manager: at its end it
+    waits until each tracker has all steps, or gives it up after a time.
 
     Args:
-        names: the trackers; none in all processes of a run but the main one.
+        names: names of the trackers, as in `run.trackers`; none except in the main process.
         folder: the run folder, with its logs.
         config: the resolved recipe.
         tell: called with each message for people.
-        is_new: the run starts with its first step: the trackers begin new runs.
-        with_checkpoint: the trackers store the run's last checkpoint.
+        is_new: True to begin new runs in the trackers, for a run that starts with its first step.
+        with_checkpoint: True to store the run's last checkpoint in the trackers.
     """
 
     def __init__(
@@ -159,7 +170,7 @@ class Trackers:
         is_new: bool,
         with_checkpoint: bool,
     ) -> None:
-        # TensorBoard's file is written with the run's own logs.
+        # TensorBoard's file is written with the run's own logs, in this process.
         self._names = [name for name in names if name != "tensorboard"]
         self._folder, self._config, self._tell = folder, config, tell
         self._is_new, self._with_checkpoint = is_new, with_checkpoint
@@ -172,7 +183,7 @@ class Trackers:
                 make_folder(self._folder / TRACKERS_NAME)
                 process = _TrackerProcess(name, self._folder, self._config, is_new=self._is_new)
             except StorageError as error:
-                # A tracker never ends a run: the run's own logs have all that it shows.
+                # A tracker must not end the run, whose own logs have all metrics.
                 self._tell(f"warning: {name} gets nothing of this run: {error} (the run goes on)")
                 continue
             self._processes.append(process)
@@ -185,18 +196,18 @@ class Trackers:
         reports = [str((self._folder / name).resolve()) for name in (HTML_NAME, REPORT_NAME)]
         checkpoint = None if self._checkpoint is None else str(self._checkpoint.resolve())
         for process in self._processes:
-            # All are told before one is waited for: they finish side by side.
+            # Before the first one is waited for, so that all finish at the same time.
             process.end(Ending(error is not None, reports, checkpoint))
         for process in self._processes:
             self._finish(process)
 
     def give_checkpoint(self, checkpoint: Path) -> None:
-        """Have the trackers store the run's last checkpoint, where the recipe says so."""
+        """Set the checkpoint that the trackers store, if the recipe asks them to store one."""
         if self._with_checkpoint:
             self._checkpoint = checkpoint
 
     def check(self) -> None:
-        """Say which trackers have failed, each once."""
+        """Give a message for each tracker that has failed, once for each."""
         for process in self._processes:
             if (said := process.failure()) is not None:
                 self._tell(f"warning: {process.name} has failed: {said} ({_has(process)})")
@@ -216,6 +227,6 @@ class Trackers:
 
 
 def _has(process: _TrackerProcess) -> str:
-    """The steps that a tracker has, for people."""
+    """The steps that a tracker has, as text for messages."""
     done = read_progress(process.state).done
     return f"it has {'no step' if done < 0 else f'the steps to {done:,}'}; --resume adds the others"

@@ -1,4 +1,4 @@
-"""Evaluations during a run: the loss on held-out data, sample texts, scores in tasks."""
+"""Evaluations during a run: the loss on held-out data, sample texts, and scores in tasks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from firstlight.weights.huggingface import LoadedModel
 
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:
-    """Run the evaluations that are due after this step: validation loss, sample texts, scores in
-    tasks. Before the first step of a run that has any, only the losses are.
+    """Run the evaluations that are due after this step: losses, sample texts, scores in tasks.
+    Before the first step only losses are evaluated, unless the run has no steps.
 
     Args:
-        run: the run, whose `state.pending` metrics and samples are added to.
-        check: called between any two batches and pieces of text; may raise.
+        run: the run. Metrics are added to `state.pending`, texts to `samples`.
+        check: called between batches and between pieces of text; may raise an error.
 
     Raises:
-        DivergedError: the weights are of no use.
+        DivergedError: a loss or the model's output is not finite.
     """
     config = run.recipe.evaluation
     losses_due = run.is_due(config.every_steps)
@@ -48,7 +48,7 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     if not losses_due and not tasks_due:
         return
     check()
-    # They have done their work, and an evaluation needs room of its own.
+    # Free the gradients, since an evaluation needs memory.
     run.program.optimizer.zero_grad()
     run.program.model.eval()
     run.samples = []
@@ -63,16 +63,17 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
 
 
 def _write_samples(run: Run, check: Callable[[], None]) -> None:
-    """Let the model continue each prompt of the recipe's `evaluation` section."""
+    """Generate a text for each prompt of the recipe's `evaluation` section."""
     program, config, step = run.program, run.recipe.evaluation, run.state.step
-    # One seed for all evaluations: texts differ only by the model's weights.
+    # The same seed in all evaluations, so that texts differ only by the model's weights.
     sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
     loaded = _loaded(program.model, run.tokenizer, run.folder)
     for prompt in config.sample_prompts:
         text = ""
         try:
             with autocast(program.hardware.device, program.dtype):
-                # With examples prompts are messages to be answered, but blank ones are texts.
+                # After training on conversations, a prompt is a message to be answered; a blank one
+                # is continued as text.
                 if run.dataset.has_examples and prompt.strip():
                     pieces = ChatSession(loaded, settings=sampling).answer(prompt)
                 else:
@@ -108,7 +109,13 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
 def _take_validation(
     run: Run, found: Evaluation, by_corpus: Mapping[str, Evaluation]
 ) -> dict[str, float]:
-    """Keep the last evaluation, show it, and return its metrics."""
+    """Set an evaluation as the run's last one, show it, and return its metrics.
+
+    Args:
+        run: the run.
+        found: evaluation of the validation split.
+        by_corpus: evaluation of each corpus of a mix by its name; {} without a mix.
+    """
     state = run.state
     preferred = run.program.preference_metrics("val")
     rows, best = f"({found.rows} of {found.total_rows} rows)", state.best_val_loss
@@ -118,7 +125,7 @@ def _take_validation(
     if best is not None and found.loss > best:
         rows = f"{rows}; lowest so far {best:.4f}"
     if preferred:
-        # Preference pairs have neither a perplexity nor bits per byte.
+        # The loss over preference pairs has neither a perplexity nor bits per byte.
         run.evaluation = replace(found, perplexity=math.nan, bits_per_byte=math.nan)
         run.bar.message(
             f"step {state.step}: val/loss {found.loss:.4f}, "
@@ -141,7 +148,7 @@ def _take_validation(
 def _score(run: Run, check: Callable[[], None]) -> None:
     program, record = run.program, _record(run)
     loaded = _loaded(program.model, run.tokenizer, run.folder)
-    # The endings of an item are short, and nothing is kept for a backward pass.
+    # More than in training: texts of tasks are short, and nothing is kept for a backward pass.
     texts = 4 * run.recipe.batch.rows
     for task in run.tasks:
         try:
@@ -155,7 +162,7 @@ def _score(run: Run, check: Callable[[], None]) -> None:
 
 
 def _record(run: Run) -> dict[str, Any]:
-    """The step's metrics, which evaluations add to."""
+    """The step's metrics, to which evaluations add theirs."""
     assert run.state.pending is not None
     return run.state.pending
 
@@ -169,13 +176,17 @@ def evaluate_dataset(
     key: str,
     max_rows: int,
 ) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """(the loss on a split, that on each corpus of a mix by its name).
+    """Evaluate a run's model on a split of one corpus or of a mix.
 
-    For a mix, `max_rows` is for each corpus, and the loss is the mean of the corpora's losses by
-    weight: see `mixed_evaluation`.
+    For a mix, `max_rows` is for each corpus, and the loss is the weighted mean of the corpora's
+    losses: see `mixed_evaluation`.
 
     Args:
+        dataset: the split.
         program, seq_len, check, key, max_rows: see `split_loss`.
+
+    Returns:
+        (evaluation of the split, evaluation of each corpus of a mix by its name; {} without a mix).
 
     Raises:
         DivergedError: a loss is not finite.
@@ -201,18 +212,18 @@ def mixed_evaluation(
     """Combine the evaluations of the corpora of a mix.
 
     The loss is the mean of the corpora's losses by their weights, whatever the sizes of their
-    splits: the loss of a token of the mix, as training draws it. Bits per byte are the loss of such
-    a token divided by the bytes of its text.
+    splits: the expected loss of a token of the mix, as training draws it. Bits per byte are this
+    loss divided by the mean bytes of text of such a token.
 
     Args:
-        parts: the weight of each corpus.
-        found: its evaluation: all with the same split, seq_len and document_masking.
-        bits_a_nat: its `TokenDataset.bits_a_nat`.
+        parts: weight of each corpus.
+        found: evaluation of each corpus; all with the same split, seq_len and document_masking.
+        bits_a_nat: `TokenDataset.bits_a_nat` of each corpus.
     """
     total = sum(parts)
     loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
-    # The bytes that a token of the mix stands for: bits per byte of the corpora have no mean by
-    # their weights, which count tokens.
+    # The mean bytes of a token of the mix, times ln 2 for a loss in nats. The corpora's bits per
+    # byte can't be averaged by the weights, which count tokens and not bytes.
     bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
     return Evaluation(
         loss=loss,
@@ -237,15 +248,15 @@ def split_loss(
     key: str,
     max_rows: int,
 ) -> Evaluation:
-    """The loss of a run's model on a split, or on the same rows of it each time.
+    """Evaluate a run's model on all rows of a split, or on a part that is the same each time.
 
     Args:
-        program: the run's program, its model in evaluation mode.
+        program: the run's program, with its model in evaluation mode.
         dataset: the split.
-        seq_len: tokens a row.
-        check: called after each batch; may raise.
-        key: name of the loss in the metrics.
-        max_rows: evaluated rows, spread evenly over the split; 0 is all.
+        seq_len: tokens of a row.
+        check: called after each batch; may raise an error.
+        key: name of the loss in the metrics, for an error message.
+        max_rows: most rows that are evaluated, spread evenly over the split; 0 for all rows.
 
     Raises:
         DivergedError: the loss is not finite.
@@ -259,7 +270,7 @@ def split_loss(
         device=program.hardware.device,
         document_masking=recipe.data.document_masking,
         rows=evaluation_rows(dataset.num_rows(seq_len), max_rows),
-        # Between batches: a stop must not wait for the end of a long evaluation.
+        # Between batches, so that a stop does not wait for the end of a long evaluation.
         on_rows=lambda *_: check(),
         rank=program.engine.rank,
         processes=program.engine.size,
@@ -273,7 +284,9 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
     """The tasks of a recipe's `evaluation` section, read and checked.
 
     Args:
-        model: the model whose context the tasks must fit; its weights are not looked at.
+        recipe: the recipe.
+        model: the model, into whose context the tasks have to fit; its weights are not used.
+        tokenizer: tokenizer of the data.
 
     Raises:
         ConfigError, InputError, MissingDependencyError: see `ready_tasks`.
@@ -289,8 +302,8 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
 
 @contextlib.contextmanager
 def _masked_attention(program: TrainingProgram) -> Iterator[None]:
-    """Attention that takes a mask, which texts that go on from a stored context need and some
-    kernels of GPUs do not have."""
+    """Context in which attention supports a mask, which texts that continue from a cached context
+    need, and which the flash and cudnn kernels do not support."""
     way = program.recipe.efficiency.attention
     if way not in ("flash", "cudnn"):
         yield
