@@ -100,6 +100,7 @@ def rebuild_eight_bit(
 
 
 def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer of class `bitsandbytes.optim.KIND`, tried on the parameters' device."""
     optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
     return optimizer
@@ -108,6 +109,7 @@ def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.
 def _rebuild_bitsandbytes(
     optimizer: Any, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
+    """One parameter's state in bitsandbytes, which this also sets in the optimizer."""
     # The library allocates the state, because a paged optimizer has its tensors in managed memory
     # that torch can't allocate; so values are copied into these tensors.
     optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)

@@ -39,9 +39,9 @@ _EPS = 1e-7
 #: `optimizer.muon_coefficients` -> (factor of the norm by which the matrix is divided at first; a,
 #: b, c of each step x = a x + b (x x^T) x + c (x x^T)^2 x). "jordan" is as in torch.optim.Muon.
 #: "polar_express" has in each step the optimal odd polynomial for the singular values that the step
-#: before leaves, beginning with values from 0.001 to 1, and brings them nearer to one (arXiv
-#: 2505.16932, algorithm 1 with a cushion of 0.02, and a safety factor of 1.02 against the rounding
-#: of bf16).
+#: before leaves, beginning with values from 0.001 to 1, and brings them nearer to one. It is
+#: algorithm 1 of arXiv 2505.16932 with a cushion of 0.02, and with a safety factor of 1.02 against
+#: the rounding of bf16.
 COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = {
     "jordan": (1.0, 5 * ((3.4445, -4.7750, 2.0315),)),
     "polar_express": (
@@ -66,9 +66,9 @@ class Muon(torch.optim.Optimizer):
         o = orthogonalised((1 - momentum) g + momentum m)
         x = x - lr (0.2 sqrt(max(F, C)) o + weight_decay x)
 
-    With `beta2` it is NorMuon (arXiv 2510.05491): the rows of o, one for each neuron, are divided
-    by the root of their averaged mean squares v [..., F, 1], and the update is scaled to a root
-    mean square of 0.2 lr.
+    With `beta2` it is NorMuon (arXiv 2510.05491). The rows of o, one for each neuron, are divided
+    by the root of their averaged mean squares v [..., F, 1]. The update is scaled to a root mean
+    square of 0.2 lr.
 
     With several processes, each orthogonalises a share of the matrices, which changes no bit of the
     result. If they all have the full gradients (DDP, see `process`), each sends its results to the

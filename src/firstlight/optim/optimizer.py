@@ -195,6 +195,7 @@ class Optimizer:
             self._masters.updated[name].grad = None
 
     def _update_in_backward(self, name: str, parameter: nn.Parameter) -> None:
+        """Register a hook that updates a parameter as soon as its gradient is accumulated."""
         master, (_, optimizer, _) = self._masters.updated[name], self._part_of[name]
 
         def update(_: Tensor) -> None:

@@ -31,10 +31,11 @@ FORECAST_NAME = "forecast.json"
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
 #: Memory of a process on a CPU in addition to its resident memory before the first step and to the
-#: tensors that are still to be made (docs/benchmarks/planner.md has the measurements):
-#: - bytes of libraries that load late: oneDNN's code, buffers of the threads;
-#: - bytes of torch's compiler;
-#: - bytes of the gaps that the C library's allocator keeps, for each byte of further tensors.
+#: tensors that are still to be made. docs/benchmarks/planner.md has the measurements.
+#:
+#: - bytes of libraries that load late: oneDNN's code, buffers of the threads
+#: - bytes of torch's compiler
+#: - bytes of the gaps that the C library's allocator keeps, for each byte of further tensors
 _LIBRARY_BYTES = 28 * 2**20
 _COMPILER_BYTES = 110 * 2**20
 _KEPT_SHARE = 0.2

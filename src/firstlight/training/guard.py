@@ -58,6 +58,7 @@ class Guard:
         return True
 
     def _refusal(self, loss: float, grad_norm: float) -> str | None:
+        """The reason to refuse a step, as text for messages; None to accept it."""
         # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
         if not abs(loss) + abs(grad_norm) < math.inf:
             return f"loss {loss}, gradient norm {grad_norm}: not finite"

@@ -246,6 +246,7 @@ class RunLogs:
         self._metrics.sync()
 
     def _open(self, last_step: int) -> None:
+        """Open the logs with the lines up to a step; -1 for none."""
         for name in (METRICS_NAME, SAMPLES_NAME):
             if last_step >= 0:
                 path, samples = self._folder / name, name == SAMPLES_NAME
@@ -263,6 +264,7 @@ class RunLogs:
     def _say_damage(
         self, name: str, steps: Sequence[int], problem: str | None, last_step: int
     ) -> None:
+        """Give messages about a log's damage, and about steps without metrics."""
         if problem is not None:
             self._tell(f"warning: {problem}; the run goes on without the damaged lines")
         if name != METRICS_NAME:

@@ -187,6 +187,7 @@ class Stopping:
             raise StopRequestedError
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        """The handler of all four signals."""
         name = signal.Signals(number).name
         if not self._watching:
             # Noted, because an exception that the former handler raises may be swallowed, for
@@ -213,6 +214,7 @@ class Stopping:
         self._do(before, number, frame)
 
     def _do(self, before: Any, number: int, frame: FrameType | None) -> None:
+        """Give a signal its former effect."""
         if callable(before):
             before(number, frame)
         else:

@@ -85,6 +85,8 @@ def _course(run: Run) -> Course:
 
 
 def _make_folder_ready(run: Run) -> None:
+    """Prepare the run folder: claim it, delete temporary files of a killed run, copy the checkpoint
+    that the run branches off, and write the recipe and the run's length."""
     run_id = None
     if run.held is not None:
         run.held.require()
@@ -178,6 +180,7 @@ def _code_of_experts(recipe: ResolvedRecipe, hardware: Hardware) -> int:
 
 
 def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -> None:
+    """Forecast memory and speed of a run, show the forecast, and set `run.advise`."""
     hardware, size = run.program.hardware, run.engine.world.size
     comparison.label_share = run.dataset.label_share(run.seq_len)
     comparison.seq_len = run.seq_len
@@ -265,6 +268,7 @@ def _describe_start(run: Run) -> Iterator[str]:
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
+    """Hardware and versions of software, as JSON values."""
     # Not platform.platform(), which starts another program.
     system = os.uname()
     return {

@@ -218,6 +218,11 @@ def _restore_tensors(
 
 
 def _saved_state(saved: Mapping[str, Any]) -> TrainState:
+    """The progress in a checkpoint's trainer state.
+
+    Raises:
+        CheckpointError: a key is missing, or a value is impossible.
+    """
     try:
         state = TrainState(
             step=saved["step"],

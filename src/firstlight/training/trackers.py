@@ -213,6 +213,7 @@ class Trackers:
                 self._tell(f"warning: {process.name} has failed: {said} ({_has(process)})")
 
     def _finish(self, process: _TrackerProcess) -> None:
+        """Wait for the end of a tracker's process, and kill it after a time."""
         limit = _SECONDS if self._checkpoint is None else _SECONDS_WITH_CHECKPOINT
         if not process.wait(min(limit, _SECONDS_UNSAID)):
             self._tell(f"waiting for {process.name}, {limit:.0f} s at most")

@@ -88,6 +88,7 @@ def _write_samples(run: Run, check: Callable[[], None]) -> None:
 
 
 def _validate(run: Run, check: Callable[[], None]) -> None:
+    """Evaluate the losses on the validation split and on rows of the training split."""
     config, record = run.recipe.evaluation, _record(run)
     measured = functools.partial(evaluate_dataset, run.program, seq_len=run.seq_len, check=check)
     if run.validation is not None:
@@ -146,6 +147,7 @@ def _take_validation(
 
 
 def _score(run: Run, check: Callable[[], None]) -> None:
+    """Score the model in the tasks of the recipe's `evaluation` section."""
     program, record = run.program, _record(run)
     loaded = _loaded(program.model, run.tokenizer, run.folder)
     # More than in training: texts of tasks are short, and nothing is kept for a backward pass.
