@@ -253,6 +253,7 @@ def _embedded(parts: Sequence[Tensor], ids: Tensor, width: int) -> Tensor:
 
 
 def _rows(shards: Sequence[Weights], module: str) -> int:
+    """Rows of a module's weight in all shards together."""
     return sum(len(shard[f"{module}.weight"]) for shard in shards)
 
 
@@ -292,6 +293,7 @@ def litgpt_logits(weights: Weights, config: Mapping[str, Any], ids: Tensor) -> T
 
 @torch.no_grad()
 def _gpt_logits(weights: Weights, names: _Names, heads: int, ids: Tensor, gelu: str) -> Tensor:
+    """Logits [B, T, V], fp32, of a GPT; `gelu` is "tanh" or "none", as in `F.gelu`."""
     x = F.embedding(ids, weights[f"{names.tokens}.weight"]).float()
     positions = torch.arange(ids.shape[1])
     x = x + F.embedding(positions, weights[f"{names.positions}.weight"]).float()
@@ -318,6 +320,7 @@ def _linear(weights: Weights, module: str, x: Tensor) -> Tensor:
 
 
 def _head(weights: Weights, module: str, x: Tensor) -> Tensor:
+    """Logits [B, T, V] of `x`, [B, T, C]."""
     parts = torch.split(weights[f"{module}.weight"], _HEAD_ROWS)
     return torch.cat([F.linear(x, part.float()) for part in parts], -1)
 
@@ -336,6 +339,7 @@ def _rms_norm(
 
 
 def _bare_norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension, without a weight, with torch's default epsilon."""
     return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
 
 

@@ -97,9 +97,8 @@ def read_source(
     Raises:
         ConfigError: `config` or `best` does not fit this source, or `config` is not an object.
         InputError: a file is missing, or of an unsupported kind.
-        ModelError, CheckpointError, TokenizerError: the source can't be read.
-
-    Errors of `use` are passed on.
+        ModelError, CheckpointError, TokenizerError: the source can't be read. Errors of `use` are
+            passed on.
     """
     given = None
     if tokenizer is not None:

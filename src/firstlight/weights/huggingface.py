@@ -87,7 +87,7 @@ def load_model(
         device: the parameters' device.
         dtype: the parameters' dtype; None is the file's.
         mode: the loading mode, see `firstlight.weights.loading`.
-        vocab_multiple: number of which the embedding's rows are padded to a multiple.
+        vocab_multiple: the embedding's rows are padded to a multiple of this number.
         config: config with which the model is built; None is that of the folder.
 
     Raises:
@@ -131,7 +131,7 @@ def unloaded_model(
     Args:
         config: the config of the folder's config.json.
         folder: the model folder.
-        vocab_multiple: number of which the embedding's rows are padded to a multiple.
+        vocab_multiple: the embedding's rows are padded to a multiple of this number.
         tensors: number of tensors in the folder's files, with each expert of a stack counted; None
             counts them.
 

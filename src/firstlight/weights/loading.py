@@ -107,7 +107,8 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
 def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """The tensors, with stacked experts ([E, 2F, C] for gate and up, [E, C, F] for down) replaced
-    by views of each expert's matrices, under their names in the family's files."""
+    by views of each expert's matrices, under their names in the family's files. Shape letters as in
+    `models/moe.py`."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if config.family.experts is not None and ".mlp." in name:
@@ -377,7 +378,7 @@ def grow_vocabulary(
         tokens_before: number of token ids that the old tokenizer had.
         tokens_now: number of token ids that the new tokenizer has.
         copied_from: id of the old token whose rows are copied; None takes the mean.
-        vocab_multiple: number of which the embedding's rows are padded to a multiple.
+        vocab_multiple: the embedding's rows are padded to a multiple of this number.
     """
     assert tokens_before <= model.config.vocab_size
     assert copied_from is None or copied_from < tokens_before

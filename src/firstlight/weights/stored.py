@@ -197,7 +197,7 @@ class StoredTensor:
                 yield part
 
     def _fill(self, flat: Tensor, file: io.FileIO) -> None:
-        """Read the next bytes of the file into a 1-D tensor of the file's dtype on the CPU."""
+        """Read the next bytes of the file into a 1-D tensor on the CPU, of the same dtype."""
         if not len(flat):
             return
         memory = flat.view(torch.uint8).numpy().data
