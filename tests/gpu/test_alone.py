@@ -28,7 +28,11 @@ from firstlight.training.program import TrainingProgram
 from .conftest import DEVICE
 
 # torch's compiler looks at every input's gradient, that of a layer's input included.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # torch 2.11 makes its own layers of oneDNN so, when the first step is compiled.
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
 
 _OTHER = "cpu" if torch.device(DEVICE).type == "cuda" else "cuda"
 _MODELS = ("llama", "gpt2")

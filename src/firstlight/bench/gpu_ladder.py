@@ -85,6 +85,7 @@ _BF16 = {"efficiency.precision": "bf16"}
 _FUSED = {"optimizer.implementation": "fused"}
 _FULL = {"efficiency.activation_checkpointing": "full"}
 _COMPILED = {"efficiency.compile": True}
+_OFFLOADED = {"efficiency.activation_offload": True}
 _IN_BACKWARD = {"efficiency.optimizer_in_backward": True, "optimizer.max_grad_norm": 0.0}
 _PLAIN = {
     "efficiency.attention": "plain",
@@ -125,7 +126,7 @@ _MEMORY_RUNGS = (
     Rung("+ loss in chunks", {"efficiency.loss_chunk_tokens": 1024}),
     Rung("+ activation checkpointing", _FULL, value=2),
     Rung("+ optimizer in the backward pass", _IN_BACKWARD),
-    Rung("+ activations offloaded", {"efficiency.activation_offload": True}),
+    Rung("+ activations offloaded", _OFFLOADED),
     Rung(
         "+ 8-bit AdamW",
         {"optimizer.name": "adamw8bit", "optimizer.implementation": "auto"},
@@ -141,6 +142,14 @@ _ADAPTER_RUNGS = (
     Rung("LoRA, compiled", {**_LORA, **_COMPILED}, slow=True, value=4),
     Rung("QLoRA", _QLORA, needs=_4_BITS, value=3),
     Rung("QLoRA, compiled", {**_QLORA, **_COMPILED}, needs=_4_BITS, slow=True, value=3),
+    # The backward pass of a whole compiled model would bring all activations back at once.
+    Rung(
+        "QLoRA, layers compiled, activations offloaded",
+        {**_QLORA, **_COMPILED, **_OFFLOADED, "efficiency.compile_regional": True},
+        needs=_4_BITS,
+        slow=True,
+        value=3,
+    ),
 )
 
 #: Published rungs: name, peak memory in GiB, tokens/s.
