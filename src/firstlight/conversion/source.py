@@ -84,8 +84,8 @@ def read_source(
     *,
     best: bool = False,
 ) -> T:
-    """Open the model to convert, and return the result of calling `use` on it. If the source is a
-    running run that deletes the checkpoint meanwhile, `use` is called again on the newest one.
+    """Open the model to convert, and return the result of calling `use` on it. If a training run in
+    progress deletes the checkpoint during that call, `use` is called again on the newest one.
 
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
