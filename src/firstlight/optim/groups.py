@@ -77,7 +77,7 @@ def parameter_groups(
         config: the recipe's section, an `OptimizerConfig`, which this module can't import.
     """
     groups: dict[Any, dict[str, Any]] = {}
-    # Vectors last, so that the order of the groups does not depend on the model's.
+    # Vectors last, whatever the order of the model's parameters.
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
         role, transposed = kinds[name]
         settings = {**config.group_settings(role), "transposed": transposed}

@@ -96,8 +96,8 @@ class ScheduleConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_minimum(cls, values: Any) -> Any:
-        """The section's values with `min_lr_ratio` None if `min_learning_rate` is given, and with
-        the kind's default ratio if neither is given."""
+        """The section's values with a default of `min_lr_ratio`: None if `min_learning_rate` is
+        given, else that of the kind. A `min_lr_ratio` of null counts as not given."""
         if not isinstance(values, Mapping):
             return values
         if values.get("min_learning_rate") is not None:

@@ -194,6 +194,7 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
     Frozen matrices are stored in the dtype of the matrix products.
 
     Args:
+        model: the model; changed in place.
         recipe: recipe of the run.
         hardware: the device that the model will be moved to.
 
