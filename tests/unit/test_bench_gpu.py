@@ -84,6 +84,12 @@ def test_rows_are_measured_by_value_and_take_turns(tmp_path: Path) -> None:
     assert world.asked == ["first", "a", "b", "c", "a", "b", "last"]
 
 
+def test_second_turns_come_with_the_next_value_but_for_what_is_needed_most() -> None:
+    rows = [_row("most", value=1, turns=2), _row("a", value=2, turns=2), _row("b", value=3)]
+    names = [turn.row.name for turn in order({"p": rows})]
+    assert names == ["most", "most", "a", "b", "a"]
+
+
 def test_what_would_not_end_in_time_is_left_and_the_rest_is_measured(tmp_path: Path) -> None:
     rows = [_row("a", 40), _row("long", 100, value=6), _row("b", 20, value=7)]
     world, results = World(), Results(tmp_path)
