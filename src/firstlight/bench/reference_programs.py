@@ -1,16 +1,16 @@
-"""Programs that benchmarks compare with: bare loops for GPT-2 and Llama, transformers' Trainer.
+"""Programs with which benchmarks compare: bare loops for GPT-2 and Llama, transformers' Trainer.
 
-Each loop is the program that a careful person writes in one file, without this library: the model
-of linear layers and torch's fused attention, compiled as a whole, its vocabulary padded to a
-multiple of 64, and torch's fused AdamW.
+Each loop is an efficient training program of one file, without this library: a model of linear
+layers and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64,
+and torch's fused AdamW.
 
-- "reference", in the manner of nanoGPT's train.py: fp32 parameters, matrix products in bf16 by
-  autocast, weight decay on matrices only, gradients clipped to a norm of 1.
+- "reference", like nanoGPT's train.py: fp32 parameters, matrix products in bf16 by autocast, weight
+  decay on matrices only, gradients clipped to a norm of 1.
 - "reference-fp32": the same without autocast, for machines whose fp32 products are faster.
-- "pure-bf16", in the manner of the optimised script of LLMs-from-scratch, chapter 5: the
-  parameters and AdamW's moments are bf16 and nothing else, no gradient is clipped.
+- "pure-bf16", like the optimised script of LLMs-from-scratch, chapter 5: parameters and AdamW's
+  moments are in bf16 without an fp32 copy, and gradients are not clipped.
 
-Shape letters as in `models/ops.py`.
+The shape letters are those of `models/ops.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Layer(nn.Module):
 
 
 class PlainGPT2(nn.Module):
-    """GPT-2 without dropout, its head tied to the embedding; its mean loss over all labels."""
+    """GPT-2 without dropout, with a head that is tied to the embedding."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -118,14 +118,17 @@ class _LlamaLayer(nn.Module):
 
 
 def _rotated(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021) in the halves' order of Hugging Face."""
+    """Apply RoPE (Su et al. 2021, arXiv 2104.09864) to x [B, H, T, D].
+
+    As in Hugging Face's models, dimension i is rotated with dimension i + D / 2.
+    """
     first, second = x_BHTD.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_BHTD * cos_TD + turned * sin_TD).to(x_BHTD.dtype)
 
 
 class PlainLlama(nn.Module):
-    """Llama without RoPE scaling, its head tied to the embedding; its mean loss over all labels."""
+    """Llama without RoPE scaling, with a head that is tied to the embedding."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -158,12 +161,12 @@ class PlainLlama(nn.Module):
 def autocast_loop(
     config: GPT2Config | LlamaConfig, device: torch.device, *, bf16: bool, compile_model: bool
 ) -> LoopStep:
-    """The step of "reference", or without `bf16` of "reference-fp32".
+    """A function that trains one step of the program "reference", or of "reference-fp32".
 
     Args:
-        config: the model's shape.
+        config: shape of the model.
         device: device to run on.
-        bf16: matrix products in bf16, by autocast.
+        bf16: True for matrix products in bf16, by autocast ("reference").
         compile_model: False leaves torch.compile out, for tests.
     """
     plain = PlainGPT2(config) if isinstance(config, GPT2Config) else PlainLlama(config)
@@ -194,7 +197,7 @@ def autocast_loop(
 
 
 def pure_bf16_loop(config: GPT2Config, device: torch.device, *, compile_model: bool) -> LoopStep:
-    """The step of "pure-bf16". Arguments as in `autocast_loop`."""
+    """A function that trains one step of the program "pure-bf16"; see `autocast_loop`."""
     model = PlainGPT2(config).to(device, torch.bfloat16)
     forward = torch.compile(model) if compile_model else model
     optimizer = torch.optim.AdamW(
@@ -218,11 +221,11 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -
 
 
 class StepClock:
-    """Notes the duration of each step.
+    """Measures the duration of each step; waits for the device at its start and end.
 
     Attributes:
-        seconds: seconds of each step so far.
-        cpu_seconds: the processor's seconds of each step, of all threads.
+        seconds: wall-clock seconds of each step so far.
+        cpu_seconds: processor seconds of each step, of all threads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -244,7 +247,8 @@ class StepClock:
 
 
 class _Sequences(IterableDataset[dict[str, torch.Tensor]]):
-    """Single sequences of batches. The Trainer's models shift the labels themselves."""
+    """The sequences of batches one by one, int64 [seq_len]. The labels equal the inputs, because
+    the models of transformers shift labels themselves."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
@@ -261,7 +265,7 @@ def run_trainer(model: Any, dataset: Any, clock: StepClock, **options: Any) -> l
     Args:
         model: model of transformers.
         dataset: training examples.
-        clock: clock that is told when each step begins and ends.
+        clock: clock that measures each step, from `on_step_begin` to `on_step_end`.
         options: further `TrainingArguments`.
     """
     import transformers
@@ -295,17 +299,18 @@ def train_with_trainer(
     *,
     compile_model: bool,
 ) -> list[float]:
-    """Train a fresh model of the recipe's shape; the loss of each step.
+    """Train a new model of the recipe's shape with the Trainer; returns the loss of each step.
 
-    The vocabulary is not padded, dropout is off, attention is torch's, the optimizer is the
-    Trainer's default with clipping to 1; the learning rate is constant.
+    The vocabulary is not padded, attention is torch's SDPA, precision is bf16 by autocast, the
+    optimizer is the Trainer's default, gradients are clipped to a norm of 1, and the learning rate
+    is constant.
 
     Args:
         recipe: recipe with the model, learning rate, seed and device.
         batches: a batch for each step.
         steps: number of steps.
         rows: sequences of a batch.
-        clock: clock that is told when each step begins and ends.
+        clock: clock that measures each step.
         compile_model: False leaves torch.compile out, for dry runs.
     """
     import transformers

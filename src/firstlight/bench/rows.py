@@ -1,4 +1,4 @@
-"""Rows of benchmarks that compare programs: which are chosen, and which can run here."""
+"""Rows of benchmarks that compare programs: choice by name, and by installed packages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class _Named(Protocol):
 
 @dataclass(frozen=True)
 class ProgramRow:
-    """A row that one of several programs measures.
+    """A row of a benchmark that measures one of several programs.
 
     Attributes:
         name: name in tables and for the option that chooses rows.
-        program: "firstlight", "transformers", or another one that the benchmark names.
+        program: "firstlight", "transformers", or the name of another program.
     """
 
     name: str
@@ -34,7 +34,12 @@ R = TypeVar("R", bound=ProgramRow)
 
 
 def chosen_rows(kind: str, rows: Sequence[N], names: Sequence[str]) -> list[N]:
-    """The rows with these names, in their own order; all where no name is given.
+    """The rows with these names, in the order of `rows`; all rows without names.
+
+    Args:
+        kind: noun for the names in error messages, such as "way".
+        rows: all rows.
+        names: the names.
 
     Raises:
         ConfigError: a name is unknown.
@@ -49,7 +54,8 @@ def has_package(name: str) -> bool:
 
 
 def installed_rows(rows: Sequence[R]) -> list[R]:
-    """The rows without transformers' where it is not installed, which a message says."""
+    """The rows that can run with the installed packages: without transformers, those of
+    transformers are left out, and a message is printed."""
     found = [row for row in rows if row.program != "transformers" or has_package("transformers")]
     if len(found) < len(rows):
         say("transformers is not installed: its rows are left out")

@@ -1,18 +1,18 @@
 """Runs the rows of every benchmark, each in a fresh process.
 
 A benchmark declares rows and a measurement: a module that takes a row's request and returns a JSON
-object. A failure of a row's process (out of memory, a crash, its time limit) is the row's result,
-and does not end the other rows. Rows take turns (A B A B), so that other work of the machine
-affects all of them; a row that has failed once is not tried again.
+object. A failure of a row's process (out of memory, a crash, its time limit) does not end the other
+rows, and the row is not tried again. Rows take turns (A B A B), so that other work of the machine
+affects all of them.
 
 `bench gpu` runs its rows in calls of some minutes (`run_rows`):
 
-- The rows of all parts are measured in the order of their `value`; those of one value take turns:
-  all first turns come before the second ones. Turns after the first come with the rows of the next
-  value, unless the value is 1.
-- A row that would not end in time is left for the next call; those after it that do fit are
+- The rows of all parts are measured in the order of their `value`. Rows of the same value take
+  turns: all first turns come before the second turns. Turns after the first come with the rows of
+  the next value, unless the value is 1.
+- A row that would not end in time is left for the next call; later rows that fit into the time are
   measured.
-- results.json is replaced after every measurement: the next call goes on from there.
+- results.json is replaced after every measurement: the next call continues from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from firstlight.errors import InputError
 from firstlight.files.atomic import read_json, write_json
 from firstlight.hardware.device import Hardware
 
-#: Errors that say that a row can't be measured here, rather than that it went wrong.
+#: Types of errors after which a row counts as skipped ("refused"), not as failed.
 _REFUSALS = ("ConfigError", "MissingDependencyError", "ModelError", "TimeoutError")
 
 #: Result of one measurement, or {"error": ...}; see `process.ask`.
@@ -52,8 +52,8 @@ class RowOutcome:
         runs: results of the measurement, by turn.
         seconds: duration of each turn, the start of its process included.
         problem: the reason why a turn has no result; "" without a problem.
-        cut_after: seconds after which the end of a call cut a turn off; 0 if none did.
-        refused: True if the problem is that firstlight refused the row, or that time was up.
+        cut_after: seconds that a turn had run when the end of a call stopped it; 0 if none was.
+        refused: True if the row can't be measured on this machine, or the time was over.
     """
 
     digest: str = ""
@@ -64,7 +64,7 @@ class RowOutcome:
     refused: bool = False
 
     def add(self, found: Found, seconds: float = 0.0) -> None:
-        """Note the result of a turn, or the reason why it has none."""
+        """Record the result of a turn and its seconds, or the error message as problem."""
         if "error" in found:
             self.problem = " ".join(str(found["error"]["message"]).split())
             self.refused = found["error"]["type"] in _REFUSALS
@@ -73,7 +73,7 @@ class RowOutcome:
             self.seconds.append(seconds)
 
     def expected_seconds(self, declared: float) -> float:
-        """Expected duration of the next turn, if `declared` is that of the first."""
+        """Expected seconds of the next turn, if `declared` are those of the first."""
         return 1.2 * self.seconds[-1] if self.seconds else max(declared, 1.5 * self.cut_after)
 
     @property
@@ -82,7 +82,7 @@ class RowOutcome:
         return bool(self.runs or self.problem)
 
     def values(self, key: str) -> list[float]:
-        """The numbers under a key of all turns; numbers in lists are put together."""
+        """The values of a key over all turns; lists of values are joined."""
         found: list[float] = []
         for run in self.runs:
             if (value := run.get(key)) is not None:
@@ -107,11 +107,10 @@ def take_turns(
     """Measure all rows, turn after turn, with a progress bar.
 
     Args:
-        title: the benchmark's name.
+        title: name of the benchmark.
         names: names of the rows in their order.
-        turns: measurements of each row.
-        outcome_of: function from a name to the row's outcome; rows that share one are measured
-            once.
+        turns: number of measurements of each row.
+        outcome_of: function from a name to an outcome; rows that share it are measured once.
         measure: function from a name to the result of one measurement.
         on_turn: function that is called after every measurement.
         before_turn: function that is called before each turn of all rows.
@@ -123,7 +122,7 @@ def take_turns(
             for name in names:
                 progress.update(task, description=f"{title}: {name}")
                 outcome = outcome_of(name)
-                # A row that failed once would fail again.
+                # A row with an outcome for this turn shares it; a failed row would fail again.
                 if not outcome.problem and len(outcome.runs) == turn:
                     outcome.add(measure(name))
                     on_turn()
@@ -146,10 +145,10 @@ def run_bench(
         title, names, turns, measure, before_turn: see `take_turns`.
         summarize: function from the outcomes so far to the result.
         on_run: function that is called with the result so far after every measurement.
-        outcomes: outcomes of an earlier call, by name; None is a new one for each row.
+        outcomes: outcomes of an earlier call by name; None begins with an empty outcome per row.
 
     Returns:
-        The result, with "complete".
+        The result of `summarize`, with "complete".
     """
     found = {name: RowOutcome() for name in names} if outcomes is None else outcomes
 
@@ -180,13 +179,13 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
 
 RESULTS_NAME = "results.json"
 
-#: Seconds at the end of a call in which nothing is measured any more.
+#: Seconds at the end of a call in which nothing is measured.
 _MARGIN = 5.0
 
-#: The version of results.json.
+#: Version of the format of results.json.
 _FORMAT = 1
 
-#: Part -> row -> its outcome.
+#: Outcomes by name of the part and name of the row.
 Outcomes = dict[str, dict[str, RowOutcome]]
 
 
@@ -197,16 +196,14 @@ class Row:
     Attributes:
         name: name in tables, unique within its part.
         module: module that measures; see `process.ask`.
-        request: JSON values for the measurement. "work" and "keep" are added to them: a folder for
-            files that further rows of the call may use, and the folder of the results, where
-            small files may be kept.
-        seconds: expected duration of the first turn, the start of the process included; rather
-            too much than too little.
-        value: place in the order; lower numbers are measured first, whatever their part.
-        turns: measurements of the row.
-        limit: seconds after which a turn is ended; None is three times `seconds` and a minute.
-        plain: True leaves the environment of `firstlight train` out.
-        skip: reason why this machine can't measure the row; "" if it can.
+        request: JSON values for the measurement. Two are added: "work", a folder for files that
+            rows of the same call share, and "keep", the folder of the results, for small files.
+        seconds: upper estimate of the first turn's duration, with the start of the process.
+        value: priority across all parts; rows with lower values are measured first.
+        turns: number of measurements of the row.
+        limit: time limit of a turn in seconds; None is three times `seconds` plus 60.
+        plain: True measures without the environment variables of `firstlight train`.
+        skip: the reason why this machine can't measure the row; "" if it can.
     """
 
     name: str
@@ -221,20 +218,20 @@ class Row:
 
     @property
     def digest(self) -> str:
-        """Hash of the declaration: results of another declaration are measured again."""
+        """Hash of module and request: a row is measured again if they have changed."""
         content = json.dumps([self.module, self.request], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 @dataclass
 class Results:
-    """The file of results.
+    """The contents of results.json.
 
     Attributes:
-        folder: the folder with the file.
+        folder: folder of the file.
         machine: facts of the machine that measured; {} before the first call.
         calls: "date", "seconds" and "turns" of each call.
-        outcomes: outcomes of all rows that were tried.
+        outcomes: outcomes of all rows that were tried, by part and row.
     """
 
     folder: Path
@@ -244,10 +241,10 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """The results in a folder; empty ones if it has no such file.
+        """The results in a folder; empty results if it has no results.json.
 
         Raises:
-            InputError: the file is not one of these.
+            InputError: the file has another format.
         """
         path = folder / RESULTS_NAME
         if not path.exists():
@@ -267,7 +264,7 @@ class Results:
             ) from None
 
     def write(self) -> None:
-        """Replace the file.
+        """Replace results.json.
 
         Raises:
             StorageError: a file system error.
@@ -276,8 +273,8 @@ class Results:
         write_json(content.pop("folder") / RESULTS_NAME, {"format": _FORMAT, **content})
 
     def outcome(self, part: str, row: Row, *, retry: bool = False) -> RowOutcome:
-        """The row's outcome so far; a new one if its declaration changed, or a turn failed and
-        `retry` is true."""
+        """The row's outcome so far; a new one if the row's digest has changed, or if `retry` is
+        True and a turn has failed."""
         rows = self.outcomes.setdefault(part, {})
         found = rows.get(row.name)
         if found is None or found.digest != row.digest or (retry and found.problem):
@@ -287,7 +284,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a row of a part; numbers begin at 0."""
+    """One measurement of a row of a part; numbers of turns begin at 0."""
 
     part: str
     row: Row
@@ -317,7 +314,7 @@ def order(parts: Mapping[str, Sequence[Row]]) -> list[Turn]:
     return sorted(turns, key=place)
 
 
-#: (row, its request, its limit in seconds) -> the measurement's result; see `process.ask`.
+#: (row, request, time limit in seconds) -> the measurement's result; see `process.ask`.
 Measure = Callable[[Row, dict[str, Any], float], dict[str, Any]]
 
 
@@ -327,10 +324,10 @@ class Call:
 
     Attributes:
         minutes: duration of the call.
-        work: folder of files that rows of the call share.
+        work: folder for files that rows of the call share.
         measure: function that runs a measurement.
-        begun: time of the call's begin, by `clock`; None is now.
-        clock: function that returns seconds, which never go back.
+        begun: time at which the call began, by `clock`; None is now.
+        clock: monotonic clock in seconds.
     """
 
     minutes: float
@@ -341,10 +338,10 @@ class Call:
 
 
 def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -> list[Turn]:
-    """Measure the rows that have no result yet, as far as the call's time allows.
+    """Measure the turns that have no result yet, as far as the call's time allows.
 
     Returns:
-        The turns that were left for the next call.
+        The turns that are left for the next call.
 
     Raises:
         StorageError: a file system error.
@@ -356,7 +353,7 @@ def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -
     waiting = [turn for turn in order(parts) if _is_waiting(turn, results)]
     for number, turn in enumerate(waiting, start=1):
         outcome = results.outcome(turn.part, turn.row)
-        # An earlier turn of it may have failed, or been left over, in this call.
+        # An earlier turn of the row may have failed in this call.
         if not _is_waiting(turn, results):
             continue
         expected, left = outcome.expected_seconds(turn.row.seconds), end - call.clock()
@@ -380,7 +377,7 @@ def _is_waiting(turn: Turn, results: Results) -> bool:
 
 
 def _take_turn(turn: Turn, outcome: RowOutcome, results: Results, call: Call, left: float) -> bool:
-    """Measure one turn; True if the call's end cut it off."""
+    """Measure one turn; True if the end of the call stopped it."""
     row = turn.row
     limit = 3 * row.seconds + 60 if row.limit is None else row.limit
     request = {**row.request, "work": str(call.work), "keep": str(results.folder)}
@@ -392,7 +389,7 @@ def _take_turn(turn: Turn, outcome: RowOutcome, results: Results, call: Call, le
         say("    not done at the end of this call: it is tried again in the next")
         return True
     try:
-        json.dumps(found, allow_nan=False)  # as the file of results is written
+        json.dumps(found, allow_nan=False)  # results.json can't hold NaN or infinity, either
     except ValueError:
         found = error_of("Failed", "a figure of its result is not a finite number")
     outcome.add(found, seconds)

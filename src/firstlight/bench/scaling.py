@@ -1,14 +1,15 @@
-"""`firstlight bench scaling`: tokens per second, what sharing costs, and memory, by engine and
-number of processes.
+"""`firstlight bench scaling`: tokens per second, overhead of distribution, and memory, by engine
+and number of processes.
 
-Each row is a run of several processes on this machine, all with the same micro-batch, so a step of
-n processes has n times the tokens ("weak scaling"). On a CPU, n processes share its cores evenly;
-on GPUs each has its own. Those that compute the same sequences together (tensor, pipeline) see the
-tokens of one process. The rows take turns; numbers are medians over the turns.
+Each row is a run of several processes on this machine with the same micro-batch size, so a step of
+n processes has n times the tokens ("weak scaling"). With the engines tensor and pipeline, the
+processes compute the same sequences together, so a step has the tokens of one process. On a CPU, n
+processes share its cores evenly; on GPUs, each process has its own. The rows take turns; numbers
+are medians over the turns.
 
-A rank trains a model of random weights on random tokens, first by the row's engine, and then alone,
-all ranks at the same time. The additional time of the engine's step is for exchanging gradients and
-weights, and for waiting for each other.
+A rank trains a model with random weights on random tokens, first with the row's engine, and then
+alone, all ranks at the same time. The step with the engine takes more time, for exchanging
+gradients and weights and for waiting for other ranks: this is the overhead.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from firstlight.recipe.resolve import facts_here, resolve
 from firstlight.training.processes import run_processes
 from firstlight.training.program import TrainingProgram
 
-#: The `distributed` section of each engine, for a number of processes.
+#: The `distributed` section of a recipe by name of the engine, for a number of processes.
 ENGINES: dict[str, Callable[[int], dict[str, Any]]] = {
     "ddp": lambda _: {"engine": "ddp"},
     "fsdp": lambda _: {"engine": "fsdp"},
@@ -62,12 +63,12 @@ _TOGETHER = ("tensor", "pipeline")
 
 
 def scaling_rows(bench: ScalingBench) -> list[tuple[str, int]]:
-    """Engine and number of processes of each row; the first is one process without an engine.
+    """Engine and number of processes of each row; the first row is one process without an engine.
 
-    Without names these are the engines that work with such a model and the installed packages.
+    Without `--engines`, the rows have all engines that support the model and are installed.
 
     Raises:
-        ConfigError: a value is out of range, or a name unknown.
+        ConfigError: a value is out of range, or a name is unknown.
     """
     require_positive(processes=bench.nproc, steps=bench.steps, repeats=bench.repeats)
     sizes = ("seq_len", "micro_batch_size", "accumulation")
@@ -87,14 +88,14 @@ def scaling_rows(bench: ScalingBench) -> list[tuple[str, int]]:
     rows = [("none", 1)]
     for count in counts:
         for name in engines:
-            # Groups of two of two processes are fsdp itself.
+            # With two processes, hybrid's groups of two are the same as fsdp.
             if name != "hybrid" or (count > 2 and count % 2 == 0):
                 rows.append((name, count))
     return rows
 
 
 def step_tokens(bench: ScalingBench, engine: str, count: int) -> int:
-    """Tokens of one step of all processes together."""
+    """Tokens of a step over all processes."""
     rows = bench.micro_batch_size * (1 if engine in _TOGETHER else count)
     return bench.seq_len * rows * bench.accumulation
 
@@ -141,7 +142,7 @@ def bench_scaling(bench: ScalingBench, on_run: Keep) -> Result:
 
 
 def _ask_ranks_of(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -> Found:
-    """Run a row's processes once; the result of rank 0."""
+    """Run a row's processes once; returns the result of rank 0, or an error."""
     recipe = {
         "run": {"device": hardware.device.type},
         "data": {"dir": "-", "seq_len": bench.seq_len},
@@ -165,9 +166,13 @@ def summarize(
     """The medians of each row.
 
     Returns:
-        For each row its "engine", "processes", "reason" where it failed, and where it was measured
-        "tokens_per_second" of all processes together, "speedup" over one process, "sharing_share":
-        the part of a step that is not computing (None for one process), "peak_bytes" of each rank.
+        For each row "engine", "processes" and "reason" (the error message, or ""); of a measured
+        row also:
+
+        - "tokens_per_second" over all processes
+        - "speedup" relative to one process; None if that was not measured
+        - "sharing_share": fraction of a step's time that is overhead; None for one process
+        - "peak_bytes" of each rank, the largest over the turns
     """
     alone, result = outcomes[("none", 1)].runs, []
     for (engine, count), outcome in outcomes.items():
@@ -199,7 +204,7 @@ def summarize(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """Tokens per second and each rank's memory by row, as a PNG."""
+    """A PNG of each row's tokens per second, and its peak memory of the rank that has most."""
     rows = [row for row in result["rows"] if "tokens_per_second" in row]
     names = [f"{row['engine']}, {row['processes']}" for row in rows]
     rates = [row["tokens_per_second"] for row in rows]
@@ -213,15 +218,18 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train as the module's head says, as one rank.
+    """Train as one rank of a row's run, with the engine and then alone.
 
     Args:
-        request: "recipe" with its model, "steps", "threads".
+        request: "recipe", values with a model; "steps", number of timed steps; "threads".
 
     Returns:
-        "step_seconds" and "alone_seconds", medians over the steps after the first two, the
-        slowest rank's; "peak_bytes" of each rank above its level after the imports. The same on
-        all ranks. "alone_seconds" is None with one rank.
+        The same on all ranks:
+
+        - "step_seconds": seconds of a step with the engine: each rank's median over the steps after
+          the first two, and the largest of these
+        - "alone_seconds": the same of training alone; None with one rank
+        - "peak_bytes" of each rank, above its level after the imports
     """
     given = parse_recipe(request["recipe"])
     if find_world().size == 1:
@@ -231,7 +239,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         facts = facts_here(hardware, processes=engine.world.size, epoch_tokens=EPOCH_TOKENS)
         recipe = resolve(given, facts)
         if engine.keeps_shards:
-            # Imported now, so that a late import does not count as memory of the run.
+            # Imported before `begin_peak`, so that its memory does not count as the run's.
             importlib.import_module("torch.distributed.fsdp")
         level = begin_peak()
         seconds = _median_step(recipe, hardware, engine, request["steps"])
@@ -252,7 +260,14 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 def _median_step(
     recipe: ResolvedRecipe, hardware: Hardware, engine: Engine | None, steps: int
 ) -> float:
-    """Seconds of a step, all ranks beginning each together."""
+    """Median seconds of this rank's steps after the first two; all ranks begin each step together.
+
+    Args:
+        recipe: the recipe.
+        hardware: hardware of this rank.
+        engine: engine of the run; None trains alone.
+        steps: number of timed steps.
+    """
     initial = torch.Generator().manual_seed(0)
     if engine is None:
         model = empty_model(recipe.model)

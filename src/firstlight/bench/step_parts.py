@@ -1,18 +1,18 @@
-"""Shares of a training step's time: forward, backward and update, and classes of operators.
+"""Breakdown of a training step's time by phases (forward, backward, update) and by operators.
 
-Both are measured in separate steps, after those whose rate is reported, because the waits between
-the phases, and the profiler, would slow those down.
+Phases and operators are measured in separate steps after the timed ones, because waiting for the
+GPU between phases, and the profiler, would slow down the timed steps.
 
-- Forward is from the step's begin to the call of `backward`, or from the end of one backward pass
-  to the next for further micro-batches; backward is that call; update is the rest: clipping and
-  the optimizer. Layers that are recomputed (activation checkpointing) are backward's, as is an
-  optimizer that updates in the backward pass. The GPU is waited for before and after each
-  backward pass.
-- Operators are those of torch.profiler. An operator's time is its own, without that of operators
-  that it calls: on a CPU the processor's, on a GPU that of its kernels. Operators that the
-  optimizer, an attention kernel or a normalisation calls are counted as theirs. Kernels that
-  torch.compile made are a separate class ("compiled"), because one of them may do the work of
-  several classes.
+- The phase backward is the time in the call of `backward`. Forward is the time from the start of
+  the step, or from the end of the previous micro-batch's backward, to this call. Update is the
+  rest: clipping and the optimizer. Layers that are recomputed (activation checkpointing) and an
+  optimizer that updates inside the backward pass count as backward. The program waits for the GPU
+  before and after each backward pass.
+- Operators are those of torch.profiler. An operator's time is its self time, without that of
+  operators that it calls: processor time on a CPU, time of its kernels on a GPU. Operators that the
+  optimizer, an attention kernel or a normalisation calls are counted in its class. Kernels made by
+  torch.compile are a separate class ("compiled"), because one kernel may do the work of several
+  classes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from firstlight.hardware.device import synchronize
 
 PHASES = ("forward", "backward", "update")
 
-#: Each class of operators, by a pattern of `_plain_name`; the first that matches counts.
+#: Pattern of `_plain_name` for each class of operators; the first class that matches counts.
 CLASSES = {
     "communication": r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_scatter|broadcast_tensors",
     "optimizer": r"optimizer|foreach|fused_(adam|sgd)|vector_norm|clip_grad",
@@ -61,7 +61,8 @@ CLASSES = {
 }
 OTHER = "other"
 
-#: Classes to which what their operators call belongs; matrix products inside of a loss stay such.
+#: Classes whose operators include the operators that they call. Matrix products that a loss calls
+#: (a chunked loss computes the head's) stay in their own class.
 _SCOPES = ("communication", "optimizer", "attention", "normalisation", "embedding", "loss")
 
 
@@ -73,8 +74,8 @@ def operator_class(name: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """'aten::_softmax_backward_data', 'autograd::engine::evaluate_function: SoftmaxBackward0' and
-    'aten::softmax' -> 'softmax'."""
+    """The name without namespace and backward suffix, in snake case: 'softmax' for 'aten::softmax',
+    'aten::_softmax_backward_data' and 'autograd::engine::evaluate_function: SoftmaxBackward0'."""
     plain = name.split(": ")[-1].split("::")[-1]
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()
     return re.sub(r"_?backward(_data|s)?\d*$", "", plain).strip("_")
@@ -85,7 +86,10 @@ def count_operators(events: Iterable[Any], *, on_gpu: bool) -> dict[str, dict[st
 
     Args:
         events: `torch.profiler.profile.events()`.
-        on_gpu: True counts the time of kernels, False the processor's.
+        on_gpu: True counts the time of GPU kernels, False processor time.
+
+    Returns:
+        "seconds" and "calls" by class.
     """
     found: dict[str, dict[str, float]] = {}
     for event in events:
@@ -100,7 +104,8 @@ def count_operators(events: Iterable[Any], *, on_gpu: bool) -> dict[str, dict[st
 
 
 def _class_in_scope(event: Any) -> str:
-    """The class of an event, or that of an operator which called it."""
+    """The class of the outermost calling operator whose class is in `_SCOPES`; without such an
+    operator, the event's own class."""
     own = operator_class(event.name)
     scope, parent = None, event.cpu_parent
     while parent is not None:
@@ -112,17 +117,17 @@ def _class_in_scope(event: Any) -> str:
 
 
 class PartsClock(StepClock):
-    """A clock that takes the steps after the timed ones apart.
+    """A clock that also breaks down the steps after the timed ones.
 
     Args:
         device: device of the steps.
         level: memory level of `begin_peak`.
-        timed: number of steps, from the first on, that are only timed.
-        phase_steps: number of steps after them that are divided into phases; those after these
-            are profiled.
+        timed: number of steps at the start that are only timed.
+        phase_steps: number of steps after the timed ones that are divided into phases; all later
+            steps are profiled.
 
     Attributes:
-        peaks: `memory.peaks` at the end of the timed steps; None before it.
+        peaks: `memory.peaks` at the end of the timed steps; None before their end.
         phases: seconds by phase of each divided step.
         operators: `count_operators` of each profiled step.
     """
@@ -174,13 +179,16 @@ class PartsClock(StepClock):
 
 @contextlib.contextmanager
 def _noted_passes(passes: list[tuple[float, float]], device: torch.device) -> Iterator[None]:
-    """Inside the block, begin and end of each call of `torch.autograd.backward` are noted, which is
-    what `Tensor.backward` calls in every program."""
+    """Record (start, end) of each backward pass inside the block in `passes`, in seconds.
+
+    `torch.autograd.backward` is replaced for this, since `Tensor.backward` calls it in every
+    program.
+    """
     real, depth = torch.autograd.backward, 0
 
     def noted(*args: Any, **options: Any) -> None:
         nonlocal depth
-        # Activation checkpointing may call it inside of a backward pass.
+        # Activation checkpointing may call `backward` inside a backward pass.
         if depth:
             real(*args, **options)
             return
@@ -201,8 +209,8 @@ def _noted_passes(passes: list[tuple[float, float]], device: torch.device) -> It
 
 
 def phase_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Shares of a step by phase, over all divided steps of all turns, which add up to 1; None if
-    there are none."""
+    """Fraction of a step's time by phase, over the divided steps of all turns; None if there are no
+    such steps."""
     steps = [step for run in runs for step in run.get("phases", ())]
     total = sum(sum(step.values()) for step in steps)
     return (
@@ -211,11 +219,11 @@ def phase_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The classes of operators over all profiled steps of all turns, the longest first.
+    """The classes of operators over the profiled steps of all turns, the slowest class first.
 
     Returns:
-        For each class that occurs its name "class", its "share" of the time of all operators, and
-        its "seconds" and "calls" a step.
+        For each class that occurs "class", its name; "share", its fraction of the time of all
+        operators; "seconds" and "calls" per step.
     """
     steps = [step for run in runs for step in run.get("operators", ())]
     total = sum(entry["seconds"] for step in steps for entry in step.values())
@@ -230,7 +238,7 @@ def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_operators(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the seconds a step of each class, a panel for each row of `bench training`."""
+    """A PNG of the seconds per step of each class, a panel for each row of `bench training`."""
     panels = [
         Panel(
             "seconds a step",

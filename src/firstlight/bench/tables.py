@@ -1,7 +1,7 @@
-"""Tables of benchmarks: their cells, by templates, and Markdown.
+"""Tables of benchmarks: cells from templates, and Markdown.
 
-The templates of a row's cells are one text, separated by " | ". Their formats are Python's, and
-those of `UNITS`.
+The templates of a row's cells are one string, separated by " | ". A template is a format string of
+Python, with the names of `UNITS` as further format specifications.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from firstlight.console import human_bytes
 
 
-def _binary(size: int) -> str:  # as data sheets of processors name caches
+def _binary(size: int) -> str:  # the sizes of caches in processors' data sheets
     return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
 
 
-#: Units that formats of templates name.
+#: Format specifications of templates for numbers with a unit: "{peak_bytes:GiB}".
 UNITS: Mapping[str, Callable[[Any], str]] = {
     "bytes": human_bytes,
     "MB": lambda size: f"{size / 1e6:,.0f} MB",
@@ -38,7 +38,7 @@ class _Formatter(string.Formatter):
 
 
 def cell(template: str, row: Mapping[str, Any]) -> str:
-    """A cell of a row; "" where the row lacks one of its values, or has None for it."""
+    """A cell of a row; "" if the row lacks one of the template's values, or has None for it."""
     try:
         return _Formatter().vformat(template, (), row)
     except (KeyError, TypeError):  # None has no format and no items
@@ -46,12 +46,12 @@ def cell(template: str, row: Mapping[str, Any]) -> str:
 
 
 def cells(templates: str, row: Mapping[str, Any]) -> list[str]:
-    """The cells of a row."""
+    """The cells of a row, from templates that are separated by " | "."""
     return [cell(template, row) for template in templates.split(" | ")]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown: the first column to the left, the others to the right."""
+    """A table in Markdown; the first column is aligned left, the others right."""
     lines = ["| " + " | ".join(header) + " |"]
     lines.append("|---|" + "---:|" * (len(header) - 1))
     for row in rows:

@@ -1,14 +1,15 @@
-"""`firstlight bench training`: GPT-2 as a recipe trains it, beside bare loops and other programs.
+"""`firstlight bench training`: speed and memory of training relative to other programs.
 
-All train the same model for a few steps on the same tokens, each in a fresh process
-(`training_once` says what is measured); they take turns (A B C, A B C), with the same number of
-threads. Rates are medians over the timed steps of all turns, ratios are to the bare loop
-"reference", and the spread of a ratio is that of the turns' own ratios.
+All programs train the same model for a few steps on the same tokens, each in a fresh process
+(`training_once` describes the measurements). They take turns (A B C, A B C), with the same number
+of threads. Rates are medians over the timed steps of all turns. Ratios are relative to the bare
+loop "reference"; the range of a ratio is that of the ratios of single turns.
 
-Before each turn the machine's rate of large matrix products is measured, in fp32 and bf16; the
-highest of all is the ceiling that every row's share is of, whatever it computes in.
+Before each turn, the machine's rate of large matrix products is measured in fp32 and bf16. The
+highest rate of all is the ceiling for the share of every row, whatever its number format.
 
-firstlight's rows run in the environment of `firstlight train`, the others in the person's own.
+firstlight's rows run with the environment variables of `firstlight train`, the others with the
+user's.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ FIRSTLIGHT, REFERENCE = "firstlight", "reference"
 #: Programs that firstlight can be compared with.
 PROGRAMS = (REFERENCE, "reference-fp32", "pure-bf16", "trainer")
 
-#: Steps that are not timed.
+#: Number of steps that are not timed.
 WARMUP_STEPS = 2
 
-#: Further steps of each run that are divided into phases, and that --profile profiles.
+#: Number of further steps of each run that are divided into phases, and that --profile profiles.
 PHASE_STEPS, PROFILED_STEPS = 2, 2
 
-#: Sections of a recipe file that firstlight's rows take over; the rest is the benchmark's.
+#: Sections of a recipe file that firstlight's rows use; the benchmark sets the other sections.
 _SECTIONS = ("model", "optimizer", "efficiency")
 
 #: Sections that a variant may change: the model and the data stay the same for all rows.
@@ -75,10 +76,10 @@ class TrainingRow(ProgramRow):
 
 
 def training_rows(bench: TrainingBench, plan: StepsPlan) -> list[TrainingRow]:
-    """The rows: firstlight's first, then its variants and the other programs.
+    """The rows: firstlight first, then its variants and the other programs.
 
     Raises:
-        ConfigError: a name is unknown, a variant no recipe, or methods in it can't work together.
+        ConfigError: a name is unknown, or a variant is invalid here.
     """
     hardware = plan.hardware
     values = _recipe_values(plan.name, hardware, plan.seq_len, plan.micro_batch_size)
@@ -96,7 +97,7 @@ def training_rows(bench: TrainingBench, plan: StepsPlan) -> list[TrainingRow]:
 def _recipe_values(
     model: str, hardware: Hardware, seq_len: int, micro_batch_size: int
 ) -> dict[str, Any]:
-    """The first row's recipe: all keys are left open, or as the recipe file sets them."""
+    """The first row's recipe: its keys are open unless the recipe file sets them."""
     given: dict[str, Any] = {}
     if model.endswith((".yaml", ".yml")):
         given = load_recipe(model).model_dump(include=set(_SECTIONS), exclude_unset=True)
@@ -105,7 +106,7 @@ def _recipe_values(
         "run": {"device": str(hardware.device)},
         "model": find_model(model).model_dump(),
         "data": {"dir": "-", "seq_len": seq_len},
-        # The micro-batch size is left open, too.
+        # Only the tokens of a step are fixed: the micro-batch size is open, too.
         "batch": {"global_batch_tokens": micro_batch_size * seq_len},
     }
 
@@ -119,7 +120,7 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
         hardware: hardware to run on.
 
     Raises:
-        ConfigError: the variant is not of that form, or no recipe that can run here.
+        ConfigError: the variant has another form, or the recipe is invalid here.
     """
     overrides = []
     # A comma inside a value, as in betas=[0.9,0.95], is not followed by a key.
@@ -145,8 +146,12 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
 
 
 def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> ResolvedRecipe:
-    """The recipe as it will run, but with one sequence in a micro-batch if the largest that fits is
-    not known yet: finding it takes time, and other processes."""
+    """The resolved recipe, with one sequence in a micro-batch if "auto" is to find the largest that
+    fits: finding it takes time and other processes.
+
+    Raises:
+        ConfigError: the recipe changes the sequence length or the tokens of a step, or is invalid.
+    """
     seq_len, tokens = values["data"]["seq_len"], values["batch"]["global_batch_tokens"]
     if (recipe.data.seq_len, recipe.batch.global_batch_tokens) != (seq_len, tokens):
         raise ConfigError(
@@ -156,7 +161,7 @@ def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> R
     if recipe.batch.micro_batch_size == "auto":
         recipe = recipe.with_keys("batch", micro_batch_size=1)
     decided = resolve(recipe, facts_here(hardware, epoch_tokens=EPOCH_TOKENS))
-    # Raises an error where the micro-batches don't make up the step.
+    # Raises an error if the tokens of a step are not a multiple of the micro-batch's.
     decided.batch.accumulation(seq_len)
     return decided
 
@@ -164,10 +169,11 @@ def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> R
 def choose_programs(
     names: Sequence[str] | None, hardware: Hardware, is_gpt2: bool, model: str
 ) -> list[str]:
-    """The programs to compare with, without those whose packages are missing (which is said).
+    """The programs to compare with. If the Trainer's packages are missing, a message is printed,
+    and the Trainer is left out.
 
     Raises:
-        ConfigError: a name is unknown, or a bare loop is asked for that can't train this model.
+        ConfigError: a name is unknown, or a bare loop is named and the model is not a GPT-2.
     """
     if names is None and not is_gpt2:
         return []
@@ -190,13 +196,12 @@ def bench_training(bench: TrainingBench, on_run: Keep) -> Result:
     """Measure all rows.
 
     Returns:
-        "model" and its "parameters", "seq_len", "micro_batch_size", "steps", "warmup_steps",
-        "repeats", "flops_per_token", "machine" with its "ceilings" (FLOP/s by number format),
-        "complete", and "rows" as `summarize` gives them.
+        The values of `StepsPlan.head`, "same_environment", "complete", and "rows" as `summarize`
+        returns them. "machine" also has "ceilings", FLOP/s by number format.
 
     Raises:
         ConfigError: an option is invalid.
-        InputError: there is nothing to train on.
+        InputError: this Python has no source of its standard library to train on.
         StorageError: a file system error.
     """
     plan = plan_steps(bench, "bench training")
@@ -241,7 +246,7 @@ def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, bench: TrainingBen
     }
     ours = row.program == FIRSTLIGHT or bench.same_environment
     environment = training_environment() if ours else plain_environment()
-    # The first turn compiles, even if the code was compiled before.
+    # An empty cache: the first turn measures compilation, whatever ran before.
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "caches"), "HF_HUB_OFFLINE": "1"}
     return ask("firstlight.bench.training_once", request, environment)
 
@@ -252,13 +257,16 @@ def summarize(
     """The medians of each row and their ratios to the reference.
 
     Returns:
-        For each row its "name", "program", "status" ("measured", "failed", "waiting"), the
-        "reason" for that, and where it is measured: "tokens_per_second", the median over all
-        timed steps, with "_min" and "_max"; "share_of_ceiling"; "cpu_seconds" a step;
-        "total_peak_bytes" and "peak_bytes"; to the row "reference" (None without it)
-        "speed_ratio", with the "_min" and "_max" of the turns' own, and "memory_ratio", of the
-        total peaks; "final_loss", the last step's; "first_step_seconds" of the first turn;
-        "phases" and "operators", see `phase_shares` and `operator_shares`; "chosen"; "runs".
+        For each row "name", "program", "status" ("measured", "failed", "waiting") and "reason"; of
+        a measured row also (medians are over the timed steps, or over the turns):
+
+        - "tokens_per_second", median and extremes ("tokens_per_second_min", "_max")
+        - "share_of_ceiling": fraction of the highest of `head["machine"]["ceilings"]`
+        - "cpu_seconds" per step, "total_peak_bytes", "peak_bytes", "final_loss": medians
+        - "speed_ratio" (with "_min", "_max" of the turns' ratios) and "memory_ratio" of the total
+          peaks, to the row "reference"; None without it
+        - "first_step_seconds" and "chosen" of the first turn; "phases", see `phase_shares`;
+          "operators", see `operator_shares`; "runs"
     """
     result = [_summary(row, outcomes[row.name], head) for row in rows]
     bases = (entry for entry in result if entry["name"] == REFERENCE)
@@ -273,7 +281,7 @@ def summarize(
 
 
 def turn_ratios(runs: Sequence[Found], base: Sequence[Found]) -> list[float]:
-    """Ratio of the median step's time of the base to that of the runs, for each turn."""
+    """Speed relative to the base for each turn: the base's median step time over the run's."""
     return [
         statistics.median(theirs["step_seconds"]) / statistics.median(ours["step_seconds"])
         for ours, theirs in zip(runs, base, strict=False)
@@ -313,7 +321,7 @@ def _summary(row: TrainingRow, outcome: RowOutcome, head: Mapping[str, Any]) -> 
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of `bench_training`'s result: tokens/s and peak memory of each row."""
+    """A PNG of the result of `bench_training`: tokens/s and peak memory of each row."""
     rows = [row for row in result["rows"] if row["status"] == "measured"]
     names = [row["name"].replace(",", ",\n") for row in rows]
     colors = ["tab:blue" if row["program"] == FIRSTLIGHT else "tab:orange" for row in rows]
@@ -332,7 +340,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """A `StepsBench` in which nothing is open; see there."""
+    """The resolved options of a `StepsBench`; `name` is the option `model`."""
 
     name: str
     model: ModelConfig
@@ -359,10 +367,10 @@ class StepsPlan:
 
 
 def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
-    """Resolve the open keys.
+    """Resolve the options that are None.
 
     Raises:
-        ConfigError: a value is out of range, or the model or the device unknown.
+        ConfigError: a value is out of range, or the model or the device is unknown.
     """
     hardware = find_hardware(bench.device)
     if hardware.device.type not in ("cpu", "cuda"):
@@ -386,7 +394,7 @@ def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
 
 
 def steps_title(result: Mapping[str, Any]) -> str:
-    """Heading of a picture of a result."""
+    """Heading of the picture of a result of a benchmark that trains for some steps."""
     size = f"{result['micro_batch_size']} x {result['seq_len']} tokens a step"
     end = "" if result["complete"] else " (not complete)"
     return f"{result['model']}, {size}; {result['machine']['name']}{end}"
