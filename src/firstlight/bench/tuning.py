@@ -1,12 +1,12 @@
-"""`firstlight tune`: a search of a recipe's keys by short training runs.
+"""`firstlight tune`: hyperparameter search over keys of a recipe by short training runs.
 
-Every trial is a run of the recipe in short (see `tuning_space`) in a process of its own, with one
-seed and the same tokens; what counts is its loss on the held-out text. Optuna proposes the values
-and ends hopeless trials early.
+Every trial is a shortened run of the recipe (see `tuning_space`) in a process of its own, with the
+same seed and number of tokens. The objective is its loss on the held-out text. Optuna proposes the
+values and prunes trials that are among the worst.
 
-A study is a folder. study.json has the question; trials.jsonl a line for each trial that has ended,
-which is all that a later call needs: the proposal of a trial is a function of the seed and of the
-lines before it. A kill loses the trial at hand.
+A study is a folder. study.json has its settings (`Study`), trials.jsonl a line for each trial that
+has ended. A later call needs nothing else, because the values of a trial are a function of the seed
+and of the lines before it. If the process is killed, only the running trial is lost.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ from firstlight.recipe.resolve import for_new_model
 
 STUDY_NAME, BEST_NAME, PICTURE_NAME = "study.json", "best.yaml", "tuning.png"
 
-#: Shortest trial that follows from a budget: two steps between evaluations.
+#: Minimum steps of a trial whose length follows from the budget: two steps between evaluations.
 _FEWEST_STEPS = 2 * POINTS
 
-#: Reserve of time, as a factor: another program may take its share of the machine.
+#: Factor for expected times, because other programs may slow the machine down.
 _RESERVE = 1.1
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The result of `tune`: the trials of a study so far, and the files of the best one.
+    """The result of `tune`: the trials of a study so far, and the files of the best trial.
 
     Attributes:
         folder: folder of the study, with study.json and trials.jsonl.
         study: searched keys, objective and length of a trial.
         trials: lines of trials.jsonl: "trial" (number), "values", "state" ("complete", "pruned" or
-            "failed"), "objective" (None of a failed one), "step", "steps", "curve", "seconds",
-            "message".
-        best: line of the best complete trial; None if there is none.
-        best_recipe: file of the recipe with the best values; None without one.
-        importance: share of each key in the difference between good and bad trials, the most
-            important first; empty with few trials.
-        picture: PNG of the loss against each key; None without trials.
+            "failed"), "objective" (the last loss; None if it failed), "step" (last evaluated
+            step), "steps", "curve" (see `tuning_once.measure`), "seconds", "message".
+        best: line of the best complete trial; None if no trial is complete.
+        best_recipe: file of the recipe with the best values; None if no trial is complete.
+        importance: importance of each key for the loss, as fractions, the most important first;
+            empty with few trials.
+        picture: PNG of the loss against each key; None if no trial is complete.
     """
 
     folder: Path
@@ -105,23 +105,23 @@ def tune(
     Args:
         recipe: a recipe, its values, or its file.
         folder: folder of the study; None is the recipe's run.dir with "-tune" added.
-        search: keys with their values, "optimizer.learning_rate=1e-4..1e-2:log" or
-            "batch.micro_batch_size=4,8,16"; none are learning rates, warm-up and weight decay
-            around the recipe's own values.
-        trials: trials of the study, those of earlier calls included.
+        search: keys with their values: "optimizer.learning_rate=1e-4..1e-2:log" or
+            "batch.micro_batch_size=4,8,16". If empty, learning rates, warm-up and weight decay are
+            searched around the recipe's own values.
+        trials: number of trials of the study, including those of earlier calls.
         budget_minutes: duration of this call; a trial that would not end in it is not begun.
-        trial_steps: length of a trial in steps; without it and `trial_minutes`, the budget's
-            share. A later call keeps the first one's.
-        trial_minutes: length of a trial in minutes, in place of `trial_steps`.
-        init_from: model folder, run or hub id that each trial starts from.
-        on_trial: called with the line of each trial that has ended.
+        trial_steps: length of a trial in steps; without it and `trial_minutes`, the budget divided
+            by `trials`. A later call keeps the length of the first call.
+        trial_minutes: length of a trial in minutes, instead of `trial_steps`.
+        init_from: model folder, run or hub id with the initial weights of each trial.
+        on_trial: function that is called with the line of each trial that has ended.
 
     Raises:
         MissingDependencyError: optuna is not installed.
         ConfigError: the recipe, the search or an option is invalid, the folder has another study,
             the recipe has no held-out text, or the budget is too short.
         CheckpointError: another process works in the folder, or its files are damaged.
-        TrainingError, DataError, ModelError: the recipe as it is does not train.
+        TrainingError, DataError, ModelError: the recipe with its own values does not train.
         StorageError: a file system error.
     """
     require_optuna()
@@ -129,7 +129,7 @@ def tune(
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
     if init_from is None:
-        # A trial's recipe names the searched rates, and with them all settings.
+        # Now, because a recipe that names searched rates no longer counts as one without settings.
         recipe = for_new_model(recipe, {})
     _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes)
     if folder is None and recipe.run.dir is None:
@@ -151,7 +151,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Question:
-    """The arguments that decide a study."""
+    """The arguments of `tune` that must be the same in all calls of a study."""
 
     recipe: Recipe
     keys: tuple[SearchKey, ...]
@@ -188,7 +188,7 @@ def _require_options(
 
 
 def _open_study(folder: Path, question: _Question, trials: int, ends: float, asker: Asker) -> Study:
-    """The study of the folder; a new one if there is none."""
+    """The study of the folder; a new study if the folder has none (see `_begin_study`)."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
     if not path.exists():
@@ -220,7 +220,7 @@ def _begin_study(
     ends: float,
     asker: Asker,
 ) -> Study:
-    """Measure the pace of the recipe, and choose the length of a trial.
+    """Measure the time of the recipe's steps, and choose the length of a trial.
 
     Raises:
         ConfigError: there is no held-out text, or the budget is too short.
@@ -249,7 +249,7 @@ def _begin_study(
                 f"evaluations take {least:.0f} s here: raise --budget or --trial-minutes, lower "
                 "--trials, or lower evaluation.max_rows"
             )
-    # Longer than the recipe's own run would be another recipe.
+    # A trial is never longer than the recipe's whole run.
     steps = min(steps, found["max_steps"])
     return Study(
         recipe=recipe,
@@ -271,7 +271,7 @@ def _pace_evaluation(recipe: Recipe) -> dict[str, Any]:
 
 
 def _refuse(error: Mapping[str, Any]) -> None:
-    """Raise the error that the first steps ended in."""
+    """Raise an error for a failure of the run that measures the time of a step."""
     if error["type"] == "TimeoutError":
         raise ConfigError("the budget ended before a few steps of the recipe: raise --budget")
     kinds = {"ConfigError": ConfigError, "InputError": InputError}
@@ -291,7 +291,7 @@ def _run_trials(
     asker: Asker,
     on_trial: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Run trials until their number is reached, or the time is up, and add their lines."""
+    """Run trials and add their lines, until there are `trials` or the time (`ends`) is over."""
     say(
         f"tune: {study.trial_steps:,} of the recipe's {study.full_steps:,} steps a trial, about "
         f"{_expected(study, lines):.0f} s each; {len(lines)} of {trials} trials are done"
@@ -330,7 +330,7 @@ def _run_trial(
     ends: float,
     asker: Asker,
 ) -> dict[str, Any] | None:
-    """The line of a trial; None if the budget ended it."""
+    """Run a trial; returns its line, or None if the end of the budget stopped it."""
     number, begun = len(lines) + 1, time.monotonic()
     curves = [line["curve"] for line in lines if line["state"] == "complete"]
     found: dict[str, Any]
@@ -341,7 +341,7 @@ def _run_trial(
             study.parsed, own, study.trial_steps, study.full_steps, study.seq_len
         )
     except ConfigError as error:
-        # Each value is possible, and not all of them together.
+        # Each value is valid alone (`require_keys`), but not the combination.
         found = {"error": {"type": "ConfigError", "message": str(error)}}
     else:
         place = folder / f"trial-{number:03d}"
@@ -369,7 +369,7 @@ def _run_trial(
 
 
 def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> TuneResult:
-    """Write best.yaml and the picture; return the result."""
+    """Write best.yaml and the picture, and return the result."""
     complete = [line for line in lines if line["state"] == "complete"]
     best = min(complete, key=lambda line: line["objective"], default=None)
     best_recipe = picture = None
@@ -382,9 +382,9 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 
 
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
-    """The whole run's recipe with the best values, as YAML; its run folder is in the study's, since
-    the recipe's own may have a run."""
-    # The first trial has the recipe's own values; some may be open.
+    """The whole run's recipe with the best values, as YAML. Its run.dir is in the study's folder,
+    since the recipe's own folder may already have a run."""
+    # The first trial is the recipe as it is: open keys stay open.
     values = {} if best["trial"] == 1 else best["values"]
     found = with_values(study.parsed, values, study.seq_len)
     content = found.model_dump(mode="json", exclude_unset=True)

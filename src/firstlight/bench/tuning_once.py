@@ -1,4 +1,5 @@
-"""The process of a trial of `firstlight tune`: a short run of the recipe, without a checkpoint."""
+"""The process of a trial of `firstlight tune`: a shortened run of the recipe, without checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +23,25 @@ from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.report.records import RECIPE_NAME, last_start
 from firstlight.training.loop import train
 
-#: Steps of the run that measures the pace.
+#: Steps of the run that measures the time of steps and evaluations ("pace").
 _PACE_STEPS = 12
-#: Steps between its evaluations.
+#: Steps between the evaluations of this run.
 PACE_EVERY = 3
-#: Seconds after which it ends with its first evaluation.
+#: Seconds after which this run ends, though not before its first evaluation.
 _PACE_SECONDS = 20.0
 
 
-#: Function from a request and a number of seconds to the result of a trial; see `ask`.
+#: Function from a request and a time limit in seconds to the result of a trial; see `process.ask`.
 Asker = Callable[[Mapping[str, Any], float | None], dict[str, Any]]
 
 
 @contextlib.contextmanager
 def trial_processes(device: torch.device) -> Iterator[Asker]:
-    """A context with the function that runs trials, each in a process of its own. On a CPU they are
-    forks of one that has imported everything: that takes as long as a small trial."""
+    """A context with the function that runs trials, each in a process of its own.
+
+    On a CPU, the processes are forks of a process that has imported everything, because the imports
+    take as long as a small trial.
+    """
     module, environment = "firstlight.bench.tuning_once", training_environment()
     if device.type == "cpu":
         with ForkServer(environment, module) as server:
@@ -56,9 +60,19 @@ def ask_trial(
     pace: bool = False,
     curves: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """The result of a trial, which is ended with the budget; see `measure`."""
+    """Run a trial; returns the result of `measure`, or {"error": {"type", "message"}}.
+
+    Args:
+        asker: function of `trial_processes`.
+        place: folder of the trial's run.
+        values: values of the trial's recipe.
+        init_from: initial weights; see `tune`.
+        ends: time by `time.monotonic` at which the trial is stopped.
+        pace: True only measures the time of steps and evaluations.
+        curves: curves of complete trials.
+    """
     if place.exists():
-        # A killed call's: its process may still be in it, and stops when the folder is gone.
+        # The folder of a killed call. Its process may still run, and ends once the folder is gone.
         remove_folder(place)
     make_folder(place.parent)
     request = {
@@ -74,17 +88,25 @@ def ask_trial(
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a trial, or the first steps of the recipe, in this process. No checkpoint is written.
+    """Run a trial, or only the first steps of the recipe, in this process, without checkpoints.
 
     Args:
-        request: "recipe", its values; "init_from"; "threads" of torch; "parent", process id of
-            the caller; "pace", True to time the first steps alone; "curves" of complete trials.
+        request: "recipe", values of the recipe; "init_from"; "threads" of torch; "parent", process
+            id of the caller; "pace", True to time only the first steps; "curves" of complete
+            trials.
 
     Returns:
-        "curve": [its number from 1, step, tokens, loss] of each evaluation; "pruned"; "seconds" of
-        the steps.
-        With "pace": "step_seconds", "evaluation_seconds", "start_seconds", "objective", and the
-        whole run's "max_steps", "warmup_steps" and "seq_len".
+        Of a trial:
+
+        - "curve": [number of the evaluation from 1, step, tokens, loss] of each evaluation
+        - "pruned": True if the trial was ended early; "seconds": duration of its steps
+
+        With "pace":
+
+        - "step_seconds", "evaluation_seconds", "start_seconds": time of a step, of an evaluation,
+          and from the start of the process to the end of the first step
+        - "objective": name of the loss, "bits_per_byte" or "val/loss"
+        - "max_steps", "warmup_steps", "seq_len": of the recipe's whole run
 
     Raises:
         FirstlightError: the run fails (see `train`), or its data has no held-out text.
@@ -94,7 +116,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     watch = _Pace(recipe) if request["pace"] else _Trial(recipe, request["curves"])
 
     def on_step(record: Mapping[str, Any]) -> None:
-        # Nobody reads the result once the calling process is gone.
+        # Without the calling process, nothing would read the result.
         if watch.is_done_with(record) or not psutil.pid_exists(request["parent"]):
             raise _Done
 
@@ -104,11 +126,11 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Done(Exception):  # noqa: N818 - no error
-    """Ends a run without a checkpoint and a report, which nobody needs."""
+    """Raised to end a run early, without writing a checkpoint and a report."""
 
 
 class _Trial:
-    """The evaluations of a trial, which is ended early if it is hopeless.
+    """Records the evaluations of a trial, and decides whether it is pruned.
 
     Args:
         recipe: the trial's recipe.
@@ -122,7 +144,7 @@ class _Trial:
         self.trial = pruning_trial(curves)
 
     def is_done_with(self, record: Mapping[str, Any]) -> bool:
-        """True at the last step, or where the trial is hopeless."""
+        """Take a step's metrics; True if it is the last step, or the trial is pruned."""
         self.seconds += record["seconds"]
         step, is_last = record["step"], record["step"] == self.recipe.schedule.max_steps
         if "val/loss" in record:
@@ -139,7 +161,7 @@ class _Trial:
 
 
 class _Pace:
-    """The time of steps and evaluations.
+    """Measures the time of the recipe's steps and evaluations.
 
     Args:
         recipe: the recipe.
@@ -151,7 +173,11 @@ class _Pace:
         self.objective = ""
 
     def is_done_with(self, record: Mapping[str, Any]) -> bool:
-        """True when enough is known."""
+        """Take a step's metrics; True once enough steps are timed.
+
+        Raises:
+            ConfigError: there is no held-out text.
+        """
         is_evaluated = "val/loss" in record
         self.times.append((time.perf_counter(), is_evaluated))
         if is_evaluated:

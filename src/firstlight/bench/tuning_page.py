@@ -10,21 +10,22 @@ from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.tuning_space import SearchKey, show_value
 from firstlight.console import compact
 
-#: Panels beside each other.
+#: Number of panels in a row of the picture.
 _COLUMNS = 3
 
-#: Numbers below a panel.
+#: Maximum number of ticks on the x axis of a panel.
 _TICKS = 5
 
-#: Losses above the best by more than this multiple of the median's distance are at the upper edge.
+#: The y axis ends at the best loss plus this multiple of the median's distance from it; higher
+#: losses are drawn at this edge.
 _SPAN = 2.5
 
 Line = Mapping[str, Any]
 
 
 def in_order(lines: Sequence[Line]) -> list[Line]:
-    """The trials, the best first: complete ones by their loss, then pruned ones by their steps,
-    then failed ones."""
+    """The trials, the best first: complete trials by their loss, then pruned trials by the fraction
+    of their steps, then failed trials."""
     ranks = {"complete": 0, "pruned": 1, "failed": 2}
 
     def place(line: Line) -> tuple[Any, ...]:
@@ -35,7 +36,7 @@ def in_order(lines: Sequence[Line]) -> list[Line]:
 
 
 def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> list[list[str]]:
-    """Rows of cells, the first its head: the trials, the best first."""
+    """The table of the trials, the best first: rows of cells, of which the first is the header."""
     names = [one.key.partition(".")[2] for one in keys]
     rows = [["trial", objective, *names, "steps", ""]]
     for line in in_order(lines):
@@ -51,12 +52,12 @@ def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> l
 
 
 def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> bytes:
-    """A PNG of the loss against each key, and by the share of the trial.
+    """A PNG of the loss against each key, and of the loss curves of all trials.
 
     Args:
-        keys: the keys.
+        keys: the searched keys.
         objective: name of the loss.
-        lines: the trials, with a complete one.
+        lines: lines of the trials, of which at least one is complete.
     """
     lines = [line for line in lines if line["objective"] is not None]
     best = in_order(lines)[0]
@@ -90,7 +91,7 @@ def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, top
         place.set_xscale("log")
         ticks = [n * 10.0**power for power in range(-12, 7) for n in (1, 2, 5)]
         ticks = [tick for tick in ticks if key.low <= tick <= key.high]
-        # Those of matplotlib lie over each other within a decade or two.
+        # Matplotlib's own tick labels overlap on an axis of one or two decades.
         place.set_xticks(ticks[:: -(-len(ticks) // _TICKS) or 1])
         place.minorticks_off()
         place.xaxis.set_major_formatter(lambda tick, _: compact(tick))
@@ -126,7 +127,7 @@ def _draw_curves(place: Any, lines: Sequence[Line], best: Line) -> None:
             alpha=1.0 if is_best else 0.45,
             linewidth=1.2,
         )
-    # The first points of all curves are far above all others.
+    # The axis ends at the curves' second points: their first points are far above all others.
     second = [line["curve"][1][3] for line in lines if len(line["curve"]) > 1]
     if second:
         lowest, highest = best["objective"], statistics.median(second)

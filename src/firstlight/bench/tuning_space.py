@@ -1,8 +1,9 @@
 """Keys of a recipe that `firstlight tune` searches, and the recipe of a trial.
 
-A trial is the recipe in short: its schedule, and all else that is counted in steps, is scaled down
-to the trial's length, so that the learning rate has come down at the trial's end as it would at the
-end of the whole run. Values are those of the whole run; trials of all of them see as many tokens.
+A trial is a shortened run of the recipe. Its schedule and all other values that count steps are
+scaled down to the trial's length, so that the learning rate decays to the same value as at the end
+of the whole run. The searched values are those of the whole run, and all trials see the same number
+of tokens.
 """
 
 from __future__ import annotations
@@ -22,44 +23,46 @@ from firstlight.optim.schedule import ALTERNATIVES
 from firstlight.recipe import Recipe, known_keys, parse_recipe, recipe_fields
 from firstlight.recipe.load import parse_yaml
 
-#: Evaluations of a trial, the last one at its end.
+#: Number of evaluations of a trial, the last of them at its end.
 POINTS = 6
 
-#: Sections that change the training result; the others set place, device and length.
+#: Sections whose keys can be searched, since they change the training result.
 _SECTIONS = (
     *("model", "init", "batch", "schedule", "optimizer", "loss"),
     *("efficiency", "lora", "preference"),
 )
 
-#: The length of a run is not searched: longer runs are better.
+#: Keys that can't be searched: they set the length of a run, and longer runs are always better.
 _LENGTHS = (*("schedule.max_steps", "schedule.epochs", "schedule.max_minutes", "schedule.resume"),)
 
-#: Keys that count steps or tokens of the whole run.
+#: Keys that count steps or tokens of the whole run; they are scaled to the length of a trial.
 _SCALED = (
     *("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.decay_steps"),
     *("schedule.cooldown_steps", "batch.ramp_steps", "optimizer.muon_momentum_warmup_steps"),
 )
 
-#: Range of a rate or a weight decay without --search, as a factor around the recipe's own value.
+#: Without --search: learning rates and weight decay are searched from the recipe's own value
+#: divided by this factor to the value times this factor.
 _FACTOR = 5.0
 
-#: Range of the warm-up's share of the run without --search.
+#: Without --search: the range of schedule.warmup_ratio.
 _WARMUP = (0.005, 0.2)
 
-#: A value of a trial: a number of a range, or the YAML text of a choice.
+#: A value of a trial: a number from a range, or the YAML text of a choice.
 Value = float | int | str
 
 
 @dataclass(frozen=True)
 class SearchKey:
-    """A key of the recipe with the values to choose from: a range, or some values.
+    """A key of the recipe and its search space: a range, or a list of values.
 
     Attributes:
         key: `section.key`.
         choices: YAML texts of the values; empty for a range.
-        low, high: ends of the range, which belong to it.
-        log: True for a range of magnitudes.
-        whole: True for whole numbers.
+        low: lower end of the range, inclusive.
+        high: upper end of the range, inclusive.
+        log: True samples the range on a logarithmic scale.
+        whole: True for integers only.
     """
 
     key: str
@@ -71,20 +74,21 @@ class SearchKey:
 
     @property
     def in_words(self) -> str:
-        """The key as --search takes it."""
+        """The key and its search space in the form of --search."""
         if self.choices:
             return f"{self.key}={','.join(self.choices)}"
         return f"{self.key}={self.low:g}..{self.high:g}{':log' if self.log else ''}"
 
     def rounded(self, value: Value) -> Value:
-        """A sampled value with three digits, which are enough for a person, inside the range."""
+        """A sampled value rounded to three significant digits, which read better, and clamped to
+        the range."""
         if isinstance(value, str) or self.whole:
             return value
         return min(max(float(f"{value:.3g}"), self.low), self.high)
 
 
 def parse_search(text: str) -> SearchKey:
-    """The key and values of `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log` or `KEY=VALUE,VALUE,...`.
+    """Parse `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log` or `KEY=VALUE,VALUE,...`.
 
     Raises:
         ConfigError: the key is unknown or can't be searched, or its values are invalid.
@@ -112,7 +116,7 @@ def parse_search(text: str) -> SearchKey:
 
 
 def _choices(key: str, values: str) -> tuple[str, ...]:
-    # A comma inside brackets, as in [0.9,0.95], separates no values.
+    # A comma inside brackets, as in [0.9,0.95], is part of a value.
     choices = tuple(part.strip() for part in re.split(r",(?![^\[]*\])", values))
     if len(set(choices)) < 2 or "" in choices:
         raise ConfigError(f"--search {key}={values}: give a range, or two or more different values")
@@ -144,7 +148,7 @@ def _range(key: str, low: str, high: str, *, log: bool) -> SearchKey:
 
 
 def _kinds_of(key: str) -> set[Any]:
-    """The types that a key may have."""
+    """The types that the schema allows for a key."""
     section, _, name = key.partition(".")
     fields = [
         kind.model_fields[own] for of, kind, own in recipe_fields() if (of, own) == (section, name)
@@ -159,10 +163,10 @@ def _plain(annotation: Any) -> set[Any]:
 
 
 def default_search(recipe: Recipe) -> list[SearchKey]:
-    """The keys that matter to every recipe, around its own values: learning rates, warm-up and
-    weight decay.
+    """The search space without --search: learning rates, warm-up and weight decay, around the
+    recipe's own values.
 
-    The batch is not among them: short trials favour smaller ones than long runs do.
+    The batch size is not searched, because short trials favour smaller batches than long runs.
     """
     own = recipe.optimizer
     values = {"learning_rate": own.learning_rate, "weight_decay": own.weight_decay}
@@ -177,12 +181,12 @@ def default_search(recipe: Recipe) -> list[SearchKey]:
 
 
 def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -> dict[str, Value]:
-    """The recipe's own values of the keys, if they are known and inside the search.
+    """The recipe's own values of the keys, without those that are open or outside the search space.
 
     Args:
         keys: the keys.
         recipe: the recipe.
-        warmup_ratio: share of the whole run that the warm-up takes.
+        warmup_ratio: warm-up of the whole run, as a fraction of its steps.
     """
     found: dict[str, Value] = {}
     for one in keys:
@@ -203,16 +207,16 @@ def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -
 def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Recipe:
     """The whole run's recipe with the values of a trial.
 
-    Keys that would say the same thing otherwise give way (`warmup_steps` to `warmup_ratio`), and
-    with another batch the number of steps changes, so that the tokens stay.
+    A searched key replaces alternative keys (`warmup_ratio` replaces `warmup_steps`). With another
+    batch size, the number of steps is changed so that the number of tokens stays the same.
 
     Args:
         recipe: the recipe as written.
-        values: values by `section.key`; none are the recipe's own.
-        seq_len: tokens of a row.
+        values: values by `section.key`; {} keeps the recipe's own.
+        seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: the values make no recipe.
+        ConfigError: the recipe with these values is invalid.
     """
     content = recipe.model_dump(mode="json", exclude_unset=True)
     for key, value in values.items():
@@ -232,10 +236,10 @@ def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Re
 
 
 def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
-    """Refuse a key that is given twice, and values that make no recipe on their own.
+    """Check the searched keys, each value with the recipe's own other values.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: a key is given twice, or the recipe with a value is invalid.
     """
     names = [one.key for one in keys]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -248,13 +252,13 @@ def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
 
 
 def describe(values: Mapping[str, Value]) -> str:
-    """Values in words: "optimizer.learning_rate 0.003"."""
+    """Values as text, such as "optimizer.learning_rate 0.003"; "its own values" if empty."""
     parts = (f"{key} {show_value(value)}" for key, value in values.items())
     return ", ".join(parts) or "its own values"
 
 
 def show_value(value: Value) -> str:
-    """A value for people."""
+    """A value as short text."""
     return value if isinstance(value, str) else compact(value)
 
 
@@ -262,7 +266,7 @@ def step_tokens(recipe: Recipe, seq_len: int) -> int:
     """Tokens of an optimizer step of one process.
 
     Raises:
-        ConfigError: the batch does not come out even.
+        ConfigError: the batch is not a multiple of the micro-batch.
     """
     if recipe.batch.global_batch_tokens is not None:
         return recipe.batch.global_batch_tokens
@@ -274,17 +278,17 @@ def step_tokens(recipe: Recipe, seq_len: int) -> int:
 def trial_recipe(
     recipe: Recipe, values: Mapping[str, Value], trial_steps: int, full_steps: int, seq_len: int
 ) -> tuple[dict[str, Any], int]:
-    """Values of the recipe of a trial without its folder, and its number of steps.
+    """Values of a trial's recipe without its run folder, and its number of steps.
 
     Args:
         recipe: the recipe as written.
         values: see `with_values`.
-        trial_steps: steps of a trial with the recipe's own batch.
-        full_steps: steps of the whole run with the recipe's own batch.
-        seq_len: tokens of a row.
+        trial_steps: steps of a trial with the recipe's own batch size.
+        full_steps: steps of the whole run with the recipe's own batch size.
+        seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: the values make no recipe.
+        ConfigError: the recipe with these values is invalid.
     """
     found = with_values(recipe, values, seq_len)
     ratio = step_tokens(recipe, seq_len) / step_tokens(found, seq_len)
@@ -298,7 +302,7 @@ def trial_recipe(
     evaluation = {"every_steps": -(-steps // POINTS), "max_rows": found.evaluation.max_rows}
     changes |= {
         "evaluation": {**evaluation, "sample_prompts": []},
-        # No run is resumed from a trial.
+        # No run continues from a trial, so it needs no checkpoints.
         "checkpoint": {"every_steps": 0, "keep_best": 0},
         "run.max_minutes": None,
         "run.trackers": [],

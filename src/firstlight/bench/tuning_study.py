@@ -1,7 +1,8 @@
-"""A study of `firstlight tune`: its question, the values that Optuna proposes, the trials that it
-ends early, and the keys that mattered.
+"""A study of `firstlight tune`: its settings, and what Optuna decides: the values of trials, the
+pruning of trials, and the importance of keys.
 
-Optuna keeps nothing: each time a study is made again from the lines of trials.jsonl, in memory.
+Optuna stores nothing: its study is created anew in memory each time, from the lines of
+trials.jsonl.
 """
 
 from __future__ import annotations
@@ -20,34 +21,35 @@ from firstlight.report.records import read_json_lines
 
 TRIALS_NAME = "trials.jsonl"
 
-#: Trials with values drawn at random before the sampler has something to go by.
+#: Number of trials with random values before the TPE sampler uses the results.
 _RANDOM_TRIALS = 8
 
-#: Complete trials without which no key is called more important than another.
+#: Minimum of complete trials for an estimate of the keys' importance.
 _TRIALS_TO_WEIGH = 8
 
-#: A trial goes on while it is not among the worst quarter of those that reached this point; the
-#: first complete trials and the first third of each are never ended early.
+#: A trial is pruned if its lowest loss so far is above this percentile of the complete trials'
+#: losses at the same evaluation; but not while fewer trials than the second number are complete,
+#: and not before the evaluation of the third number, a third of the trial.
 _KEPT_PERCENT, _UNPRUNED_TRIALS, _UNPRUNED_POINTS = 75.0, 5, 2
 
-#: Proposals for a trial, after which all values count as tried.
+#: Number of proposals for a trial after which all combinations count as tried.
 _ATTEMPTS = 50
 
 
 @dataclass(frozen=True)
 class Study:
-    """The question of a study, and what its first call has measured; the content of study.json.
+    """The settings of a study, and the measurements of its first call; the content of study.json.
 
     Attributes:
         recipe: values of the recipe.
-        search: the keys with their values.
-        init_from: weights that each trial starts from.
-        objective: metric that is to become small, "bits_per_byte" or "val/loss".
-        seq_len: tokens of a row.
+        search: the searched keys with their values.
+        init_from: initial weights of each trial, see `tune`.
+        objective: metric to minimise, "bits_per_byte" or "val/loss".
+        seq_len: tokens of a sequence.
         full_steps: steps of the recipe's whole run.
-        warmup_ratio: share of them that the recipe's warm-up takes.
+        warmup_ratio: warm-up steps as a fraction of `full_steps`.
         trial_steps: steps of a trial.
-        seconds: expected duration of a trial, the start of its process included.
+        seconds: expected duration of a trial in seconds, with the start of its process.
         machine: facts of the machine.
     """
 
@@ -64,7 +66,7 @@ class Study:
 
     @property
     def parsed(self) -> Recipe:
-        """The recipe."""
+        """The recipe as `Recipe`."""
         return parse_recipe(self.recipe, "the study's recipe")
 
 
@@ -78,7 +80,7 @@ def require_optuna() -> None:
 
 
 def read_study(path: Path) -> Study:
-    """The study of a file.
+    """The study in a file study.json.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -95,7 +97,7 @@ def read_trials(folder: Path, study: Study) -> list[dict[str, Any]]:
     """The lines of trials.jsonl.
 
     Raises:
-        CheckpointError: a line is damaged, or not of this study.
+        CheckpointError: a line is damaged, or belongs to another study.
     """
     path, names = folder / TRIALS_NAME, {one.key for one in study.search}
     lines = read_json_lines(path)
@@ -107,11 +109,14 @@ def read_trials(folder: Path, study: Study) -> list[dict[str, Any]]:
 
 
 def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value] | None:
-    """Values of the next trial; {} are the recipe's own; None if all have been tried."""
+    """Values of the next trial by key; None if all combinations have been tried.
+
+    The first trial has the recipe's own values, as far as they are inside the search space.
+    """
     if not lines:
         return own_values(study.search, study.parsed, study.warmup_ratio)
     tried = [line["values"] for line in lines]
-    # A sampler may repeat a proposal; a trial gives the same loss each time.
+    # The sampler may propose tried values again, and a trial with them would have the same loss.
     for attempt in range(_ATTEMPTS):
         values = _sample(study, lines, attempt)
         if values not in tried:
@@ -120,10 +125,11 @@ def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value
 
 
 def _sample(study: Study, lines: Sequence[Mapping[str, Any]], attempt: int) -> dict[str, Value]:
-    """Values for the next trial by Optuna's TPE sampler, a function of the seed and the lines."""
+    """Values of the next trial from Optuna's TPE sampler (Bergstra et al. 2011), a function of the
+    seed, the lines and the attempt."""
     import optuna
 
-    # A new sampler for each trial, so that a resumed study lacks no state.
+    # A new sampler for each trial: its state would be missing when a study is continued.
     seed = (study.parsed.run.seed * 1_000_003 + len(lines) * _ATTEMPTS + attempt) % 2**32
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM_TRIALS)
     with _quiet():
@@ -145,7 +151,7 @@ def _distributions(study: Study) -> dict[str, Any]:
 
 
 def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = None) -> Any:
-    """An Optuna study with the trials of the lines.
+    """An Optuna study with the trials of `lines`.
 
     Raises:
         CheckpointError: a line does not fit the search.
@@ -163,7 +169,8 @@ def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = N
             trial = create_trial(
                 params=line["values"],
                 distributions=distributions,
-                # To a sampler, a pruned trial without values is worse than all others.
+                # Failed trials, too: for the sampler, a pruned trial without intermediate values
+                # is worse than all others.
                 state=TrialState.COMPLETE if is_complete else TrialState.PRUNED,
                 value=line["objective"] if is_complete else None,
                 intermediate_values={point: value for point, _, _, value in line["curve"]},
@@ -176,7 +183,7 @@ def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = N
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context without Optuna's messages about studies that are made."""
+    """A context without Optuna's messages about new studies."""
     import optuna
 
     before = optuna.logging.get_verbosity()
@@ -188,7 +195,11 @@ def _quiet() -> Iterator[None]:
 
 
 def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
-    """A trial of Optuna that knows the curves of complete ones, and is asked `should_prune`."""
+    """An Optuna trial whose `should_prune` compares it with the curves of complete trials.
+
+    Args:
+        curves: [number of the evaluation, step, tokens, loss] of each evaluation, by trial.
+    """
     import optuna
     from optuna.trial import create_trial
 
@@ -204,8 +215,8 @@ def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
 
 
 def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of each key, by PED-ANOVA (Watanabe et al. 2023, arXiv 2304.10255); empty where too few
-    trials are complete."""
+    """Importance of each key for the loss as a fraction, by PED-ANOVA (Watanabe et al. 2023,
+    arXiv 2304.10255); empty if too few trials are complete."""
     import optuna
 
     if sum(line["state"] == "complete" for line in lines) < _TRIALS_TO_WEIGH:
@@ -218,7 +229,7 @@ def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, fl
 
 
 def trial_in_words(line: Mapping[str, Any], study: Study) -> str:
-    """The line of a trial for a person."""
+    """The result of a trial as one line of text."""
     head = f"trial {line['trial']}: {describe(line['values'])}"
     if line["state"] == "failed":
         return f"{head}: failed: {line['message']}"

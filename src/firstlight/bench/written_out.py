@@ -1,9 +1,10 @@
-"""Parts of a GPT-2 written out as in textbooks, in place of torch's: the start of the ladder of
-methods. Only benchmarks train with them.
+"""Parts of a GPT-2 in elementary operations, as in textbooks, instead of torch's classes.
 
-    mask    each layer keeps a causal mask of the whole context, in fp32, and converts and cuts it
-            for each batch, in place of a mask that is made for the batch
-    layers  LayerNorm and GELU of single operations, in place of torch.nn.LayerNorm and gelu
+Only `bench methods` trains with them, in the first rows of its ladder:
+
+    mask    each layer stores a causal mask of the whole context in fp32, and slices and converts it
+            for each batch, instead of making a mask for the batch
+    layers  LayerNorm and GELU in elementary operations, instead of torch.nn.LayerNorm and gelu
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from firstlight.models import Model
 from firstlight.models.gpt2 import GPT2MLP, GPT2Attention
 from firstlight.models.ops import AttentionOptions, plain_attention
 
-#: Parts that can be written out.
+#: Names of the parts.
 PARTS = ("mask", "layers")
 
 
 class WrittenOutNorm(nn.LayerNorm):
-    """LayerNorm (Ba et al. 2016) of single operations, [..., C] to [..., C]."""
+    """LayerNorm (Ba et al. 2016) in elementary operations, [..., C] to [..., C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.mean(dim=-1, keepdim=True)
@@ -33,7 +34,7 @@ class WrittenOutNorm(nn.LayerNorm):
 
 
 class WrittenOutMLP(GPT2MLP):
-    """GPT-2's MLP with the tanh form of GELU of single operations."""
+    """GPT-2's MLP, [B, T, C] to [B, T, C], with the tanh form of GELU in elementary operations."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x = self.c_fc(x_BTC)
@@ -44,7 +45,8 @@ class WrittenOutMLP(GPT2MLP):
 def _attend_with(
     stored: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """`plain_attention` with a mask [context, context] that is 1 where a query may not look."""
+    """`plain_attention` with a stored mask, fp32 [context, context], 1 where a query [row] must not
+    attend to a key [column]; a mask in `options` replaces it."""
     if options.mask is None:
         mask = ~stored.bool()[: q_BHTD.shape[-2], : k_BKSD.shape[-2]]
         options = options._replace(mask=mask)
@@ -52,10 +54,11 @@ def _attend_with(
 
 
 def write_out(model: Model, parts: Collection[str], context: int) -> None:
-    """Replace parts of a GPT-2 by written out ones; weights and results stay the same.
+    """Replace parts of a GPT-2 by those of this module; the weights stay the same, and the results
+    up to rounding.
 
     Args:
-        model: the model.
+        model: the model, changed in place.
         parts: names of `PARTS`.
         context: rows and columns of the stored masks.
     """

@@ -1,1 +1,2 @@
-"""The command line: one small file a verb; torch is imported by the verbs that need it."""
+"""The command line: a module for each verb or group of verbs. torch is imported inside functions
+of the verbs that need it, because the import takes seconds."""

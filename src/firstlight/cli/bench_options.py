@@ -1,4 +1,4 @@
-"""Options that the commands of `firstlight bench ...` share, and the files of their results."""
+"""Options that the commands of `firstlight bench ...` share; writing of their results' files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from firstlight.files.atomic import write_file, write_json
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-#: Options of benchmarks, by a class of `firstlight.bench.options`; see `config_options`.
+#: Options from a class of `firstlight.bench.options`; see `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
 
 def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
-    """The option of the folder of the results; the default None writes none."""
+    """The option --out, the folder of the results.
+
+    Args:
+        name: name of the files, without suffix.
+        default: default folder; None writes no files.
+    """
     return path_option(
         "--out",
         default=default,
@@ -29,13 +34,13 @@ def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
     )
 
 
-#: The required folder of a benchmark that a second call goes on with.
+#: Option --out of benchmarks that continue where an earlier call stopped; it is required.
 folder_option = path_option(
     *("--out", "folder"),
     required=True,
     help="Folder of texts and results; go on with what it holds already.",
 )
-#: The file of the page in Markdown.
+#: Option --page, the file of a page in Markdown.
 page_option = path_option(
     *("--page", "page_file"),
     metavar="FILE",
@@ -49,13 +54,13 @@ def write_page(
     draw: Callable[[Result], bytes],
     page: Callable[[Result, str], str],
 ) -> None:
-    """Write a page and its picture, if a page is asked for.
+    """Write a page and its picture, if `file` is given.
 
     Args:
         file: file of the page, in Markdown; None writes none.
         result: result of the benchmark.
         draw: function that draws a result as PNG.
-        page: function from a result and the picture's address to the page.
+        page: function from a result and the picture's relative path to the text of the page.
     """
     if file is None:
         return
@@ -72,14 +77,16 @@ def publish(
     show_result: Callable[[Result], None],
     draw: Callable[[Result], bytes | dict[str, bytes]],
 ) -> Result:
-    """Measure, show the tables, and write the files, also where it was interrupted.
+    """Measure, print the tables, and write the files. If `measure` is interrupted, the result so
+    far is printed and written.
 
     Args:
-        name: name of the JSON file in `out`, which is written anew after every measurement.
+        name: name of the files in `out`, without suffix; the JSON file is written again after every
+            measurement.
         out: folder of the files; None writes none.
         measure: function that measures, and calls its argument with the result so far.
-        show_result: function that shows the tables of a result.
-        draw: function that draws a result: a PNG file, or several by name.
+        show_result: function that prints the tables of a result.
+        draw: function from a result to a PNG file, or to several by their names.
 
     Returns:
         The last result.

@@ -1,6 +1,6 @@
-"""The benchmarks of `firstlight bench ...` that take an hour and more, and their tables.
+"""The commands of `firstlight bench ...` that take an hour or more, and their tables.
 
-All but `planner` go on where an earlier call stopped.
+All of them except `planner` continue where an earlier call stopped.
 """
 
 from __future__ import annotations
@@ -177,13 +177,13 @@ def gpu_command(
 
 
 def _memory_cells(one: Result) -> list[str]:
-    """A row of the memory half of `bench planner`."""
+    """The cells of a configuration in the table of memory of `bench planner`."""
     measured = "{name} | {predicted_bytes:mebi} MiB | {peak_bytes:mebi} MiB | {error:+.2%}"
     return cells("{name} | failed: {reason}" if one["reason"] else measured, one)
 
 
 def _speed_cells(row: Result) -> list[str]:
-    """A row of the speed half of `bench planner`."""
+    """The cells of a configuration in the table of speed of `bench planner`."""
     measured = "{name} | {predicted:.3f} | {measured:.3f} | {error:+.1%}"
     return cells("{name} | failed: {problem}" if row["problem"] else measured, row)
 

@@ -1,7 +1,7 @@
-"""The tables that `firstlight bench ...` shows.
+"""The tables that `firstlight bench ...` prints.
 
-A table is declared by its header, which is separated by " | ", and the templates of a row's cells;
-see `firstlight.bench.tables`.
+A table is declared by its header and by the templates of a row's cells, both as one string that is
+separated by " | "; see `firstlight.bench.tables`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from firstlight.console import human_bytes
 
 
 def _show(template: str, result: Result) -> None:
-    """Show a line about a result."""
+    """Print a line from a template and a result."""
     show(cell(template, result))
 
 
@@ -26,7 +26,7 @@ def _table(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -> No
 
 
 def _show_reasons(rows: Sequence[Result]) -> None:
-    """Show why rows have no figures."""
+    """Print the reasons of the rows that have no figures."""
     for row in rows:
         if row["reason"]:
             show(f"{row['name']}: {row.get('status', 'failed')}: {row['reason']}")
@@ -44,7 +44,7 @@ def show_loading(result: Result) -> None:
         {
             **row,
             "name": row["name"] + (" (default)" if row["default"] else ""),
-            # On a CPU the host's memory is all there is.
+            # On a CPU, only the host's memory is used.
             "on_device": cell("{device_peak_bytes:MB}", row) or "no GPU used",
         }
         for row in result["rows"]
@@ -115,7 +115,7 @@ def show_training(result: Result) -> None:
     )
     _show_steps_head(result)
     show(f"large matrix products: {rates}; the higher is the ceiling")
-    # Rows in another environment than firstlight's wait by spinning.
+    # In the user's own environment, OpenMP threads wait by spinning, unlike in firstlight's.
     programs = {row["program"] for row in result["rows"]}
     spins = not result["same_environment"] and programs != {"firstlight"}
     if machine["load"] is not None and machine["load"] > machine["cpus"] and spins:
@@ -204,7 +204,7 @@ def show_gemm(result: Result) -> None:
         f"{counted(result['rounds'], 'round')} (lowest to highest)"
         + ("" if result["complete"] else "; interrupted: not all was measured")
     )
-    # A lower one may be that of a command that has just ended.
+    # The load is an average over a minute: a lower one may come from a command that has just ended.
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
         show(f"the load was {load:.1f} at the start: other work takes part of these rates")
     dtypes = list(result["ceilings"])
@@ -242,7 +242,7 @@ def show_gemm(result: Result) -> None:
 
 
 def _show_loops(loops: Result) -> None:
-    """Show the rates of passes over arrays and of a product in blocks, and waves of products."""
+    """Print the rates of passes over arrays and of a product in blocks, and waves of products."""
     binary = UNITS["binary"]
     caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
     title = "one thread reads" + (f" (caches: {caches})" if caches else "")
@@ -267,7 +267,14 @@ def _show_loops(loops: Result) -> None:
 def _show_by_dtype(
     title: str, found: Sequence[Result], dtypes: Sequence[str], templates: Sequence[str]
 ) -> None:
-    """Show a table with a column for each number format; templates of a row's name and cells."""
+    """Print a table with a column for each number format.
+
+    Args:
+        title: header of the first column.
+        found: results, each of one number format ("dtype").
+        dtypes: number formats.
+        templates: template of a row's name, and template of its cells.
+    """
     rows: dict[str, dict[str, str]] = {}
     for one in found:
         name, rate = (cell(template, one) for template in templates)

@@ -1,4 +1,4 @@
-"""A conversation on stdin and stdout."""
+"""The conversation of `firstlight chat` in a terminal, or with piped input."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 _PROMPT, _MORE = "> ", "... "
 _QUOTES = '"""'
 
-#: Characters that move the cursor, ring, colour or change the direction of the text after them.
+#: Characters with which a text could control the terminal: C0 and C1 control characters (cursor,
+#: bell, colours) except tab and newline, bidirectional overrides, and lone surrogates.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-#: The field of SamplingConfig that a command sets, by the command's name.
+#: Field of SamplingConfig that a command of the conversation sets, by the command's name.
 _SETTINGS = {
     **{name.replace("_", "-"): name for name in SAMPLING},
     "max-tokens": "max_new_tokens",
@@ -43,7 +44,7 @@ Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
 
 
 def shown(text: str) -> str:
-    """Text that is safe for a terminal: control characters but newline and tab as their escapes."""
+    """The text with control characters as escapes (`_CONTROLS`), so that a terminal shows them."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -51,11 +52,15 @@ def shown(text: str) -> str:
 
 
 class _EndOfInput(Exception):  # noqa: N818
-    """There are no more messages."""
+    """Raised at the end of the input."""
 
 
 class _Input:
-    """Messages from stdin: typed, with the keys of readline where there is one, or piped."""
+    """Messages from stdin, typed (with readline if it is installed) or piped.
+
+    Args:
+        interactive: True if stdin is a terminal.
+    """
 
     def __init__(self, interactive: bool) -> None:
         self._interactive = interactive
@@ -64,14 +69,15 @@ class _Input:
             with contextlib.suppress(ImportError):
                 import readline
 
-                # Pasted lines come as one message.
+                # Pasted lines are read as one message.
                 readline.parse_and_bind("set enable-bracketed-paste on")
 
     def message(self) -> str:
-        """The next message, of one line or several.
+        """The next message, which may have several lines.
 
         Raises:
-            _EndOfInput: there is none.
+            _EndOfInput: there are no more messages.
+            KeyboardInterrupt: Ctrl-C at the prompt, or, with piped input, at any time.
         """
         line = self._line(_PROMPT)
         try:
@@ -105,7 +111,7 @@ class _Input:
                 say("firstlight: error: that was not UTF-8")
                 return self._line(prompt)
         if self._interactive:
-            # Not to stdout, which goes to a file or another program.
+            # On stderr, because stdout goes to a file or another program.
             print(prompt, end="", file=sys.stderr, flush=True)  # noqa: T201
         line = sys.stdin.buffer.readline()
         if not line:
@@ -118,7 +124,13 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Command:
-    """A command /NAME; `run` gets the text after the name."""
+    """A command /NAME of the conversation.
+
+    Attributes:
+        argument: its argument in the list of commands; "" without one.
+        help: its description in the list of commands.
+        run: function that is called with the text after the name.
+    """
 
     argument: str
     help: str
@@ -126,7 +138,12 @@ class _Command:
 
 
 class Terminal:
-    """A conversation on stdin and stdout. Everything but the answers goes to stderr."""
+    """A conversation: messages from stdin, answers on stdout, everything else on stderr.
+
+    Args:
+        session: the session with the model.
+        interactive: True if a user types the messages, False if they are piped in.
+    """
 
     def __init__(self, session: ChatSession, *, interactive: bool) -> None:
         self._session, self._interactive = session, interactive
@@ -167,12 +184,12 @@ class Terminal:
                 if not self._interactive:
                     raise
                 break
-            # An error is printed, and the conversation goes on.
+            # An error is printed, and the conversation continues.
             try:
                 self._take(message)
             except FirstlightError as error:
                 say(f"firstlight: error: {error}")
-            except KeyboardInterrupt:  # just before an answer began, or after its end
+            except KeyboardInterrupt:  # just before the start of an answer, or after its end
                 if not self._interactive:
                     raise
         else:
@@ -208,7 +225,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def _stopping_at_interrupt(self) -> Iterator[None]:
-        """Ctrl-C ends the answer after the token at hand; a second one, at once."""
+        """Inside the block, Ctrl-C ends the answer after the current token, a second Ctrl-C at
+        once."""
         if not self._interactive:
             yield
             return
@@ -228,7 +246,7 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def _note(self) -> None:
-        """Print why the answer ended early, and how many turns were dropped."""
+        """Print the reason if the answer ended early, and the number of turns that were dropped."""
         stats = self._session.stats
         assert stats is not None
         full = stats.prompt_tokens + stats.new_tokens >= self._session.context
@@ -315,10 +333,15 @@ class Terminal:
 
 
 def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
-    """Settings with the value that was typed for the command `name`.
+    """The settings, changed by the command `name`.
+
+    Args:
+        settings: the settings so far.
+        name: name of the command, a key of `_SETTINGS`.
+        text: the value as typed.
 
     Raises:
-        ConfigError: the value is no number, or out of range.
+        ConfigError: the value is not a number, or out of range.
     """
     if name == "seed" and text == "none":
         return replace(settings, seed=None)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from firstlight.evaluation.scores import TaskResult
     from firstlight.weights.huggingface import LoadedModel
 
-#: Default batch sizes: rows of the loss, texts of a task.
+#: Default batch sizes: rows for the loss, texts for a task.
 _ROWS, _TEXTS = 8, 32
 
 
@@ -134,7 +134,7 @@ def _scored(
     task_folder: str | None,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Show the scores in tasks; return them by the task's name."""
+    """Evaluate tasks and print the scores; returns the figures by name of the task."""
     from firstlight.evaluation.tasks import evaluate_tasks
 
     options: dict[str, Any] = {"items": items, "task_folder": task_folder, "batch_size": batch_size}
@@ -152,7 +152,10 @@ def _by_position(
     picture: Path | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Show the loss of each model by position, on the rows of the first one's data and length."""
+    """Print the loss of each model by position in the row; returns the figures by model.
+
+    All models are evaluated on the same rows: those of the first model's data and sequence length.
+    """
     from firstlight.evaluation.inputs import evaluated_folder, load_for_evaluation
     from firstlight.evaluation.positions import ByPosition, evaluate_by_position
 
@@ -167,12 +170,12 @@ def _by_position(
     found: dict[str, ByPosition] = {}
     contexts: dict[str, int] = {}
     for name in checkpoints:
-        # --best is of run folders; the others are taken as they are named.
+        # --best applies only to the first model, not to those of --beside.
         loaded = load_for_evaluation(name, options["device"], best=best and name == checkpoints[0])
         data = data or str(evaluated_folder(loaded, data, options.get("split", "val")))
         one = found[name] = evaluated(loaded, data)
         contexts[name] = loaded.model.config.max_position_embeddings
-        # The others are held against the first one's rows.
+        # The other models are evaluated on the same rows as the first.
         options |= {"seq_len": one.seq_len, "document_masking": one.document_masking}
     show_table(
         [
@@ -195,7 +198,7 @@ def _by_position(
 
 
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
-    """Keep a result with its run, for the run's card; a folder that can't be written is left."""
+    """Save the result in the model's folder, for its card; if that fails, print a note."""
     from firstlight.data.sources import neutral_name
     from firstlight.sharing.facts import record_evaluation
 
@@ -214,7 +217,7 @@ def _require_used(
     items: int | None,
     task_folder: str | None,
 ) -> None:
-    """Refuse options for a part (loss or tasks) that is not evaluated.
+    """Check that no option is given for a part (loss or tasks) that is not evaluated.
 
     Raises:
         ConfigError: such an option is given.
@@ -231,7 +234,8 @@ def _require_used(
 
 
 def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    """Do `work`, which reports (done, total), behind a progress bar."""
+    """Call `work` with a function that reports (done, total) to a progress bar; returns its result.
+    """
     from firstlight.console import progress_bar
 
     with progress_bar() as bar:

@@ -1,4 +1,4 @@
-"""`firstlight generate`, `chat` and `serve`: the verbs that generate text."""
+"""`firstlight generate`, `chat` and `serve`: the commands that generate text."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def generate_command(
     return dataclasses.asdict(result)
 
 
-#: Characters of the bar of a probability of 1.
+#: Length of the bar for a probability of 1, in characters.
 _BAR = 20
 
 
@@ -141,7 +141,7 @@ def _choice_rows(
     for number, own in enumerate(choices, start=1):
         for rank, one in enumerate(own):
             text = tokenizer.decode([one.token_id])
-            # Special tokens have no text.
+            # Special tokens are decoded to no text, so their names are shown.
             text = repr(text) if text else str(tokenizer.backend.id_to_token(one.token_id))
             place = str(number) if rank == 0 else ""
             bar = "#" * round(_BAR * one.sampled) + (" <-" if one.is_chosen else "")
@@ -295,9 +295,10 @@ def _name_of(checkpoint: str) -> str:
 
 
 def _api_key(file: Path | None) -> bytes | None:
-    """The API key of the file, or else of the environment.
+    """The API key from the file, otherwise from the environment variable; None without one.
 
-    There is no option for the key itself: other users of the machine can read a command line.
+    There is no option for the key itself, because other users of the machine can read the command
+    line.
 
     Raises:
         ConfigError: the key is invalid.
@@ -331,7 +332,7 @@ def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool
 
 
 def require_packages() -> None:
-    """Check that the server's packages are installed, before `serving` is imported.
+    """Check that the packages are installed that `firstlight.serving` imports.
 
     Raises:
         MissingDependencyError: a package is missing.

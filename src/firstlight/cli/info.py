@@ -108,7 +108,7 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
         "cache_bytes_per_token": cache,
         "inference_bytes": dtype.itemsize * count.total + cache * context + state_bytes(config),
-        # fp32 weights, gradients and AdamW's two moments; activations come on top.
+        # Four fp32 values per parameter: weight, gradient, AdamW's two moments. No activations.
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }

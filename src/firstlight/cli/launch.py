@@ -1,4 +1,4 @@
-"""The options of `firstlight train` that start several processes."""
+"""The options of `firstlight train` that start several processes, and their start."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import click
 
 from firstlight.errors import ConfigError
 
-#: Remedy where a launcher has started this process.
+#: Advice in errors if a launcher such as torchrun has already started this process.
 _ADVICE = "leave out --nproc, or start the command without that launcher"
 
-#: The options of a launch.
+#: The options for starting several processes.
 LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts")
 
 
 def launch_if_asked(ctx: click.Context) -> int | None:
-    """Take the options of a launch out of a verb's, and start the processes if there are any.
+    """Remove LAUNCH_OPTIONS from a command's parameters, and start the processes that they ask for.
 
     Returns:
-        The exit code; None where this process is to do the work itself.
+        The exit code of the processes; None if this process must do the work itself.
 
     Raises:
-        ConfigError: the options don't go together, or a launcher has already started this.
+        ConfigError: the options contradict each other, or a launcher has started this process.
         RankError: a rank failed.
     """
     asked = {name: ctx.params.pop(name.replace("-", "_")) for name in LAUNCH_OPTIONS}
@@ -40,7 +40,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
     count = _count(nproc)
     if count == 1 and nnodes == 1 and not asked["max-restarts"]:
         return None
-    # torch's C++ code would tell of each broken connection with a page of addresses.
+    # Otherwise torch's C++ code prints a long stack trace for each broken connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from firstlight.parallel.elastic import Launch, launch
 
@@ -57,7 +57,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
 
 
 def arguments_of(ctx: click.Context) -> list[str]:
-    """The verb and its arguments, without the options that were taken out."""
+    """The command and its arguments as a list for a new process, without the removed options."""
     assert ctx.info_name is not None
     arguments = [ctx.info_name]
     for parameter in ctx.command.params:
@@ -71,7 +71,11 @@ def arguments_of(ctx: click.Context) -> list[str]:
 
 
 def _require_no_launcher(nnodes: int) -> None:
-    """Refuse to start processes in a process that a launcher has started."""
+    """Check that no launcher has started this process.
+
+    Raises:
+        ConfigError: a launcher has, so that several processes would start processes.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
         raise ConfigError(f"a launcher has started this process (LOCAL_RANK is set): {_ADVICE}")
     if nnodes == 1:

@@ -1,4 +1,4 @@
-"""The entry point: `firstlight VERB ...`. Every error for people is one line."""
+"""The entry point of the command line: `firstlight VERB ...`. An error is printed as one line."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from firstlight.cli.watch import dashboard_command, watch_command
 from firstlight.errors import FirstlightError, describe_os_error
 from firstlight.hardware import environment
 
-#: Verbs whose work is the decoding of tokens.
+#: Verbs that decode tokens, and need the environment variables for it.
 _DECODING = ("generate", "chat", "serve")
 
 _OUT_OF_MEMORY = "out of memory: in training, lower batch.micro_batch_size or data.seq_len"
 
 
-#: Beginning of the names of importlib's own files.
+#: Prefix of the file names of importlib's own frames.
 _IMPORT_MACHINERY = "<frozen importlib"
 
-#: Seconds after which a signal that came in the middle of an import is looked at again.
+#: Seconds after which a signal that arrived during an import is raised again.
 _SOON = 0.001
 
 
 class Terminated(BaseException):
-    """A signal has asked this process to end.
+    """Raised when a signal asks this process to end.
 
     Attributes:
         number: number of the signal.
@@ -61,18 +61,18 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def cleaning_up_when_terminated() -> Iterator[None]:
-    """A block in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, SIGINT KeyboardInterrupt.
+    """Inside the block, SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, SIGINT KeyboardInterrupt.
 
-    Signals that are ignored (nohup) stay so. In another thread than the main one, nothing changes.
+    Ignored signals (nohup) stay ignored. In other threads than the main one, nothing changes.
 
-    A signal that comes in the middle of an import is raised after it: C++ code that imports
-    swallows exceptions, and half a module would stay.
+    The exception of a signal that arrives during an import is raised after the import. C++ code
+    that imports modules swallows exceptions, and a half-initialised module would stay.
     """
     waiting: list[int] = []
     before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
-        # A timer that somebody else has set is left alone.
+        # Without our handler for SIGALRM, another part of the program uses the timer.
         if signal.SIGALRM in before and _is_importing(frame):
             waiting.append(number)
             signal.setitimer(signal.ITIMER_REAL, _SOON)
@@ -83,7 +83,7 @@ def cleaning_up_when_terminated() -> Iterator[None]:
 
     def again(_: int, __: FrameType | None) -> None:
         if waiting:
-            # The handler may be another one by now.
+            # Raised as a signal rather than an exception: its handler may have changed meanwhile.
             signal.raise_signal(waiting.pop())
 
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {
@@ -101,7 +101,7 @@ def cleaning_up_when_terminated() -> Iterator[None]:
         yield
     finally:
         if signal.SIGALRM in before:
-            # A timer still running would end the process once its handler is gone.
+            # Without the handler, the SIGALRM of a running timer would end the process.
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, previous in before.items():
             signal.signal(number, previous)
@@ -131,7 +131,7 @@ All verbs: firstlight --help. One of them: firstlight train --help.
 
 
 class _Verbs(click.Group):
-    """The verbs; a file or folder in the place of a verb is answered with `train`."""
+    """The verbs; the error for a file or folder in place of a verb suggests `train`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -181,15 +181,26 @@ for command in (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code.
+    """Run the command line.
 
-    0 done; 1 an error; 2 an invalid recipe or option; 3 a plan of a recipe that does not
-    fit; 75 a training run that was stopped early and saved; 76 one that diverged; 130 interrupted;
-    129, 138 or 143 terminated by SIGHUP, SIGUSR1 or SIGTERM.
+    Args:
+        arguments: the arguments; None are those of the process, which ends after this call.
+
+    Returns:
+        The exit code:
+
+        - 0: success
+        - 1: error
+        - 2: invalid recipe or option
+        - 3: the planned recipe does not fit into memory
+        - 75: the training run was stopped early, and saved a checkpoint
+        - 76: the training run diverged
+        - 130: interrupted by Ctrl-C
+        - 129, 138, 143: terminated by SIGHUP, SIGUSR1, SIGTERM
     """
     ends_process = arguments is None
     if ends_process:
-        # The process ends with this: to look for cycles among all that torch imported takes a
+        # At the end of the process, collecting garbage among all of torch's objects would take a
         # third of a second.
         atexit.register(gc.freeze)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -219,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Terminated as signal_:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
-        # The reader of our output is gone (`| head`); say nothing, also not while closing.
+        # The reader of stdout has ended (`| head`). Nothing is printed, not even when closing.
         discard_stdout()
         return 1
     except OSError as error:
@@ -227,28 +238,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
     except RuntimeError as error:
-        # torch's out-of-memory errors; torch itself may not be imported here.
+        # torch's out-of-memory errors, by their texts: torch may not be imported here.
         words = ("out of memory", "can't allocate memory", "not enough memory")
         if not any(part in str(error).lower() for part in words):
             raise
         return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
     finally:
-        # Ctrl-C while Python ends would print a traceback of the code that cleans up.
+        # Otherwise Ctrl-C during Python's shutdown would print a traceback.
         if ends_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     return exit_code or 0
 
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
-    """Environment variables of a verb, unless they are set."""
+    """Default environment variables of a verb."""
     if set(verb) & {"train", "plan", "tune", "eval"}:
-        # A plan times operators as training runs them, and trials train.
+        # `plan` measures operators under the conditions of training; trials of `tune` train.
         return environment.for_training()
     return environment.for_generation() if set(verb) & set(_DECODING) else environment.SHORT_SPIN
 
 
 def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:
-    """Print an error as one line, and with --json as the one object on stdout."""
+    """Print an error as one line on stderr, and with --json as an object on stdout; returns
+    `exit_code`."""
     message = " ".join(message.split())
     print(f"firstlight: error: {message}", file=sys.stderr)  # noqa: T201
     if as_json:
