@@ -1,5 +1,4 @@
-"""The process of a trial of `firstlight tune`: a shortened run of the recipe, without checkpoint.
-"""
+"""The process of a trial of `firstlight tune`: a shortened run of the recipe, not saved."""
 
 from __future__ import annotations
 

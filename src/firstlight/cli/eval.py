@@ -234,8 +234,7 @@ def _require_used(
 
 
 def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    """Call `work` with a function that reports (done, total) to a progress bar; returns its result.
-    """
+    """The result of `work`, called with a function that reports (done, total) to a progress bar."""
     from firstlight.console import progress_bar
 
     with progress_bar() as bar:
