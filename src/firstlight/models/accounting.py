@@ -1,6 +1,5 @@
-"""Parameters, FLOPs and bytes, counted from the model itself.
-
-Give it a model on the meta device and nothing is allocated.
+"""Counts of parameters, FLOPs and bytes, from the modules of a model. For a model on the meta
+device (`meta_model`) nothing is allocated.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from firstlight.models.qwen3_next import GatedDeltaNet
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters; a tied head counts once, under `embedding`.
+    """Numbers of parameters by part of the model. A tied head counts once, under `embedding`;
+    `experts` has routed experts, and `mlp` the shared ones.
 
-    `idle` are those, among the experts', that a token doesn't pass through.
+    Attributes:
+        idle: parameters of the routed experts that are not used for a token.
     """
 
     embedding: int
@@ -36,7 +37,7 @@ class ParameterCount:
 
     @property
     def by_part(self) -> dict[str, int]:
-        """Numbers of parameters by their use."""
+        """Part -> number of parameters; the parts add up to `total`."""
         return {name: getattr(self, name) for name in _PARTS}
 
     @property
@@ -46,7 +47,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """The parameters that a token passes through."""
+        """Number of parameters that are used for one token."""
         return self.total - self.idle
 
 
@@ -54,13 +55,13 @@ _PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 
 def meta_model(config: ModelConfig) -> Model:
-    """The model without memory for its parameters."""
+    """The model on the meta device, without memory for its parameters."""
     with torch.device("meta"):
         return build_model(config)
 
 
 def count_parameters(model: Model) -> ParameterCount:
-    """Count a model's parameters by their use."""
+    """Count a model's parameters by part."""
     counts = dict.fromkeys(_PARTS, 0)
     for name, parameter in model.named_parameters():
         counts[_part_of(model, name)] += parameter.numel()
@@ -69,15 +70,15 @@ def count_parameters(model: Model) -> ParameterCount:
 
 
 def _part_of(model: Model, name: str) -> str:
-    """The role of a parameter of this name: one of `_PARTS`."""
+    """The part of the parameter `name`: one of `_PARTS`."""
     parts = name.split(".")
-    # From the outermost module to the parameter's own.
+    # All modules on the path, from the outermost to the owner of the parameter.
     modules = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts) - 1)]
     if parts[0] == "lm_head":
         return "head"
     if isinstance(modules[-1], Embedding):
         return "embedding"
-    # Before attention, which has norms of queries and keys inside it.
+    # Tested before attention, because attention modules have norms of queries and keys.
     if isinstance(modules[-1], nn.LayerNorm | RMSNorm):
         return "norm"
     if any(isinstance(module, SelfAttention | GatedDeltaNet) for module in modules):
@@ -88,33 +89,38 @@ def _part_of(model: Model, name: str) -> str:
 
 
 def is_multiplied(model: Model, name: str) -> bool:
-    """True if the parameter of this name is a factor of a matrix product, not only looked up."""
+    """True if the parameter `name` is a matrix that is multiplied; False for vectors and for the
+    embedding, which is only looked up."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return not isinstance(owner, Embedding) and model.get_parameter(name).dim() >= 2
 
 
 def _visited_share(config: ModelConfig) -> float:
-    """The share of a layer's experts that a token visits."""
+    """Fraction of a layer's routed experts that are used for a token; 1 for dense models."""
     return config.visited_experts / config.expert_count if config.expert_count else 1.0
 
 
 def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
-    """FLOPs of one token's forward and backward pass (recomputation not counted).
+    """FLOPs per token of a forward and backward pass, without recomputation.
 
-    6 for each weight of a matrix product that the token meets (2 forward, 4 backward; the head
-    included, also when tied; the embedding look-up costs none; of the experts, those visited),
-    and for attention 12 * heads * head_dim a layer for each token that it sees: on average half the
-    row, because attention is causal, or less with a sliding window (Chowdhery et al. 2022, appendix
-    B, counts the whole row). A layer with a state costs 18 for each of the state's numbers: every
-    token decays it, reads it for the update, writes it and reads it.
+    - Matrices: 6 for each weight that is multiplied for a token, 2 forward and 4 backward. The head
+      counts, also if it is tied; the embedding's look-up does not. Of the routed experts, only
+      those of the token count.
+    - Attention: 12 * heads * head_dim in each layer for each token that a token sees. Because
+      attention is causal, this is half of the sequence on average, or less with a sliding window
+      (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, counts the whole sequence).
+    - Layers with linear attention: 18 for each element of the state, which every token decays,
+      reads for the update, writes, and reads for its output.
 
     Args:
-        frozen: True if the weights get no gradient (LoRA): 4 for each instead of 6. The FLOPs of
-            the adapters are not counted.
+        model: the model.
+        seq_len: tokens of a sequence.
+        frozen: True if the weights get no gradient (LoRA): 4 for each weight instead of 6. The
+            FLOPs of the adapters are not counted.
     """
     config = model.config
     matrix_weights = 0.0
-    # With duplicates: a tied head is multiplied with, though its embedding is only looked up.
+    # With duplicates, so that a tied head counts: its embedding is only looked up.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 3 and "experts" in name.split("."):  # stacked
             matrix_weights += parameter.numel() * _visited_share(config)
@@ -124,29 +130,29 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     for layer in range(config.num_hidden_layers):
         spec = config.attention_spec(layer)
         if spec.state_size:
-            # The same for each token, however many came before.
+            # The same for each token: it does not depend on the number of earlier tokens.
             states += spec.state_size
             continue
         width = min(spec.window or seq_len, seq_len)
-        # The first `width` tokens see half of it on average, all after them the whole.
+        # The first `width` tokens see half of `width` on average, later tokens all of it.
         seen += width - width * width / (2 * max(seq_len, 1))
     matrices = (4.0 if frozen else 6.0) * matrix_weights
     return matrices + 12.0 * config.num_attention_heads * config.head_dim * seen + 18.0 * states
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the key-value cache."""
-    # Layers with a state have no keys and values.
+    """Bytes per token in the key-value cache, over all layers; layers with a state have none."""
     layers = config.num_hidden_layers - len(config.state_shapes)
     return layers * config.cached_numbers * dtype.itemsize
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Bytes of the fp32 states of a sequence of any length, in layers without keys and values."""
+    """Bytes of the fp32 states of one sequence, over all layers with linear attention; they do not
+    depend on its length."""
     shapes = (shape for layer in config.state_shapes.values() for shape in layer)
     return sum(4 * math.prod(shape) for shape in shapes)
 
 
 def is_inside_a_layer(name: str) -> bool:
-    """True if a parameter of this name is one of a layer's."""
+    """True if the parameter `name` belongs to a layer: part of its name is the layer's number."""
     return any(part.isdigit() for part in name.split("."))

@@ -1,9 +1,10 @@
-"""Causal attention some queries at a time, which keeps no scores for the backward pass.
+"""Causal attention in blocks of queries, which stores no scores for the backward pass.
 
-Attention as in two lines of formulas (Vaswani et al. 2017) is done for a block of queries and the
-keys that they may see, so that the scores lie in a core's cache; the backward pass computes them
-again, by the formulas of FlashAttention (Dao et al. 2022). Softmax needs no parts, as a block has
-all of its keys. On CPUs, in bf16 and up to 1,024 tokens, it is faster than torch's fused kernel.
+The plain formula (Vaswani et al. 2017, arXiv 1706.03762) is computed for a block of queries and the
+keys that they see, so that the scores fit in the cache of a CPU core. The backward pass computes
+the scores again, by the formulas of FlashAttention (Dao et al. 2022, arXiv 2205.14135). A block has
+all keys of its queries, so that no running softmax is needed. On CPUs, in bf16 and up to 1,024
+tokens, it is faster than torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from firstlight.models.ops import (
     product_dtype,
 )
 
-#: Queries of a block, scores that are made at a time, and heads that are in any case (AMD EPYC,
-#: bf16, 256 to 8,192 tokens: half or twice as many of any took up to a fifth longer).
+#: Queries of a block; scores and least number of query heads that are computed at a time (AMD EPYC,
+#: bf16, 256 to 8,192 tokens: half or twice of any of the three took up to 20 % longer).
 QUERIES, SCORES, _LEAST_HEADS = 128, 2**21, 4
 
 
 def blockwise_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Causal attention [B, H, T, D], a block of queries at a time; its dtype is autocast's or the
+    """Causal attention in blocks of queries, [B, H, T, value head size], in autocast's dtype or the
     values'.
 
-    With dropout, the weights that stay are drawn first, and kept for the backward pass: a byte a
-    weight. Arguments as in `ops.AttentionFunction`; the values' heads may be of another size than
-    the queries' and keys'.
+    Arguments as in `ops.AttentionFunction`; value heads may have another size than query and key
+    heads. With dropout, the mask of kept weights is drawn for all T x S weights and stored for the
+    backward pass, with one byte per weight.
     """
     mask, dropout, scale, softcap, sinks_H = options
     # Autocast does not know this operator, so the inputs are rounded before it.
@@ -48,7 +49,7 @@ def blockwise_attention(
     if dropout:
         shape = *q_BHTD.shape[:-1], k_BKSD.shape[-2]
         kept_BHTS = q_BHTD.new_empty(shape, dtype=torch.bool).bernoulli_(1 - dropout)
-    # As torch's dropout: the weights that are left grow, so that their mean stays.
+    # As in torch's dropout, kept weights are multiplied by 1 / (1 - dropout).
     growth, bound = 1 / (1 - dropout), softcap or 0.0
     result: Tensor = _attention(
         q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound, sinks_H, scale
@@ -56,7 +57,7 @@ def blockwise_attention(
     return result
 
 
-#: Arguments of the operator, which its backward pass takes after the result's gradient.
+#: Arguments of the operator; its backward operator has the same, after the result's gradient.
 _ARGUMENTS = (
     "Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, Tensor? mask, Tensor? kept_BHTS, float growth, "
     "float softcap=0.0, Tensor? sinks_H=None, float? scale=None"
@@ -65,20 +66,20 @@ _FORWARD = f"({_ARGUMENTS}) -> Tensor"
 _BACKWARD = f"(Tensor grad_BHTD, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-# An operator of its own: what torch.compile makes of the blocks takes it several times as long, and
-# keeps most of the scores for the backward pass.
+# A custom operator: code that torch.compile generates for the blocks takes several times as long,
+# and stores most of the scores for the backward pass.
 @torch.library.custom_op("firstlight::blockwise_attention", mutates_args=(), schema=_FORWARD)
 def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> Tensor:
     out_BHTD = _like_projected(q_BHTD, v_BKSD.shape[-1])
-    # Scores are products of fp32, which autocast would round.
+    # Without autocast, which would round the fp32 products of the scores.
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for own, _, part in _parts(q_BHTD, k_BKSD, v_BKSD, *others):
             part.attend(out_BHTD[own])
-            del part  # before the next takes as much
+            del part  # frees its memory before the next part is created
     return out_BHTD
 
 
-# Strides as those of the real result: compiled code relies on them.
+# The strides are those of the real result, because compiled code relies on them.
 @_attention.register_fake
 def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
     return _like_projected(q_BHTD, v_BKSD.shape[-1])
@@ -87,8 +88,8 @@ def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
 def _empty_gradients(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for the results of the backward pass."""
-    # torch leaves the last arguments out that have their default.
+    """Empty tensors for the gradients of queries, keys, values and sinks."""
+    # torch leaves out trailing arguments that have their default.
     sinks_H = others[4] if len(others) > 4 else None
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
     return grad_q, grad_k, grad_v, _sums_like(sinks_H, q_BHTD)
@@ -106,7 +107,7 @@ def _attention_backward(
         for own, shared, part in _parts(q_BHTD, k_BKSD, v_BKSD, *others):
             part.backward(grad_BHTD[own], (grad_q[own], grad_k[shared], grad_v[shared]))
             if part.grad_sinks is not None:
-                # Added up, since the rows of a batch share the heads' sinks.
+                # Summed, because all rows of a batch share the heads' sinks.
                 grad_sinks_H[own[1]] += part.grad_sinks
             del part
     return grad_q, grad_k, grad_v, grad_sinks_H
@@ -133,12 +134,12 @@ _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 @dataclass(frozen=True)
 class _Lost:
-    """Scores and weights that mask and dropout take from a part.
+    """Mask and dropout of a part.
 
     Attributes:
-        mask: True where a query may look, bool [T, S] or [B, 1, T, S]; None is causal.
-        kept: True where dropout leaves a weight, bool [B, H, T, S]; None is everywhere.
-        growth: factor of the weights left, 1 / (1 - dropout).
+        mask: True for the keys that a query sees, bool [T, S] or [B, 1, T, S]; None is causal.
+        kept: True for weights that dropout keeps, bool [B, H, T, S]; None keeps all.
+        growth: factor of the kept weights, 1 / (1 - dropout).
     """
 
     mask: Tensor | None
@@ -146,9 +147,9 @@ class _Lost:
     growth: float
 
     def hide_(self, scores_BHtS: Tensor, start: int, end: int, seen: int) -> None:
-        """Mask the scores of keys that the block's queries may not see, in place."""
+        """Mask the scores of keys that the block's queries do not see, in place."""
         if self.mask is None:
-            # All but the last are seen by all of its queries.
+            # Only among the last keys are some that not all queries of the block see.
             near = scores_BHtS[..., seen - (end - start) :]
             near.masked_fill_(~causal_mask(end - start, end - start, near.device), -math.inf)
         else:
@@ -161,14 +162,15 @@ class _Lost:
 
 
 class _Part:
-    """Some rows of a batch, or heads of one, with G query heads for each of N key-value heads.
+    """Attention of some rows of a batch, or of some heads of one row, which are computed together:
+    N key-value heads over all rows, with G query heads for each.
 
-    Scores are fp32, as in fused kernels: rounded to bf16, a score of 10 may be off by 0.03, and its
-    weight by as much. torch has no product of bf16 factors with an fp32 result on CPUs.
+    Scores are computed in fp32, as in fused kernels: bf16 would change a score of 10 by up to 0.03,
+    and its weight by up to 3 %. torch has no CPU product of bf16 factors with an fp32 result.
 
     Attributes:
-        grad_sinks: gradient of the sinks, of the dtype of the scores [H], once `backward` has
-            run; None without sinks.
+        grad_sinks: gradient of the sinks, in the dtype of the scores [H], after `backward`; None
+            without sinks.
     """
 
     def __init__(
@@ -185,8 +187,9 @@ class _Part:
         self._shape = rows, k_BKSD.shape[1], heads // k_BKSD.shape[1]
         self._scale = size**-0.5 if scale is None else scale
         of_queries, of_keys, self._of_scores = self._scale, 1.0, 1.0
-        # In fp32 to the bits of transformers: where the values are of another size in the order of
-        # torch's math kernel, with sinks or a cap in that of the family's class.
+        # In fp32 the result has the bits of transformers, where the scale is applied at another
+        # point: with value heads of another size by torch's math kernel, as its square root to both
+        # queries and keys; with sinks or a soft cap by the family's class, to the scores.
         if q_BHTD.dtype.itemsize >= 4 and new > 1:
             if v_BKSD.shape[-1] != size:
                 of_queries = of_keys = math.sqrt(self._scale)
@@ -194,7 +197,7 @@ class _Part:
                 of_queries, self._of_scores = 1.0, self._scale
         self._rest = self._scale / of_queries
         self._queries = self._grouped(at_least_fp32(q_BHTD) * of_queries)
-        # In order, as they are read once for each block.
+        # Contiguous, because every block reads them.
         self._keys, self._values = (x.flatten(0, 1).contiguous() for x in (k_BKSD, v_BKSD))
         self._wide_keys = at_least_fp32(self._keys)
         if of_keys != 1:
@@ -205,23 +208,23 @@ class _Part:
         self._blocks = list(blocks_of(new, k_BKSD.shape[-2]))
 
     def _grouped(self, x_BHTD: Tensor) -> Tensor:
-        """[N, G, T, D]."""
+        """[B, H, T, D] as contiguous [N, G, T, D]."""
         rows, kept, groups = self._shape
         return x_BHTD.reshape(rows * kept, groups, *x_BHTD.shape[-2:]).contiguous()
 
     def _by_heads(self, x_NXD: Tensor) -> Tensor:
-        """Rows of a block's queries, [N, G * t, D], as [B, H, t, D]."""
+        """[N, G * t, X] of a block of t queries as [B, H, t, X]."""
         rows, kept, groups = self._shape
         return x_NXD.view(rows, kept * groups, -1, x_NXD.shape[-1])
 
     def _weights(
         self, start: int, end: int, seen: int, slopes: list[Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention weights of a block's queries over the keys that they see, [N, G * t, S], and
-        the sinks' weight for each query, [N, G * t, 1]; None without sinks.
+        """Attention weights of a block (see `blocks_of`) of t queries before dropout, [N, G * t,
+        seen], and the sink's weight for each query, [N, G * t, 1] (None without sinks).
 
-        If scores are capped and `slopes` is a list, the slope of each score, 1 - tanh(s / c)^2, is
-        appended to it.
+        With a soft cap c, the cap's derivative for each score s, 1 - tanh(s / c)^2, is appended to
+        `slopes`, if it is a list.
         """
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
@@ -236,25 +239,25 @@ class _Part:
         if self._sinks is not None:
             scores = self._with_sinks(scores, self._sinks)
         weights = F.softmax(scores, -1)
-        # Freed before the rounded copy is made: at its height there are two blocks of scores.
+        # Freed before the rounded copy is made, so that at most two blocks of scores exist at once.
         del scores
         if self._sinks is None:
             return weights.to(self._keys.dtype), None
-        # The sinks' column takes its share and is cut off: it reaches no value.
+        # The sinks are one more column of the softmax, which is cut off: it has no value.
         taken = weights[..., -1:].clone()
         return weights[..., :-1].to(self._keys.dtype), taken
 
     def _with_sinks(self, scores_NXS: Tensor, sinks_H: Tensor) -> Tensor:
-        """The scores with the sinks as their last column, [N, X, S + 1]."""
+        """The scores [N, G * t, S] with the sinks as one more column, [N, G * t, S + 1]."""
         rows, kept, groups = self._shape
         sinks = sinks_H.to(scores_NXS.dtype).view(1, kept, groups, 1)
-        # A block's rows are its query heads', one head after the other.
+        # X = G * t: the rows of each key-value head are ordered by query head, then by query.
         each = (rows, kept, groups, scores_NXS.shape[1] // groups)
         sinks_NX1 = sinks.expand(each).reshape(*scores_NXS.shape[:2], 1)
         return torch.cat((scores_NXS, sinks_NX1), -1)
 
     def attend(self, out_BHTD: Tensor) -> None:
-        """Write the result."""
+        """Write the result to `out_BHTD`."""
         for block in self._blocks:
             self._attend(block, out_BHTD)
 
@@ -266,15 +269,15 @@ class _Part:
         out_BHTD[:, :, start:end] = self._by_heads(result)
 
     def backward(self, grad_BHTD: Tensor, grads: Sequence[Tensor]) -> None:
-        """Write the gradients of queries, keys and values, each of the shape that it came in."""
+        """Write the gradients of queries, keys and values to `grads`."""
         grad = self._grouped(grad_BHTD)
         of_queries = grad.new_empty(self._queries.shape)
         found = (of_queries, torch.empty_like(self._keys), torch.empty_like(self._values))
-        # The last block sees all keys, so that no gradient has to begin at zero.
+        # The last block sees all keys: it comes first and writes the gradients, without zeroing.
         for block in reversed(self._blocks):
             self._add_gradients(block, grad, found)
         for result, one in zip(grads, found, strict=True):
-            # Into memory with the strides that compiled code expects, see `_like_projected`.
+            # Copied, because compiled code expects the strides of `_like_projected`.
             result.copy_(one.view(result.shape))
 
     def _add_gradients(
@@ -285,16 +288,17 @@ class _Part:
         is_first = block == self._blocks[-1]
         grad = grads[:, :, start:end].flatten(1, 2)
         slopes: list[Tensor] = []
-        # Computed again: kept from the forward pass they would be all T x S weights.
+        # Computed again: storing them in the forward pass would take all T x S weights.
         weights, taken = self._weights(start, end, seen, slopes)
         grad_weights = torch.bmm(grad, self._values[:, :seen].transpose(1, 2))
         self._lost.drop_(self._by_heads(grad_weights), start, end, seen)
         if taken is not None:
             assert self.grad_sinks is not None
-            # A sink's weight reaches no value: of the softmax's gradient the sum alone is left.
+            # The softmax's gradient of score j is w_j (g_j - sum of g_i w_i); a sink's g_j is 0,
+            # because it has no value.
             sums = (grad_weights * weights).sum(-1, keepdim=True, dtype=taken.dtype)
             self.grad_sinks -= self._by_heads(sums.mul_(taken)).sum((0, 2, 3))
-        # It also holds for weights that sinks leave a sum below 1.
+        # This gradient is also right for weights that sum to less than 1 because of sinks.
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         del grad_weights
         if slopes:
@@ -304,14 +308,14 @@ class _Part:
         _add_product(grad_v[:, :seen], weights, grad, is_first)
         of_queries = torch.bmm(grad_scores, self._keys[:, :seen]).mul_(self._scale)
         grad_q[:, :, start:end] = of_queries.view_as(grad_q[:, :, start:end])
-        # The queries and not the gradient of the keys, which is added up over all blocks.
+        # The rest of the scale is applied to the queries: the keys' gradient is a sum over blocks.
         queries = self._queries[:, :, start:end].flatten(1, 2)
         queries = (queries * self._rest if self._rest != 1 else queries).to(weights.dtype)
         _add_product(grad_k[:, :seen], grad_scores, queries, is_first)
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -> None:
-    """`total` += first.T @ second, or = for an empty `total`."""
+    """Add first.T @ second to `total`, or overwrite an empty `total` if `is_first`."""
     if is_first:
         torch.bmm(first.transpose(1, 2), second, out=total)
     else:
@@ -319,7 +323,8 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -
 
 
 def at_a_time(heads: int, kept: int, new: int, total: int) -> tuple[int, int]:
-    """Numbers of rows of a batch, and of key-value heads of each row, that are computed at once."""
+    """Numbers of rows of a batch, and of key-value heads of each row, that are computed together,
+    for `heads` query heads, `kept` key-value heads, `new` queries and `total` keys."""
     groups = heads // kept
     scores = groups * min(QUERIES, new) * total
     count = max(SCORES // max(scores, 1), _LEAST_HEADS // groups, 1)
@@ -337,7 +342,8 @@ def _parts(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], _Part]]:
-    """Rows and query heads, rows and key-value heads, and the part of both, for each part."""
+    """The parts of a batch, each with its rows and query heads, slices of [B, H], and its rows and
+    key-value heads, slices of [B, K]."""
     (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
     groups = heads // kept
     rows, some = at_a_time(heads, kept, new, total)
@@ -348,12 +354,13 @@ def _parts(
             lost = _lost(mask, kept_BHTS, growth, own)
             sinks = None if sinks_H is None else sinks_H[own[1]]
             tensors = q_BHTD[own], k_BKSD[shared], v_BKSD[shared]
-            # Not kept here: it ends with the caller's use of it.
+            # The generator keeps no reference, so that the caller can free the part.
             yield own, shared, _Part(*tensors, lost, softcap, sinks, scale)
 
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """(first query, end, number of keys that they see) of each block."""
+    """Blocks of queries: first query, end (exclusive), and number of keys that the block's queries
+    see."""
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
         yield start, end, total - new + end
@@ -362,15 +369,15 @@ def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
 def _lost(
     mask: Tensor | None, kept_BHTS: Tensor | None, growth: float, part: tuple[slice, slice]
 ) -> _Lost:
-    # A mask of one row, or without rows, is all rows'.
+    # A mask without a dimension for rows, or with size 1 there, is the same for all rows.
     if mask is not None and mask.dim() == 4 and len(mask) > 1:
         mask = mask[part[0]]
     return _Lost(mask, None if kept_BHTS is None else kept_BHTS[part], growth)
 
 
 def _like_projected(x_BHTD: Tensor, size: int | None = None) -> Tensor:
-    """An empty one whose heads, of the same size or another, lie side by side, as projections give
-    and take them."""
+    """An empty tensor [B, H, T, size] whose memory is ordered as [B, T, H, size], as projections
+    produce and read it; `size` is D by default."""
     B, H, T, D = x_BHTD.shape
     return x_BHTD.new_empty(B, T, H, D if size is None else size).transpose(1, 2)
 

@@ -1,4 +1,5 @@
-"""Caches of a model's forward passes: keys and values of earlier tokens, or a state of them all.
+"""Caches of a model's forward passes: keys and values of earlier tokens, or recurrent states of
+layers with linear attention.
 
 Shape letters as in `models/ops.py`.
 """
@@ -14,58 +15,64 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """The cache of a forward pass over `new` tokens (T).
+    """The interface of caches to models, for a forward pass over `new` tokens (T) of each sequence.
 
     Shape letters as in `models/ops.py`.
     """
 
     @property
     def max_tokens(self) -> int:
-        """Number of tokens that each sequence has room for."""
+        """Capacity of each sequence, in tokens."""
 
     def positions(self, new: int) -> Tensor:
-        """Positions of the new tokens in their sequence, int64 [T], or [B, T] where they differ."""
+        """Positions of the new tokens in their sequence, int64 [T], or [B, T] if sequences have
+        different lengths."""
 
     def total(self, new: int) -> int:
-        """Number of cache positions to look at, the new tokens' included (S)."""
+        """Number of cache positions that attention reads, including the new tokens' (S)."""
 
     def text_length(self, new: int) -> int | Tensor:
-        """Tokens of each text, the new ones included, or of each of them, int64 [B]: the length by
-        which some rotary positions go."""
+        """Tokens of the sequences including the new ones: one number for all sequences, or int64
+        [B]. The rotary frequencies of the kinds "dynamic" and "longrope" depend on it."""
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of the new tokens; return those to look at, [B, K, S, D]."""
+        """Store a layer's keys and values [B, K, T, D] of the new tokens.
+
+        Returns:
+            Keys and values of the cache positions that attention reads, [B, K, S, D] each.
+        """
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
-        """State of a layer without keys and values after the tokens so far, fp32 [B, ...] each;
-        zeros before the first token."""
+        """State of a layer with linear attention after the tokens so far, [B, ...] each, in fp32 at
+        least; zeros before the first token."""
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
-        """Replace a layer's state by the one after the new tokens, of the same shapes."""
+        """Replace a layer's state by the state after the new tokens, of the same shapes."""
 
     def advance(self, new: int) -> None:
-        """Count the new tokens, which every layer has stored."""
+        """Add `new` to the length; called after every layer has stored the new tokens."""
 
 
 class KVCache:
-    """Room for `max_tokens` tokens of `batch_size` sequences, allocated once. All sequences are of
-    one length.
+    """Keys and values of `batch_size` sequences with up to `max_tokens` tokens, allocated once. All
+    sequences have the same length.
 
     Args:
         num_layers, num_key_value_heads, head_dim: sizes of the model.
-        batch_size: sequences.
-        max_tokens: prompt and new tokens together.
+        batch_size: number of sequences.
+        max_tokens: capacity of each sequence, for its prompt and new tokens together.
         dtype, device: dtype and device of the keys and values.
-        value_dim: size of a value's head; None is a key's.
-        states: shapes, without the batch, of the states that layers keep in place of keys and
-            values, by the layer's number; such a layer has no keys and values.
+        value_dim: size of a value head; None is `head_dim`.
+        states: layer (counted from 0) -> shapes, without the batch dimension, of the states that it
+            keeps in place of keys and values.
 
     Attributes:
-        keys, values: [B, K, max_tokens, D] of each layer. Tensors of their own, since a compiled
-            step would copy all layers to write into one.
-        states: tensors [B, ...] of each layer, in fp32 at least; () for most.
+        keys, values: one tensor [B, K, max_tokens, D] for each layer; K is 0 in layers with states.
+            With one tensor for all layers, a compiled step would copy all of it to write one layer.
+        states: tensors [B, ...] of each layer, in fp32 at least; () for layers with attention.
         length: tokens stored so far.
-        least_length: length that each text is known to reach, for rotary positions that go by it.
+        least_length: length that each sequence is known to reach, for rotary frequencies that
+            depend on the length.
     """
 
     def __init__(
@@ -83,7 +90,8 @@ class KVCache:
     ) -> None:
         states = states or {}
         heads = [0 if layer in states else num_key_value_heads for layer in range(num_layers)]
-        # Zeros: the mask gives unused positions weight 0, and 0 times a NaN in empty memory is NaN.
+        # Zeros, not empty memory: attention multiplies unused positions by a weight of 0, and 0
+        # times a NaN is NaN.
         self.keys, self.values = (
             [
                 torch.zeros(batch_size, K, max_tokens, size, dtype=dtype, device=device)
@@ -91,7 +99,7 @@ class KVCache:
             ]
             for size in (head_dim, head_dim if value_dim is None else value_dim)
         )
-        # A state adds up all tokens so far: bf16 would lose the late ones.
+        # A state is a sum over all tokens so far: in bf16, late tokens would be rounded away.
         wide = torch.promote_types(dtype, torch.float32)
         self.states = [
             tuple(
@@ -104,25 +112,25 @@ class KVCache:
 
     @property
     def has_states(self) -> bool:
-        """True if some layers keep a state, which can't be cut back to earlier tokens."""
+        """True if some layers keep a state, which can't be reset to an earlier token."""
         return any(self.states)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All its memory."""
+        """All tensors of the cache: keys, values and states."""
         return [*self.keys, *self.values, *(one for state in self.states for one in state)]
 
     @property
     def max_tokens(self) -> int:
-        """Greatest number of tokens in the cache."""
+        """Capacity of each sequence, in tokens."""
         return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
-        """Positions of the next `new` tokens, int64 [T], or [B, T] where sequences differ."""
+        """Positions of the next `new` tokens, int64 [T]."""
         return torch.arange(self.length, self.length + new, device=self.keys[0].device)
 
     def total(self, new: int) -> int:
-        """Number of tokens that attention reads: those so far and the next `new` ones."""
+        """Number of tokens that attention reads: the stored tokens and the next `new` tokens."""
         return self.length + new
 
     def text_length(self, new: int) -> int:
@@ -130,18 +138,18 @@ class KVCache:
         return max(self.length + new, self.least_length)
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values; return those of all tokens, [B, K, S, D]."""
+        """Store the new tokens' keys and values [B, K, T, D]; return views of all tokens' keys and
+        values, [B, K, S, D]."""
         end = self.length + k_BKTD.shape[2]
         assert end <= self.max_tokens, "the cache is full"
         keys, values = self.keys[layer], self.values[layer]
         keys[:, :, self.length : end] = k_BKTD
         values[:, :, self.length : end] = v_BKTD
-        # Views: looking at the cache copies nothing.
         return keys[:, :, :end], values[:, :, :end]
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
         """See `Cache.state`."""
-        # The memory may hold what another sequence left there.
+        # Before the first token, the memory may hold the state of another sequence.
         return tuple(one if self.length else torch.zeros_like(one) for one in self.states[layer])
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
@@ -150,12 +158,14 @@ class KVCache:
             stored.copy_(new)
 
     def advance(self, new: int) -> None:
-        """Count `new` tokens that every layer has stored."""
+        """See `Cache.advance`."""
         self.length += new
 
     def sequence(self, row: int) -> KVCache:
-        """An empty cache of one sequence, in the memory of this one's row."""
-        # In its place already: a prompt that is computed for a row need not be copied there.
+        """An empty cache of one sequence that shares the memory of a row of this cache.
+
+        A prompt that is computed with it needs no copy into the row.
+        """
         view = copy.copy(self)
         view.keys, view.values = (
             [layer[row : row + 1] for layer in stored] for stored in (self.keys, self.values)
@@ -165,7 +175,7 @@ class KVCache:
         return view
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Put the first `length` tokens of one row into another; states are copied whole."""
+        """Copy the first `length` tokens of row `source` to row `target`, and its states."""
         for layer in (*self.keys, *self.values):
             layer[target, :, :length] = layer[source, :, :length]
         for state in self.states:
@@ -173,17 +183,17 @@ class KVCache:
                 one[target] = one[source]
 
     def reorder(self, rows_B: Tensor) -> None:
-        """Copy to each row the content of the row of this number, int64 [B]."""
+        """Replace row b by row `rows_B[b]`, for each b; int64 [B]."""
         for tensor in self.tensors:
-            # The right side is a copy, so rows may change places with each other.
+            # Indexing makes a copy first, so that rows may be swapped.
             tensor.copy_(tensor[rows_B])
 
     def begin_with(self, other: KVCache, rows_B: Tensor) -> None:
-        """Copy to each row of an empty cache the row of another cache of this number, int64 [B]."""
+        """Copy row `rows_B[b]` of another cache to row b of this empty cache; int64 [B]."""
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
-            # A prompt that was computed once may begin several rows.
+            # Several rows may begin with the same prompt, which was computed once.
             layer[:, :, : other.length] = computed[rows_B, :, : other.length]
         for own, states in zip(self.states, other.states, strict=True):
             for one, computed in zip(own, states, strict=True):
@@ -191,21 +201,22 @@ class KVCache:
         self.length = other.length
 
     def ragged(self, lengths: Tensor, reach: int) -> RaggedCache:
-        """Its first sequences, each with its own length: see `RaggedCache`."""
+        """The first `len(lengths)` sequences with a length of their own each: see `RaggedCache`."""
         return RaggedCache(self.keys, self.values, lengths, reach, self.states)
 
 
 class RaggedCache:
-    """The first `len(lengths)` sequences of a cache, each with its own length, as one batch.
+    """The first `len(lengths)` sequences of a `KVCache` as one batch, each with its own length. The
+    memory is that of the `KVCache`.
 
-    The positions of a row beyond its length are never read.
+    Positions of a row beyond its length have no effect, because the model masks them.
 
     Args:
-        keys, values: tensors of a `KVCache`, whose memory they share.
+        keys, values: `KVCache.keys` and `KVCache.values`.
         lengths: tokens of each sequence so far, int64 [B] on the cache's device.
-        reach: number of cache positions to look at: more than any length, at most `max_tokens`. A
-            number that stays the same for many steps keeps the shapes the same.
-        states: states of a `KVCache`; no sequence may be empty if there are some.
+        reach: number of cache positions that attention reads: more than any length, at most
+            `max_tokens`. If it is the same for many steps, so are the shapes of these steps.
+        states: `KVCache.states`; if there are any, no sequence may be empty.
     """
 
     def __init__(
@@ -221,7 +232,7 @@ class RaggedCache:
 
     @property
     def max_tokens(self) -> int:
-        """Greatest number of tokens of a sequence in the cache."""
+        """Capacity of each sequence, in tokens."""
         return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
@@ -229,7 +240,8 @@ class RaggedCache:
         return self.lengths[:, None] + torch.arange(new, device=self.lengths.device)
 
     def total(self, new: int) -> int:
-        """The cache positions to look at; the mask leaves out those beyond each sequence."""
+        """Number of cache positions that attention reads; the mask hides those beyond each
+        sequence's length."""
         return self.reach
 
     def text_length(self, new: int) -> Tensor:
@@ -237,13 +249,13 @@ class RaggedCache:
         return self.lengths + new
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of the new tokens; return those to look at, [B, K, S, D]."""
+        """See `Cache.update`."""
         count = len(self.lengths)
         rows_B1 = torch.arange(count, device=k_BKTD.device)[:, None]
         cache_positions_BT = self.positions(k_BKTD.shape[2])
         keys, values = self.keys[layer], self.values[layer]
-        # Indices around the heads' dimension put B and T in front of it.
-        # Unlike that to a slice, an assignment by indices does not cast.
+        # Index tensors on both sides of the heads' dimension move B and T in front of it: hence
+        # `transpose`. Assigning by index tensors does not cast, unlike to a slice: hence `to`.
         keys[rows_B1, :, cache_positions_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
         values[rows_B1, :, cache_positions_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
         return keys[:count, :, : self.reach], values[:count, :, : self.reach]
@@ -258,6 +270,6 @@ class RaggedCache:
             stored[: len(self.lengths)] = new
 
     def advance(self, new: int) -> None:
-        """Count `new` tokens that every layer has stored."""
-        # Not in place: the caller may go on with its own lengths.
+        """See `Cache.advance`."""
+        # Not in place: the tensor belongs to the caller.
         self.lengths = self.lengths + new

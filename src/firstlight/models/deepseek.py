@@ -1,12 +1,14 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): multi-head latent attention, experts beside shared ones.
+"""DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437): multi-head latent attention,
+routed experts and shared experts.
 
-Keys and values are read from one compressed vector a token, which alone is cached, and a rotated
-part of the key that all heads share. Tokens choose experts among the best groups of them; in V3 by
-sigmoids, to which a bias is added for the choice alone. Parameter names are those of Hugging Face's
+Keys and values of all heads are computed from one KV latent per token. The cache holds this latent
+and one rotated key per token, which all heads share. Each token's experts are chosen from its best
+groups of experts. In V3 the scores are sigmoids; a bias is added to them to choose the experts, but
+not to weight the experts' outputs. Parameter names are those of Hugging Face's
 `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight is a DeepSeek-V3.
 
-Shape letters as in `models/ops.py` and `models/moe.py`; L is the size of the compressed vector, R
-the rotated part of a head.
+Shape letters as in `models/ops.py` and `models/moe.py`; L is the rank of the KV latent
+(`kv_lora_rank`), R the rotated dimensions of a head (`qk_rope_head_dim`), G groups of X experts.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from firstlight.models.rope import (
     apply_rope_from_neighbours,
 )
 
-#: Epsilon of the norms of compressed vectors, independent of `rms_norm_eps`.
+#: Epsilon of the norms of the query and KV latents; `rms_norm_eps` has no effect on it, as in
+#: Hugging Face's classes.
 _LATENT_EPS = 1e-6
 
 
 class DeepseekAttention(SelfAttention):
-    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     def __init__(self, config: DeepseekConfig, layer: int) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class DeepseekAttention(SelfAttention):
         if config.rope_interleave:
             is_v3 = config.model_type == "deepseek_v3"
             self.turn = apply_rope_from_neighbours if is_v3 else apply_rope_as_complex
-        # torch's fused kernel for CPUs takes no values of another size than keys.
+        # torch's fused kernel for CPUs requires value heads of the same size as key heads.
         has_one_size = config.v_head_dim == config.head_dim
         self.attend = attention if has_one_size else blockwise_attention
 
@@ -83,12 +86,12 @@ class DeepseekAttention(SelfAttention):
         dtype = q_rope.dtype
         q_rope, k_B1SR = (self.turn(x, cos, sin).to(dtype) for x in (q_rope, k_B1SR))
         if cache is not None:
-            # The cache has the compressed vector alone, a few hundred numbers a token: keys and
-            # values of all heads are made of it anew.
+            # The cache holds only L + R elements per token and layer; keys and values of all heads
+            # are computed again from the latents in every pass.
             latent_B1SL, k_B1SR = cache.update(self.layer, latent_B1SL, k_B1SR)
         kv_BSHD = self.kv_b_proj(latent_B1SL[:, 0]).unflatten(-1, (self.heads, -1))
         k_nope, v_BHSD = kv_BSHD.transpose(1, 2).split(self.expanded_sizes, dim=-1)
-        # All heads share the part of a key that is rotated.
+        # All heads share one rotated key.
         k_BHSD = torch.cat((k_nope, k_B1SR.to(k_nope.dtype).expand(-1, self.heads, -1, -1)), -1)
         q_BHTD = torch.cat((q_nope, q_rope), -1)
         y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, AttentionOptions(mask, scale=self.scale))
@@ -96,8 +99,14 @@ class DeepseekAttention(SelfAttention):
 
 
 class DeepseekRouter(Router):
-    """A router; V3 has a bias [E] that is added to choose the experts. The bias is not a parameter:
-    it gets no gradient, stays in fp32, and is saved with the weights."""
+    """The router of one layer, without a bias on its logits.
+
+    Attributes:
+        has_bias: True for V3.
+        e_score_correction_bias: bias [E] in fp32 that is added to the scores to choose the experts
+            (V3 only). It is a buffer: it gets no gradient, is never cast, and is saved with the
+            weights.
+    """
 
     e_score_correction_bias: Tensor
 
@@ -113,7 +122,7 @@ class DeepseekRouter(Router):
         if before is not None:
             moved = self.e_score_correction_bias
             is_empty = before.is_meta or moved.is_meta
-            # `model.to(torch.bfloat16)` must not round it.
+            # `model.to(torch.bfloat16)` must not round the bias.
             self.e_score_correction_bias = (
                 torch.zeros_like(moved, dtype=torch.float32)
                 if is_empty
@@ -128,7 +137,7 @@ class DeepseekRouter(Router):
 
 
 class DeepseekMLP(RoutedMLP):
-    """The experts of one layer, and those that all tokens visit."""
+    """The routed experts of one layer, and its shared experts, which are applied to all tokens."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -140,24 +149,27 @@ class DeepseekMLP(RoutedMLP):
         self.shared_experts = LlamaMLP(config.model_copy(update=shared))
 
     def scores(self, logits_NE: Tensor) -> Tensor:
-        """The experts' scores [N, E], fp32."""
+        """The experts' scores [N, E], fp32, from the router's logits [N, E]: sigmoids in V3, a
+        softmax in V2."""
         return logits_NE.sigmoid() if self.gate.has_bias else logits_NE.softmax(-1)
 
     def chosen(self, scores_NE: Tensor) -> Tensor:
-        """Each token's experts [N, K], of its best groups."""
+        """Numbers of each token's experts, int64 [N, K], from the scores [N, E]: the K experts with
+        the greatest scores in the token's best `topk_group` groups."""
         config = self.config
-        # The choice has no gradient; the bias moves the choice, and not the weights of the sum.
+        # The choice has no gradient. The bias changes which experts are chosen, but not the weights
+        # of their outputs.
         wanted_NE = scores_NE.detach()
         if self.gate.has_bias:
             wanted_NE = wanted_NE + self.gate.e_score_correction_bias
         if config.n_group > 1:
             groups_NGX = wanted_NE.view(len(wanted_NE), config.n_group, -1)
-            # V3 ranks groups by their two best experts, V2 by the best.
+            # V3 ranks groups by the sum of their two best scores, V2 by the best score.
             best = groups_NGX.topk(2 if self.gate.has_bias else 1, dim=-1).values.sum(-1)
             kept_NG = best.topk(config.topk_group, dim=-1).indices
             is_out_NG = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept_NG, False)
             wanted_NE = groups_NGX.masked_fill(is_out_NG[..., None], -math.inf).flatten(1)
-        # In the order of transformers, in which their results are added up.
+        # Unsorted, as in transformers: the experts' outputs are added up in this order.
         return wanted_NE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
 
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +179,7 @@ class DeepseekMLP(RoutedMLP):
         experts_NK = self.chosen(scores_NE)
         weights_NK = scores_NE.gather(1, experts_NK)
         if self.config.norm_topk_prob:
-            # 1e-20 as in transformers: the sigmoids of very low logits are all 0.
+            # 1e-20 as in transformers: the sigmoids of very low logits can all be 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         return logits_NE, weights_NK * self.config.routed_scaling_factor, experts_NK
 
@@ -178,7 +190,7 @@ class DeepseekMLP(RoutedMLP):
 
 
 class DeepseekBlock(LlamaBlock):
-    """One layer: latent attention, and an MLP or experts."""
+    """One layer: latent attention, and a dense MLP or experts."""
 
     attention_class, experts_class = DeepseekAttention, DeepseekMLP
 
@@ -192,14 +204,16 @@ class Deepseek(Llama):
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
-        """Draw the initial weights, see `LanguageModel`; biases of the choice are zero."""
+        """Draw the initial weights, see `LanguageModel.init_weights`. The routers'
+        `e_score_correction_bias` begin at zero."""
         super().init_weights(generator, init)
         for module in self.modules():
             if isinstance(module, DeepseekRouter) and module.has_bias:
                 module.e_score_correction_bias.zero_()
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty cache of compressed vectors (its keys) and rotated keys (its values)."""
+        """An empty cache. `KVCache.keys` hold the KV latents [B, 1, S, L], `KVCache.values` the
+        rotated keys [B, 1, S, R], which all heads share."""
         config = self.config
         return KVCache(
             *(config.num_hidden_layers, 1, config.kv_lora_rank),
@@ -211,8 +225,9 @@ class Deepseek(Llama):
         )
 
     def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """See `LanguageModel.balance`: by the experts that are visited, and by scores that sum to 1
-        (DeepSeek-AI 2024, DeepSeek-V3, equations 17 to 20, over a whole pass)."""
+        """See `LanguageModel.balance`. The loss uses the experts that group-limited routing chose,
+        and scores normalised to sum to 1 for each token (DeepSeek-V3, arXiv 2412.19437, equations
+        17 to 20). Means are over all tokens of the pass."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DeepseekMLP)]
         scores = [mlp.scores(one) for mlp, one in zip(layers, router_logits, strict=True)]
         chosen = [mlp.chosen(one) for mlp, one in zip(layers, scores, strict=True)]

@@ -1,4 +1,10 @@
-"""Shapes of DeepSeek-V2 and V3, which `deepseek.py` computes, in and out of config.json."""
+"""Configuration of DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437) models, read
+from and written to config.json. `deepseek.py` has the model.
+
+Terms of the papers: multi-head latent attention (MLA) computes the keys and values of all heads
+from one low-rank vector per token, the KV latent. Routed experts are chosen for each token by a
+router; shared experts are applied to every token.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +56,7 @@ _SIZES = {
 
 
 class DeepseekConfig(DecoderConfig):
-    """Shape of a DeepSeek-V2 or V3 model."""
+    """Configuration of a DeepSeek-V2 or V3 model: latent attention and routed experts."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {
         "deepseek_v2": FamilySpec(
@@ -96,37 +102,41 @@ class DeepseekConfig(DecoderConfig):
     }
 
     model_type: Literal["deepseek_v2", "deepseek_v3"] = "deepseek_v3"
-    """"deepseek_v2" or "deepseek_v3" (Moonlight's, too)."""
+    """"deepseek_v2" or "deepseek_v3" (also for Moonlight)."""
     kv_lora_rank: int = Field(64, gt=0)
-    """size of the compressed vector of keys and values."""
+    """rank of the latent vector from which keys and values are computed."""
     q_lora_rank: int | None = Field(None, gt=0)
-    """size of the compressed vector of queries; null is a full projection."""
+    """rank of the latent vector from which queries are computed; null computes queries directly by
+    one full matrix."""
     qk_nope_head_dim: int = Field(32, gt=0)
-    """part of a query's and key's head that is not rotated."""
+    """dimensions of each query and key head without rotary positions (RoPE)."""
     qk_rope_head_dim: int = Field(16, gt=0)
-    """part that is rotated, even; of the keys one for all heads."""
+    """dimensions of each query and key head with rotary positions, an even number; all heads share
+    one rotated key."""
     v_head_dim: int = Field(32, gt=0)
-    """size of a value's head."""
+    """dimensions of each value head."""
     rope_interleave: bool = True
-    """neighbouring dimensions turn together, and not halves (deepseek_v3)."""
+    """true rotates the pairs of dimensions (2i, 2i + 1), false (i, i + R/2), where R is
+    qk_rope_head_dim (deepseek_v3)."""
     first_k_dense_replace: int = Field(1, ge=0)
-    """number of first layers that have an MLP in place of experts."""
+    """number of layers, from the first on, that have a dense MLP in place of experts."""
     num_experts: int = Field(8, gt=0, le=10_000)
-    """experts a layer, without the shared ones."""
+    """routed experts of a layer, not counting the shared experts."""
     num_experts_per_tok: int = Field(2, gt=0)
-    """experts that each token visits beside the shared ones."""
+    """routed experts of each token, in addition to the shared experts."""
     n_shared_experts: int = Field(1, gt=0)
-    """experts that each token visits anyway, as one MLP."""
+    """shared experts, which are applied to every token; they are stored as one MLP."""
     moe_intermediate_size: int = Field(64, gt=0)
-    """width inside an expert."""
+    """inner width of an expert."""
     n_group: int = Field(1, gt=0)
-    """groups of experts; 1 does not limit the choice to some of them."""
+    """groups of experts for group-limited routing; 1 is off."""
     topk_group: int = Field(1, gt=0)
-    """groups among which a token chooses its experts."""
+    """groups selected for each token; its experts are chosen from these groups."""
     routed_scaling_factor: float = Field(1.0, gt=0)
-    """factor of the visited experts' weights."""
+    """factor on the routing weights of each token's experts."""
     norm_topk_prob: bool = True
-    """the visited experts' weights are scaled to sum to 1 first (deepseek_v3)."""
+    """normalise each token's routing weights to sum to 1, before routed_scaling_factor
+    (deepseek_v3)."""
     router_aux_loss_coef: float = Field(0.001, ge=0)
     """weight of the load-balancing loss in training."""
 
@@ -155,7 +165,8 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
-    # In place of the base's: groups limit the choice further.
+    # Overrides `DecoderConfig._check_visited`: with groups, a token has fewer experts to choose
+    # from.
     @model_validator(mode="after")
     def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -179,12 +190,12 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated dimensions of each head."""
+        """Dimensions of each query and key head that are rotated (R)."""
         return self.qk_rope_head_dim
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers that a token takes in a layer's cache."""
+        """Elements cached per token and layer: the KV latent and the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -195,7 +206,7 @@ class DeepseekConfig(DecoderConfig):
         """Attention of a layer, counted from 0."""
         scale, rope = self.head_dim**-0.5, self.rope_scaling
         if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
-            # Squared, since both factors of a score have it.
+            # YaRN multiplies query and key by mscale, so that the score gets its square.
             scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
         return AttentionSpec(scale=scale, value_dim=self.v_head_dim)
 
@@ -203,7 +214,8 @@ class DeepseekConfig(DecoderConfig):
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """From a Hugging Face `config.json`; see `DecoderConfig.from_hf`."""
         kind = str(config.get("model_type", cls.default_type()))
-        # It is that of the rotated part there.
+        # In config.json head_dim means qk_rope_head_dim; in a `DecoderConfig` it is the sum of
+        # qk_nope_head_dim and qk_rope_head_dim.
         config = {key: value for key, value in config.items() if key != "head_dim"}
         is_v2 = kind == "deepseek_v2"
         usual = {

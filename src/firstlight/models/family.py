@@ -1,9 +1,9 @@
-"""Model families: the facts that loading, conversion, parallelism and planning need of each.
+"""Model families: the facts about each that loading, conversion, parallelism and planning need.
 
-Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
-Llama-like family is one entry of `llama_families.py`; a family with an architecture of its own is
-a file with a config class that derives from `FamilyConfig`, and a model class. `registry.py` has
-the table of all families.
+Code outside of `models/` reads these facts instead of comparing names of families; only readers of
+other programs' files and benchmarks name a family. A Llama-like family is one entry of
+`llama_families.py`. A family with its own architecture has a module with a config class, derived
+from `FamilyConfig`, and a model class. `registry.py` has the table of all families.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class AttentionSpec:
     """Attention of one layer.
 
     Attributes:
-        window: number of tokens, itself included, that a token sees; None is all before it.
+        window: number of tokens, itself included, that a token sees; None is all earlier tokens.
         dropout: probability with which an attention weight is dropped in training.
         scale: factor of the scores; None is 1 / sqrt(head_dim).
-        softcap: bound c of the scores s, which become c tanh(s / c); None leaves them as they are.
-        rope: number of the rotary table that turns queries and keys: 0, or 1 if layers with a
-            window have another table; None is no rotation.
-        sinks: True where each head has a learned logit more in its softmax, of a token without a
+        softcap: bound c of the scores s, which become c tanh(s / c); None is no bound.
+        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, of
+            layers with a window; None is no rotation.
+        sinks: True if each head has an attention sink: a learned logit in its softmax, without a
             value.
-        value_dim: size of a value's head, if it differs from that of a key's.
-        state_size: numbers of the state that the layer keeps of all earlier tokens, in place of
-            attention to each; 0 is attention.
+        value_dim: size of a value head; None is the size of a key head.
+        state_size: elements of the recurrent state of a layer with linear attention; 0 is a layer
+            with attention to each earlier token.
     """
 
     window: int | None = None
@@ -49,9 +49,9 @@ class ExpertNames:
     """Names of a layer's experts in a family's files.
 
     Attributes:
-        module: a layer's module of router and experts.
-        matrices: names of an expert's matrices "gate", "up" and "down".
-        size: key of config.json for the width inside an expert.
+        module: name of the module of a layer that has router and experts.
+        matrices: "gate", "up" and "down" -> name of the matrix in an expert.
+        size: key of config.json for the inner width of an expert.
     """
 
     module: str
@@ -60,22 +60,22 @@ class ExpertNames:
 
     @property
     def router(self) -> str:
-        """Name of the router's matrix in a layer."""
+        """Name of the router's weight, relative to the layer."""
         return f"{self.module}.gate.weight"
 
     def matrix(self, word: str, expert: int) -> str:
-        """Name of an expert's "gate", "up" or "down" in a layer."""
+        """Name of the weight "gate", "up" or "down" of an expert, relative to the layer."""
         return f"{self.module}.experts.{expert}.{self.matrices[word]}.weight"
 
 
-#: llama.cpp's form of their mixtures of experts, for `GGUFSpec.fixed`.
+#: The settings with which llama.cpp computes the experts of Qwen's families, for `GGUFSpec.fixed`.
 GGUF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "norm_topk_prob": (True,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
 }
 
-#: The names that Qwen and DeepSeek share.
+#: Names of the experts in the files of Qwen and DeepSeek.
 QWEN_EXPERTS = ExpertNames(
     "mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}, "moe_intermediate_size"
 )
@@ -83,35 +83,34 @@ QWEN_EXPERTS = ExpertNames(
 
 @dataclass(frozen=True)
 class GGUFSpec:
-    """Form of a family in llama.cpp's files.
+    """Form of a family in GGUF files, and the limits of llama.cpp, which reads them.
 
     Attributes:
-        architecture: the value of general.architecture; "" where GGUF files of the family are
-            neither written nor read.
-        rotates_pairs: True if llama.cpp rotates neighbouring rows of a head, while Hugging Face
-            rotates halves; rows of queries and keys are then stored in another order.
-        rope_kinds: kinds of rotary scaling that llama.cpp computes.
-        fixed: settings that llama.cpp computes one way only: config.json's key -> values that it
-            computes with. A missing key is the family's default, or else the first of them.
-        numbers: our key of a number -> GGUF's key.
-        counts: our key of a whole number -> GGUF's key.
-        optional: those of `numbers` and `counts` that a model may lack; for a count that is 0.
-        layer: kind of a layer's tensors: "llama", "named" (those of `block`), "latent" (multi-head
-            latent attention), "sinks" (a learned logit beside the scores) or "delta" (layers with
-            the gated delta rule).
-        block: GGUF's names of a layer's parts -> the family's, where a layer has biases everywhere
-            and one matrix for queries, keys and values; {} is a layer as in Llama.
-        head: "written" where llama.cpp wants a tensor for a tied head, too; "tied" where it knows
-            no head but the embedding.
-        has_windows: True where llama.cpp computes the window of those layers that have one.
-        needs_window: True where its layers cannot do without one.
-        has_window_base: True where it computes a rotary base of their own, too.
-        exact_heads: True where llama.cpp wants the heads to share hidden_size.
-        gating: function of a router's scores, in layers with latent attention.
-        inner_eps: epsilon of the norms within attention in the model, for which llama.cpp takes
-            rms_norm_eps; None where the two are one.
-        wide_scale_layers: number of layers at which llama.cpp takes hidden_size over heads for
-            query_pre_attn_scalar, in place of head_dim; 0 is none.
+        architecture: value of general.architecture; "" if the family's GGUF files are neither
+            written nor read.
+        rotates_pairs: True if llama.cpp rotates the pairs of rows (2i, 2i + 1) of a head, where
+            Hugging Face rotates (i, i + R/2): rows of queries and keys are then reordered.
+        rope_kinds: kinds of rotary scaling that llama.cpp supports.
+        fixed: key of config.json -> the only values that llama.cpp supports. If config.json lacks
+            the key, the family's default is checked; without a default, the first value is meant.
+        numbers: our key of a float -> GGUF's key.
+        counts: our key of an integer -> GGUF's key.
+        optional: keys of `numbers` and `counts` that may be None: a missing number, a count of 0.
+        layer: kind of a layer's tensors: "llama", "named" (the tensors of `block`), "latent"
+            (multi-head latent attention), "sinks" (attention sinks) or "delta" (gated delta rule).
+        block: GGUF's name -> the family's name of a layer's modules, for layers with biases
+            everywhere and one matrix for queries, keys and values; {} for the other kinds.
+        head: "written" if llama.cpp needs a head tensor even if the head is tied; "tied" if it
+            always uses the embedding as the head; "" if both work.
+        has_windows: True if llama.cpp supports layers with a window beside layers without.
+        needs_window: True if llama.cpp requires a window.
+        has_window_base: True if llama.cpp supports another rotary base in layers with a window.
+        exact_heads: True if llama.cpp requires heads times head_dim to be hidden_size.
+        gating: function of the router's logits, in layers with latent attention.
+        inner_eps: epsilon of the model's norms inside attention, for which llama.cpp uses
+            rms_norm_eps; None if the model uses rms_norm_eps, too.
+        wide_scale_layers: number of layers of the models whose query_pre_attn_scalar is
+            hidden_size / heads in llama.cpp, not head_dim; 0 for no model.
     """
 
     architecture: str
@@ -135,7 +134,7 @@ class GGUFSpec:
 
 @dataclass(frozen=True)
 class BlockNorms:
-    """Names of a layer's norms, as in the family's files; None if a layer lacks this norm.
+    """Names of a layer's norms, as in the family's files; None if a layer does not have the norm.
 
     Attributes:
         before_attention, after_attention: norms of the attention's input and of its output.
@@ -150,20 +149,21 @@ class BlockNorms:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions of a family.
+    """Rotary positions (RoPE) of a family.
 
     Attributes:
-        kinds: kinds of scaling that the family has beside "default"; () is all.
-        other_kinds: config.json's other names of kinds -> kind.
-        turns_neighbours: True where dimensions 2i and 2i + 1 turn together, and not i and i + R/2.
-        in_fp32: True where the rotation is computed in fp32 and then rounded.
-        polar: True where transformers rotates by complex numbers, see `rope_tables`.
-        partial_factor: rotated part of each head where config.json does not say it.
-        original_positions: config.json's default of original_max_position_embeddings if this key is
-            outside the rotary settings; 0 if it is one of them.
-        nested: True where config.json has rotary settings of each kind of layer.
-        local_theta_key: config.json's old key of the base in layers with a window; "" is none.
-        default: rotary settings of a config.json without any, under its names.
+        kinds: kinds of scaling that the family supports beside "default"; () is all.
+        other_kinds: alternative name of a kind in config.json -> kind.
+        turns_neighbours: True if the pairs of dimensions (2i, 2i + 1) are rotated; False for the
+            pairs (i, i + R/2).
+        in_fp32: True if the rotation is computed in fp32 and its result rounded.
+        polar: True if transformers rotates by complex numbers, see `rope_tables`.
+        partial_factor: rotated fraction of each head, if config.json does not give it.
+        original_positions: default of original_max_position_embeddings if config.json has this key
+            at its top level; 0 if the key is one of the rotary settings.
+        nested: True if config.json has separate rotary settings for each kind of layer.
+        local_theta_key: older key of config.json for the base in layers with a window; "" is none.
+        default: rotary settings, under config.json's names, if config.json has none.
     """
 
     kinds: tuple[str, ...] = ()
@@ -183,44 +183,42 @@ class FamilySpec:
     """Facts of one `model_type`.
 
     Attributes:
-        architecture: transformers' class, as in config.json's "architectures".
-        gguf: form in llama.cpp's files.
-        own_keys: config keys that not all families of the config class have.
-        json_names: config.json's name of a key of ours, where it has another.
-        hf_defaults: values of keys that config.json leaves out, as Hugging Face's config class has
-            them, where they differ from a recipe's: see `hf_values`.
-        qkv_bias: True where queries, keys and values always have biases.
-        output_bias: False where the attention's output projection never has a bias.
+        architecture: name of transformers' class, as in config.json's "architectures".
+        gguf: form in GGUF files.
+        own_keys: config keys of this family that other families of the config class lack.
+        json_names: our name of a key -> config.json's name, if the two differ.
+        hf_defaults: defaults of Hugging Face's config class, which config.json may leave out, if
+            they differ from the defaults in recipes: see `hf_values`.
+        qkv_bias: True if queries, keys and values always have biases.
+        output_bias: False if the attention's output projection never has a bias.
         qk_norm: "head" if queries and keys are normalised in each head, "width" if over all heads
             together; None without normalisation.
         norms: names of a layer's norms.
-        norm_kind: "rounded" where a norm's result is rounded before its weight w is multiplied in,
-            "wide" where after it, "one_plus" where the factor is 1 + w, and rounded after it;
-            "bare" where there is no weight; "layer" for LayerNorm with a bias in place of RMSNorm.
+        norm_kind: "rounded" for an RMSNorm whose normalised input is rounded to the input's dtype
+            before its weight w is multiplied in, "wide" if it is rounded afterwards, "one_plus" if
+            the factor is 1 + w and rounding is afterwards, "bare" for an RMSNorm without a weight,
+            "layer" for LayerNorm with a bias.
         activation: config.json's name of the MLP's activation.
         activation_key: config.json's key of the activation.
-        gated: True where the MLP has a gate, as in SwiGLU and GeGLU.
-        fused: True where one matrix holds queries, keys and values, and one gate and up
-            projection; "mlp" where only the latter.
-        scales_embeddings: True where embeddings are multiplied by sqrt(hidden_size).
+        gated: True if the MLP has a gate, as SwiGLU and GeGLU have.
+        fused: True if one matrix holds queries, keys and values, and one matrix gate and up
+            projection; "mlp" if only gate and up projection share one.
+        scales_embeddings: True if embeddings are multiplied by sqrt(hidden_size).
         rope: rotary positions.
-        full_attention_every: period of the layers (counted from 1) that see all tokens; the others
-            have the window; 0 is none.
-        no_rope_every: period of the layers (counted from 1) that have no rotary positions, but the
-            window if there is one; 0 is none.
-        period_key: config.json's old key of `full_attention_every`; "" is none.
-        divides_width: True where transformers wants hidden_size to be a multiple of the heads even
-            if head_dim is given.
-        derived_keys: keys that always follow from the others, and that config.json does not have.
+        full_attention_every: n if all layers but every n-th have the window; 0 for no pattern.
+        no_rope_every: n if every n-th layer has no rotary positions; only these layers have the
+            window, if there is one. 0 for no pattern.
+        period_key: older key of config.json for `full_attention_every`; "" is none.
+        divides_width: True if hidden_size must be a multiple of the heads even with head_dim.
+        derived_keys: keys that config.json does not have because they follow from other keys.
         indivisible: reason why tensor parallelism can't shard the layers; "" if it can.
-        has_window_switch: True where config.json has use_sliding_window.
-        experts: names of the experts in the files; None for dense models, and where the files have
-            them stacked, as the model has.
-        has_buffers: True where the files have tensors that are no parameters.
-        has_mxfp4: True where experts may be stored in MXFP4.
-        left_out: beginnings of the names of tensors that files may have beside the model.
-        tokenizer_split: split of text that transformers gives every tokenizer of the family; None
-            is the tokenizer's own.
+        has_window_switch: True if config.json has use_sliding_window.
+        experts: names of the experts in the files; None for dense models and stacked experts.
+        has_buffers: True if the files have tensors that are buffers of the model.
+        has_mxfp4: True if experts may be stored in MXFP4.
+        left_out: prefixes of the names of tensors in the files that the model does not use.
+        tokenizer_split: key in `SPLIT_PATTERNS` of the pattern by which transformers splits text
+            for every tokenizer of the family; None is the tokenizer's own.
     """
 
     architecture: str
@@ -275,9 +273,10 @@ def hf_values(
 
     Args:
         sizes: vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-            num_key_value_heads and max_position_embeddings; None is worked out from the others.
+            num_key_value_heads and max_position_embeddings; None is derived from the others.
+        rms_norm_eps: value of this key.
         experts: num_experts and num_experts_per_tok of a mixture of experts.
-        rms_norm_eps, others: values of further keys.
+        others: values of further keys.
     """
     values = {name: size for name, size in zip(_SIZES, sizes, strict=True) if size is not None}
     if experts is not None:
@@ -291,13 +290,12 @@ class FamilyConfig(Section):
 
     Attributes:
         families: facts by `model_type`.
-        hf_names: config.json's name of a key of ours, where it has another.
-        has_rotary: True where queries and keys are rotated by their positions; False where
-            positions are learned.
-        stores_transposed: True where linear layers keep their weights as [in, out].
-        tensor_parallel_sizes: sizes that tensor parallelism divides by the number of processes;
-            without any, there is no tensor parallelism.
-        has_pipeline: True where the layers can be spread over the stages of a pipeline.
+        hf_names: our name of every key -> config.json's; {} if `FamilySpec.json_names` is used.
+        has_rotary: True for rotary positions; False for learned positions.
+        stores_transposed: True if linear layers keep their weights as [in, out].
+        tensor_parallel_sizes: keys of sizes that must be multiples of the number of processes in
+            tensor parallelism; empty if tensor parallelism is not supported.
+        has_pipeline: True if pipeline parallelism is supported.
     """
 
     families: ClassVar[Mapping[str, FamilySpec]] = {}
@@ -311,7 +309,7 @@ class FamilyConfig(Section):
 
     @classmethod
     def default_type(cls) -> str:
-        """The family of a config that doesn't name it."""
+        """`model_type` of a config that does not give it."""
         return str(cls.model_fields["model_type"].default)
 
     @property
@@ -326,35 +324,35 @@ class FamilyConfig(Section):
 
     @property
     def expert_count(self) -> int:
-        """Experts of a layer that has some; 0 for dense models."""
+        """Routed experts of a layer that has experts; 0 for dense models."""
         return getattr(self, "num_experts", 0)
 
     @property
     def visited_experts(self) -> int:
-        """Experts of a layer that each token visits; 0 for dense models."""
+        """Routed experts of each token in a layer; 0 for dense models."""
         return getattr(self, "num_experts_per_tok", 0)
 
     @property
     def logit_softcap(self) -> float | None:
-        """Bound c of the logits z, which become c tanh(z / c); None leaves them as they are."""
+        """Bound c of the logits z, which become c tanh(z / c); None is no bound."""
         return None
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers that a token takes in a layer's key-value cache."""
+        """Elements cached per token and layer, in layers with keys and values."""
         config: Any = self
         return 2 * int(config.num_key_value_heads) * int(config.head_dim)
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Shapes, without the batch, of the states that layers cache in place of keys and values,
-        by the layer's number."""
+        """Layer (counted from 0) -> shapes, without the batch dimension, of the states that it
+        caches in place of keys and values."""
         return {}
 
     @property
     def long_from(self) -> int | None:
-        """Length from which on a text's rotary positions are others, so that nothing computed of
-        its shorter beginning fits; None where they stay the same."""
+        """Tokens from which on a sequence has other rotary frequencies, so that keys cached for its
+        shorter beginning can't be used; None if the frequencies never change."""
         return rope_changes_at(getattr(self, "rope_scaling", None))
 
     @property
@@ -381,14 +379,15 @@ class FamilyConfig(Section):
         return AttentionSpec()
 
 
-#: Most families that a message lists as those without a key, in place of those with it.
+#: A message lists the families without a key if they are at most this many, else those with it.
 _MOST_WITHOUT = 3
 
 
 def not_a_key(name: str, model_type: str) -> str:
-    """Message that a family lacks a key, with the families that have it; "" if none has it."""
+    """Error message that a family lacks a key, with the families that have it; "" if no family has
+    a key of this name."""
     classes: list[type[FamilyConfig]] = [FamilyConfig]
-    for kind in classes:  # grows
+    for kind in classes:  # the loop appends to this list, so that it reaches all subclasses
         classes += kind.__subclasses__()
     specs = {known: (kind, spec) for kind in classes for known, spec in kind.families.items()}
     own = {key for _, spec in specs.values() for key in spec.own_keys}

@@ -1,10 +1,10 @@
-"""GPT-2: LayerNorm, learned positions, multi-head attention, GELU.
+"""GPT-2 (Radford et al. 2019): LayerNorm, learned positions, multi-head attention, GELU.
 
 Parameter names, and the [in, out] layout of the projections, are those of Hugging Face's
-`GPT2LMHeadModel`, so import and export are the identity. In recipes the config keys carry
-the names that all families share (`hidden_size`); `config.json` has GPT-2's own (`n_embd`).
+`GPT2LMHeadModel`, so that import and export do not change tensors. Recipes have the key names that
+all families share (`hidden_size`); config.json has GPT-2's own (`n_embd`).
 
-Shape letters as in `models/ops.py`, and F, the width inside the MLP.
+Shape letters as in `models/ops.py`, and F, the inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _ACTIVATIONS = {
     "gelu": "gelu",
 }
 
-#: Keys that came after the first versions: a model's hash in a run with `lora` stays what it was.
+#: Keys that were added after the first versions. They are left out of the section if they have
+#: their default, so that the hash of a base model, which runs with `lora` store, does not change.
 _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(
@@ -58,7 +59,8 @@ _GGUF = GGUFSpec(
 
 
 class GPT2Config(FamilyConfig):
-    """Shape of a GPT-2 model. Dropout is off by default, as is usual for pretraining today."""
+    """Configuration of a GPT-2 model. Dropout is off by default, as is usual for pretraining
+    today."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {"gpt2": FamilySpec("GPT2LMHeadModel", _GGUF)}
     hf_names: ClassVar[Mapping[str, str]] = {
@@ -82,25 +84,27 @@ class GPT2Config(FamilyConfig):
     model_type: Literal["gpt2"] = "gpt2"
     """"gpt2"."""
     vocab_size: int = Field(0, ge=0)
-    """tokens the model knows; 0 takes the tokenizer's."""
+    """size of the vocabulary in tokens; 0 is the tokenizer's."""
     hidden_size: int = Field(768, gt=0)
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
-    """width inside the MLP; 0 is 4 hidden_size."""
+    """inner width of the MLP; 0 is 4 * hidden_size."""
     num_hidden_layers: int = Field(12, gt=0, le=10_000)
     """number of layers."""
     num_attention_heads: int = Field(12, gt=0)
-    """heads, which share hidden_size."""
+    """attention heads, each of size hidden_size / num_attention_heads."""
     max_position_embeddings: int = Field(1024, gt=0)
-    """the context limit in tokens."""
+    """greatest length of a sequence, in tokens."""
     activation_function: Literal["gelu_new", "gelu"] = "gelu_new"
     """"gelu_new" (tanh form, GPT-2's own) or "gelu" (exact, nanoGPT's)."""
     qkv_bias: bool = True
-    """queries, keys and values have biases; OpenAI's have, LLMs-from-scratch's have none."""
+    """biases on queries, keys and values: true in OpenAI's models, false in those of
+    LLMs-from-scratch."""
     scale_attn_weights: bool = True
-    """the scores are divided by the root of a head's size."""
+    """divide attention scores by the square root of the head size."""
     scale_attn_by_inverse_layer_idx: bool = False
-    """the scores are divided by the layer's number, counted from 1, too (Stanford's Mistral)."""
+    """divide attention scores also by the layer's number, counted from 1 (as Stanford's Mistral
+    does)."""
     layer_norm_epsilon: float = Field(1e-5, gt=0)
     """term added to the variance in LayerNorm."""
     embd_pdrop: float = Field(0.0, ge=0, lt=1)
@@ -110,14 +114,14 @@ class GPT2Config(FamilyConfig):
     resid_pdrop: float = Field(0.0, ge=0, lt=1)
     """dropout before each addition to the residual stream."""
     tie_word_embeddings: bool = True
-    """the head is the embedding, transposed."""
+    """use the token embedding as the weight of the head."""
     initializer_range: float = Field(0.02, gt=0, le=1)
     """standard deviation of the initial weights."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        # A size that is no number is refused by its own field.
+        # A hidden_size of another type is refused by its own field.
         if isinstance(values, dict) and isinstance(values.get("hidden_size", 768), int):
             inner = values.get("intermediate_size") or 4 * values.get("hidden_size", 768)
             return {**values, "intermediate_size": inner}
@@ -139,7 +143,7 @@ class GPT2Config(FamilyConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GPT2Config:
-        """From a Hugging Face `config.json`.
+        """Create the config from a Hugging Face `config.json`.
 
         Raises:
             ModelError: the config has a setting that would change the outputs and is not
@@ -156,18 +160,18 @@ class GPT2Config(FamilyConfig):
             for ours, theirs in cls.hf_names.items()
             if config.get(theirs) is not None
         }
-        # Those of transformers' config class, which leaves defaults out of the file.
+        # Defaults of transformers' config class, which config.json may leave out.
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
-        # OpenAI's files have no such key, and biases.
+        # OpenAI's config.json does not have this key, and its model has the biases.
         known["qkv_bias"] = config.get("qkv_bias", True)
         return cls(**{**defaults, **known})
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model.
 
-        `qkv_bias`, which transformers doesn't know, is written only if there are no biases:
-        transformers takes zeros for missing tensors.
+        `qkv_bias` is written only if it is false. transformers does not know the key, and uses
+        zeros for the missing biases.
         """
         return {
             "architectures": ["GPT2LMHeadModel"],
@@ -193,13 +197,17 @@ class GPT2Config(FamilyConfig):
 
     @property
     def num_key_value_heads(self) -> int:
-        """Every query head has its own keys and values."""
+        """Key and value heads: as many as query heads."""
         return self.num_attention_heads
 
 
 class Conv1D(nn.Module):
-    """A linear layer, [..., in] to [..., out], whose weight is stored [in, out], as in OpenAI's
-    release."""
+    """A linear layer, [..., in] to [..., out], whose weight is stored as [in, out], as in OpenAI's
+    release.
+
+    Attributes:
+        stores_transposed: True, for code that handles linear layers of both layouts.
+    """
 
     stores_transposed = True
 
@@ -211,7 +219,7 @@ class Conv1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return x @ self.weight
-        # One operator for product and bias, which takes matrices only.
+        # `addmm` fuses product and bias, but accepts only matrices.
         flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
         return flat.view(*x.shape[:-1], -1)
 
@@ -231,14 +239,20 @@ class GPT2Attention(SelfAttention):
         self.attend = attention
 
     def forward(self, x_BTC: Tensor, mask: Any, cache: Cache | None) -> Tensor:
-        """[B, T, C] to [B, T, C]; `mask` as the model's `make_mask` gives it."""
+        """Attention, [B, T, C] to [B, T, C].
+
+        Args:
+            x_BTC: the layer's input, normalised.
+            mask: result of the model's `make_mask`.
+            cache: keys and values of earlier tokens.
+        """
         B, T, C = x_BTC.shape
-        # Queries, keys and values lie side by side in one projection, as in OpenAI's weights.
+        # One projection computes queries, keys and values, in this order, as in OpenAI's weights.
         qkv_BT3HD = self.c_attn(x_BTC).view(B, T, 3, self.heads, C // self.heads)
         q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv_BT3HD.unbind(2))
         if cache is not None:
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
-        # A function and not a module: it does not know of `eval()`.
+        # `attend` is a function, which `eval()` does not reach.
         options = AttentionOptions(mask, self.dropout if self.training else 0.0, self.scale)
         y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, options)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
@@ -246,13 +260,13 @@ class GPT2Attention(SelfAttention):
 
 
 class GPT2MLP(nn.Module):
-    """Two layers with GELU between (Hendrycks and Gimpel 2016), [B, T, C] to [B, T, C]."""
+    """MLP with GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), [B, T, C] to [B, T, C]."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
-        # OpenAI's model was trained with the tanh approximation: exact GELU gives other logits.
+        # OpenAI's model was trained with the tanh approximation; exact GELU gives other logits.
         self.approximate = "none" if config.activation_function == "gelu" else "tanh"
         self.dropout = nn.Dropout(config.resid_pdrop)
 
@@ -262,7 +276,7 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One layer, [B, T, C] to [B, T, C]: attention and MLP, each behind a norm and added to the
+    """One layer, [B, T, C] to [B, T, C]: attention and MLP, each after a norm and added to the
     residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
@@ -309,7 +323,8 @@ class GPT2(LanguageModel):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last layer's output [B, T, C], and no routers' logits: see `LanguageModel.decode`."""
+        """The last layer's output [B, T, C], and an empty list, because there are no routers: see
+        `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
         mask = self.make_mask(cache_positions, total, None, document_ids)
         x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)

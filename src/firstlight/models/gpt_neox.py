@@ -1,6 +1,10 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia: a Llama with LayerNorm, queries, keys and values
-interleaved in one matrix, a rotated part of each head, biases, GELU without a gate, and attention
-and MLP side by side, each after its own norm.
+"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745) and Pythia. They differ from Llama in:
+
+- LayerNorm in place of RMSNorm, and biases on all projections of the layers;
+- one matrix for queries, keys and values, whose rows are interleaved by head;
+- rotary positions for a part of each head only;
+- an MLP with GELU and no gate;
+- attention and MLP in parallel, each with a norm of its own.
 
 Parameter names are those of Hugging Face's `GPTNeoXForCausalLM`. Shape letters as in `llama.py`.
 """
@@ -56,7 +60,7 @@ _NEOX = FamilySpec(
 
 
 class GPTNeoXConfig(DecoderConfig):
-    """Shape of a GPT-NeoX model."""
+    """Configuration of a GPT-NeoX model."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {"gpt_neox": _NEOX}
     tensor_parallel_sizes = ("num_attention_heads", "intermediate_size")
@@ -65,15 +69,17 @@ class GPTNeoXConfig(DecoderConfig):
     model_type: Literal["gpt_neox"] = "gpt_neox"
     """"gpt_neox"."""
     hidden_act: Literal["gelu", "gelu_new", "gelu_fast"] = "gelu"
-    """"gelu" (exact, Pythia's), or in the tanh form "gelu_fast" (GPT-NeoX-20B's) or "gelu_new"."""
+    """"gelu" is exact (Pythia); "gelu_fast" (GPT-NeoX-20B) and "gelu_new" are the tanh
+    approximation."""
     attention_bias: bool = True
-    """biases on all the attention's projections; the MLP's always have them."""
+    """biases on all projections of attention; the MLP's projections always have biases."""
     use_parallel_residual: bool = True
-    """attention and MLP read the same residual stream, and both are added to it."""
+    """compute attention and MLP from the same residual stream and add both to it; false computes
+    the MLP after attention."""
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
-        """Default width inside the MLP."""
+        """Default inner width of the MLP."""
         return 4 * hidden_size
 
     def to_hf(self) -> dict[str, Any]:
@@ -82,11 +88,11 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 class GPTNeoXAttention(LlamaAttention):
-    """Multi-head attention, whose matrix has the rows of queries, keys and values of the first
-    head, then of the second."""
+    """Multi-head attention with one matrix for queries, keys and values. Its rows are those of
+    query, key and value of the first head, then those of the second head, and so on."""
 
     def add_projections(self, config: DecoderConfig) -> None:
-        """Make the matrices, under the names of the family's files."""
+        """Create the projections, under the names of the family's files."""
         C, bias = config.hidden_size, config.attention_bias
         self.query_key_value = nn.Linear(C, sum(self.sizes), bias=bias)
         self.dense = nn.Linear(C, C, bias=bias)
@@ -98,12 +104,12 @@ class GPTNeoXAttention(LlamaAttention):
         return q_BTHD, k_BTHD, v_BTHD
 
     def put_out(self, y_BTC: Tensor) -> Tensor:
-        """Output projection of the heads' outputs side by side, [B, T, C] to [B, T, C]."""
+        """Output projection of the concatenated heads' outputs, [B, T, C] to [B, T, C]."""
         return self.dense(y_BTC)  # type: ignore[no-any-return]
 
 
 class GPTNeoXMLP(nn.Module):
-    """Two layers with GELU between, [B, T, C] to [B, T, C]."""
+    """MLP with GELU, [B, T, C] to [B, T, C]."""
 
     def __init__(self, config: GPTNeoXConfig) -> None:
         super().__init__()
@@ -116,8 +122,8 @@ class GPTNeoXMLP(nn.Module):
 
 
 class GPTNeoXBlock(nn.Module):
-    """One layer, whose MLP reads the residual stream of before attention, or behind it without
-    `use_parallel_residual`."""
+    """One layer. With `use_parallel_residual`, the MLP reads the residual stream before attention,
+    otherwise after it."""
 
     def __init__(self, config: GPTNeoXConfig, layer: int) -> None:
         super().__init__()
@@ -133,7 +139,7 @@ class GPTNeoXBlock(nn.Module):
         """One layer; arguments and result as in `LlamaBlock.forward`."""
         y_BTC = self.attention(self.input_layernorm(x_BTC), ropes, masks[0], cache)
         if self.is_parallel:
-            # Added in the order of transformers: sums in bf16 depend on it.
+            # Added in the order of transformers, on which sums in bf16 depend.
             return self.mlp(self.post_attention_layernorm(x_BTC)) + y_BTC + x_BTC, None
         x_BTC = y_BTC + x_BTC
         return self.mlp(self.post_attention_layernorm(x_BTC)) + x_BTC, None
@@ -161,7 +167,7 @@ class GPTNeoX(Llama):
     final_modules = ("gpt_neox.final_layer_norm", "lm_head")
     head_file_name = "embed_out.weight"
     residual_projections = ("attention.dense.", "dense_4h_to_h")
-    # Rows of a head's queries, keys and values lie side by side: shards of rows are whole heads.
+    # The rows of one head's query, key and value are adjacent, so shards of rows are whole heads.
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
         "gpt_neox.embed_in": "table",
         "gpt_neox.layers.*.attention.query_key_value": "columns",
@@ -172,6 +178,6 @@ class GPTNeoX(Llama):
     }
 
     def add_decoder(self, rows: int) -> None:
-        """Make embedding (with this number of rows), layers and final norm, under the names of the
+        """Create embedding (with `rows` rows), layers and final norm, under the names of the
         family's files."""
         self.gpt_neox = GPTNeoXDecoder(self.config, rows)

@@ -1,10 +1,10 @@
-"""gpt-oss: Llama with attention sinks, and experts with biases and a clamped SwiGLU.
+"""gpt-oss, OpenAI's open-weight models (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv
+2508.10925): Llama with attention sinks, and experts with biases and a clamped SwiGLU.
 
-OpenAI's open-weight models (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card"). Every second
-layer has a sliding window. Parameter names and layouts are those of Hugging Face's
-`GptOssForCausalLM`, which keeps a layer's experts stacked and as [in, out], an expert's gates and
-ups taking turns: import and export are the identity. OpenAI's files have the experts in MXFP4,
-which `weights/mxfp4.py` reads.
+Every second layer has a sliding window. Parameter names and layouts are those of Hugging Face's
+`GptOssForCausalLM`, so that import and export do not change tensors: a layer's experts are stacked
+and stored as [in, out], with interleaved columns of gate and up projection. OpenAI's files have the
+experts in MXFP4, which `weights/mxfp4.py` reads.
 
 Shape letters as in `models/moe.py`.
 """
@@ -61,24 +61,25 @@ _GPT_OSS = FamilySpec(
 
 
 class GptOssConfig(DecoderConfig):
-    """Shape of a gpt-oss model."""
+    """Configuration of a gpt-oss model."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {"gpt_oss": _GPT_OSS}
 
     model_type: Literal["gpt_oss"] = "gpt_oss"
     """"gpt_oss"."""
     attention_bias: bool = True
-    """biases on all the attention's projections."""
+    """biases on all projections of attention."""
     num_experts: int = Field(8, gt=0, le=10_000)
-    """experts a layer."""
+    """experts of a layer."""
     num_experts_per_tok: int = Field(2, gt=0)
-    """experts that each token visits."""
+    """experts of each token."""
     swiglu_alpha: float = Field(1.702, gt=0)
-    """factor a in an expert's gate, g sigmoid(a g)."""
+    """factor a in the activation g sigmoid(a g) of an expert's gate projection g."""
     swiglu_limit: float = Field(7.0, gt=0)
-    """bound of an expert's gates from above, and of its ups on both sides."""
+    """upper bound of an expert's gate projection, and bound of the absolute value of its up
+    projection."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
-    """weight of the load-balancing loss in training (Fedus et al. 2021)."""
+    """weight of the load-balancing loss in training (Fedus et al. 2021, arXiv 2101.03961)."""
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """Attention of a layer, counted from 0."""
@@ -92,14 +93,15 @@ class GptOssConfig(DecoderConfig):
 
 
 class GptOssExperts(Experts):
-    """All experts of a layer, stacked as [E, C, 2F] (gate 0, up 0, gate 1, up 1, ...) and
-    [E, F, C], with biases [E, 2F] and [E, C].
+    """All experts of a layer, stacked: `gate_up_proj` [E, C, 2F], whose columns are gate 0, up 0,
+    gate 1, up 1, ..., and `down_proj` [E, F, C], with biases [E, 2F] and [E, C].
 
-    An expert with gates g and ups u is down((u + 1) g sigmoid(a g)), g and u bounded before.
+    The output of an expert is down((u + 1) g sigmoid(a g)), where a is `swiglu_alpha`. The gate
+    projection g is clamped to at most `swiglu_limit`, the up projection u to +-`swiglu_limit`.
     """
 
     def __init__(self, config: GptOssConfig) -> None:
-        # Not the base's, whose stacks have no biases and are transposed.
+        # `Experts.__init__` is skipped: its stacks have no biases and are transposed.
         nn.Module.__init__(self)
         E, C, hidden = config.num_experts, config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, C, 2 * hidden))
@@ -110,8 +112,8 @@ class GptOssExperts(Experts):
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
         """See `Experts.visited`."""
-        # A product with one 1 in each row, and not a lookup, whose gradient GPUs add up in no
-        # fixed order.
+        # The bias of each row is looked up by a product with a one-hot matrix: GPUs would add up
+        # the gradient of indexing in no fixed order.
         every_E = torch.arange(len(self.down_proj), device=x_MC.device)
         is_own_ME = experts_M[:, None] == every_E
 
@@ -120,7 +122,7 @@ class GptOssExperts(Experts):
             return product + is_own_ME.to(bias_EO.dtype) @ bias_EO
 
         gate_up_M2F = linear(x_MC, self.gate_up_proj, self.gate_up_proj_bias)
-        # A gate needs no lower bound: its factor goes to 0 there by itself.
+        # The gate needs no lower bound: g sigmoid(a g) goes to 0 for negative g.
         gate_MF = gate_up_M2F[:, ::2].clamp(max=self.limit)
         up_MF = gate_up_M2F[:, 1::2].clamp(-self.limit, self.limit)
         hidden_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(gate_MF * self.alpha))
@@ -128,8 +130,8 @@ class GptOssExperts(Experts):
 
 
 class GptOssMLP(RoutedMLP):
-    """The router, with a bias, and the experts of one layer: the softmax is over the visited
-    experts alone."""
+    """The router, with a bias, and the experts of one layer. Routing weights are a softmax over the
+    logits of the token's experts alone."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
@@ -140,7 +142,8 @@ class GptOssMLP(RoutedMLP):
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `RoutedMLP.route`."""
         logits_NE = self.router(x_NC)
-        # In fp32, as in the other routers: experts of close logits would change places.
+        # In fp32, as in the other routers: bf16 would change the order of experts with close
+        # logits.
         greatest_NK, experts_NK = logits_NE.float().topk(self.num_experts_per_tok)
         return logits_NE, greatest_NK.softmax(-1), experts_NK
 

@@ -1,4 +1,4 @@
-"""The base class of the models, with the code that GPT-2 and Llama share.
+"""The base class of all models, with the code that the families share.
 
 Shape letters as in `models/ops.py`.
 """
@@ -29,28 +29,30 @@ from firstlight.section import Section
 
 
 class InitConfig(Section):
-    """The `init` section of a recipe: initial weights of a new model, beside
-    `model.initializer_range`."""
+    """The `init` section of a recipe: initial weights of a new model. Most weights are drawn with
+    the standard deviation `model.initializer_range`; this section has the exceptions."""
 
     residual_projections: Literal["scaled", "zero"] = "scaled"
-    """projections that write into the residual stream (o_proj, down_proj, c_proj): "scaled" by
-    1/sqrt(2 layers), or "zero", so that each layer begins as the identity."""
+    """weights of the projections that write into the residual stream (o_proj, down_proj, c_proj):
+    "scaled" draws them with a standard deviation smaller by 1/sqrt(2 layers), "zero" sets them to
+    zero, so that each layer begins as the identity."""
     embedding_std: float | None = Field(None, gt=0, le=10)
-    """standard deviation of the token embedding, and of a head that is tied to it; null is
+    """standard deviation of the token embedding, and of a head tied to it; null is
     model.initializer_range."""
     head_std: float | None = Field(None, gt=0, le=10)
-    """standard deviation of a head that is not tied; null is model.initializer_range. A small one
-    begins at nearly equal probabilities."""
+    """standard deviation of a head that is not tied; null is model.initializer_range. With a small
+    value, a new model predicts nearly equal probabilities."""
 
 
 class LanguageModel(nn.Module):
     """A decoder-only language model. Its parameters are not initialised: call `init_weights()` or
     load weights.
 
-    A family names its modules in the class attributes, makes them in `__init__`, and computes the
-    last layer's output in `decode`. Its `__init__` takes `padded_vocab_size`, too: the number of
-    rows of embedding and head, a size that matrix units like; None is the vocabulary's. Rows
-    beyond the vocabulary are zero, and have no logits.
+    A family's class names its modules in the class attributes, creates them in `__init__`, and
+    computes the last layer's output in `decode`. Its `__init__` has a second argument
+    `padded_vocab_size`: the number of rows of embedding and head, a multiple of a size with which
+    matrix products are fast; None is `vocab_size`. Rows beyond the vocabulary are zero and have no
+    logits.
 
     Args:
         config: sizes and settings of the model.
@@ -58,20 +60,22 @@ class LanguageModel(nn.Module):
     Attributes:
         head_loss: function that computes the loss from the last hidden states; efficiency methods
             replace it.
-        make_mask: function that makes the masks for the layers' `attend`; replaced together with
-            `attend`.
+        make_mask: function that makes the masks for the layers' `attend`; efficiency methods
+            replace it together with `attend`.
         norm_init: initial value of the norms' weights.
-        router_statistics: loss and visits of the routers in training since it was last emptied;
+        router_statistics: loss and visits of the routers in training, since they were last taken;
             None for a dense model.
         embedding_name: name of the module with the token embedding.
         layers_name: name of the module list with the layers.
-        final_modules: names of the modules behind the layers: the final norm and the head.
-        head_file_name: name of the head's weight, `lm_head.weight`, in the family's files.
-        residual_projections: parts of the names of the projections that write into the residual
-            stream.
-        zero_vectors: ends of the names of vectors that begin at zero; others are norms' weights.
-        tensor_parallel_plan: kind of shard of each module under tensor parallelism, by the module's
-            name; empty where a family has none.
+        final_modules: names of the modules after the layers: the final norm and the head.
+        head_file_name: name in the family's files of the head's weight, which is `lm_head.weight`
+            in the model.
+        residual_projections: substrings of the names of the parameters of projections that write
+            into the residual stream.
+        zero_vectors: suffixes of the names of vectors that begin at zero; other vectors are norms'
+            weights.
+        tensor_parallel_plan: name of a module -> how tensor parallelism shards it, see
+            `Llama.tensor_parallel_plan`; empty if it is not supported.
     """
 
     embedding_name: ClassVar[str]
@@ -105,22 +109,22 @@ class LanguageModel(nn.Module):
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm behind the layers."""
+        """The norm after the last layer."""
         return self.get_submodule(self.final_modules[0])
 
     def finish_loading(self) -> None:
-        """Tie the head to the embedding where the config says so; a weights file has no ties."""
+        """Tie the head to the embedding if `tie_word_embeddings` is true."""
         if self.config.tie_word_embeddings:
-            # Here and not in `__init__` alone: memory that is allocated later makes two of them.
+            # Again after `__init__`: `to_empty` allocates the tied parameter twice.
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
-        """Draw the initial weights from Normal(0, initializer_range); biases and sinks of attention
-        are zero, norms one.
+        """Draw the initial weights from a normal distribution with mean 0 and standard deviation
+        `initializer_range`; biases and attention sinks are zero, norms `norm_init`.
 
-        Projections that write into the residual stream are scaled by 1/sqrt(2 layers), so that
-        its variance does not grow with depth (Radford et al. 2019, GPT-2).
+        Projections that write into the residual stream are scaled by 1/sqrt(2 layers), so that the
+        variance of the stream does not grow with depth (Radford et al. 2019, GPT-2).
 
         Args:
             generator: source of the random numbers, on the parameters' device.
@@ -128,34 +132,36 @@ class LanguageModel(nn.Module):
         """
         init = init or InitConfig()
         std = self.config.initializer_range
-        # Each layer adds to the stream twice: attention and MLP.
+        # Each layer adds to the residual stream twice: attention and MLP.
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        # The embedding second: a tied head is one with it.
+        # The embedding comes second, so that its value overwrites that of a tied head.
         vocabulary = {
             id(self.lm_head.weight): init.head_std,
             id(self.embedding.weight): init.embedding_std,
         }
         for name, parameter in self.named_parameters():
-            # Experts' biases are stacked: they are matrices by their shape.
+            # Experts' biases are recognised by name: they are stacked to 2 dimensions.
             if parameter.dim() < 2 or name.endswith("bias"):
                 parameter.fill_(0.0 if name.endswith(self.zero_vectors) else self.norm_init)
                 continue
             is_residual = any(part in name for part in self.residual_projections)
             rows = self.config.vocab_size if id(parameter) in vocabulary else None
             own_std = vocabulary.get(id(parameter)) or (residual_std if is_residual else std)
-            # Padding draws no numbers: the same seed gives the same model at any padding.
+            # No numbers are drawn for padded rows: a seed gives the same model with any padding.
             parameter[:rows].normal_(0.0, own_std, generator=generator)
             if is_residual and init.residual_projections == "zero":
-                # Drawn all the same: the other weights are those of a scaled start.
+                # Numbers were drawn nevertheless, so that the other weights are the same as with
+                # "scaled".
                 parameter.zero_()
             if rows is not None:
                 parameter[rows:].zero_()
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast the parameters, except those of modules with `keeps_precision`.
+        """Cast the parameters, except those of modules with an attribute `keeps_precision` that is
+        true. Buffers keep their dtype.
 
-        Each stays the tensor that it is, with other values: `nn.Module.to` would put others in
-        the place of fake tensors, on which the planner traces a step. Buffers keep their dtype.
+        The parameters stay the same objects, only their data is replaced. `nn.Module.to` would
+        replace fake tensors, on which the planner traces a step, by new parameters.
         """
         for module in self.modules():
             if getattr(module, "keeps_precision", False):
@@ -164,7 +170,7 @@ class LanguageModel(nn.Module):
                 parameter.data = parameter.data.to(dtype)
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty key-value cache on the model's device."""
+        """An empty key-value cache on the model's device; arguments as in `KVCache`."""
         return KVCache(
             self.config.num_hidden_layers,
             self.config.num_key_value_heads,
@@ -178,13 +184,15 @@ class LanguageModel(nn.Module):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last layer's output [B, T, C], and the router's logits [N, E] of each layer with
-        experts; arguments as in `forward`."""
+        """The last layer's output [B, T, C], and a list with the router's logits [N, E] of each
+        layer with experts. Arguments as in `forward`."""
         raise NotImplementedError
 
     def finish(self, x_BTC: Tensor) -> Tensor:
-        """The head's input [B, T, C] from the last layer's output: the final norm. All but the last
-        stage of a pipeline replace it."""
+        """Apply the final norm: the head's input [B, T, C] from the last layer's output [B, T, C].
+
+        In pipeline parallelism, all stages but the last replace this method.
+        """
         raise NotImplementedError
 
     def forward(
@@ -196,38 +204,42 @@ class LanguageModel(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits [B, T, V] of the next token; with `labels`, the summed loss [] in fp32 instead.
-
-        In training, a model with experts adds to that sum `router_aux_loss_coef` times the
-        load-balancing loss of this forward pass for every valid label.
+        """Compute logits, or with `labels` the loss.
 
         Args:
             input_ids: token ids, int64 [B, T].
-            labels: the token after each input token, int64 [B, T]; -100 leaves it out of the loss.
+            labels: the token after each input token, int64 [B, T]; -100 leaves a token out of the
+                loss.
             document_ids: int [B, T], equal for neighbouring tokens of one document: tokens see
-                their own document only, and positions start at 0 in each. Not with a cache.
-            cache: keys and values of the tokens before these; the new ones are added.
-            logits_to_keep: number of last positions with logits; 0 for all.
+                only their own document, and positions start at 0 in each. Not with a cache.
+            cache: keys and values of the tokens before `input_ids`; those of `input_ids` are added.
+            logits_to_keep: number of last positions to compute logits for; 0 for all.
+
+        Returns:
+            Without labels, the logits [B, T, V] of the next token. With labels, the cross-entropy
+            summed over the valid labels, fp32 []. In training, a model with experts adds for every
+            valid label `router_aux_loss_coef` times the load-balancing loss of this forward pass.
         """
         x_BTC, router_logits = self.decode(input_ids, document_ids, cache)
         if cache is not None:
-            # After the last layer: all of them store the new tokens at the same positions.
+            # After the last layer, because all layers store the new tokens at the same positions.
             cache.advance(input_ids.shape[1])
-        # Cut before the norm and the head: a prompt's logits would be gigabytes.
+        # Cut before the norm and the head: logits of a whole prompt can take gigabytes.
         x_BTC = self.finish(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
         vocab_size, softcap = self.config.vocab_size, self.config.logit_softcap
         if labels is None:
             return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)
-        # Head and loss are one function: a loss in chunks need not have all logits in memory.
+        # Head and loss are one function, so that a loss in chunks need not hold all logits in
+        # memory.
         loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels, softcap)
-        # An evaluation's loss is the cross-entropy alone, as that of a dense model.
+        # The loss of an evaluation is the cross-entropy alone, comparable with a dense model's.
         if self.training and router_logits:
             loss = loss + self._router_loss_sum(router_logits, labels)
         return loss
 
     def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The load-balancing loss [] of a pass, and the visits to each expert, int64 [L, E], by the
-        logits [N, E] of each layer with a router."""
+        """The load-balancing loss [] of a pass and the number of tokens routed to each expert,
+        int64 [L, E], from the logits [N, E] of each layer with a router."""
         return load_balancing_loss(router_logits, self.config.visited_experts)
 
     def _router_loss_sum(self, router_logits: list[Tensor], labels: Tensor) -> Tensor:
@@ -235,18 +247,20 @@ class LanguageModel(nn.Module):
         auxiliary, visits_LE = self.balance(router_logits)
         valid = (labels != IGNORE_INDEX).sum()
         self.router_statistics.add(auxiliary.detach() * valid, visits_LE)
-        # Times the labels, since the caller divides the whole sum by the labels of the batch.
+        # Times the valid labels, because the caller divides the sum by the valid labels of the
+        # global batch.
         return self.config.router_loss_coefficient * auxiliary * valid  # type: ignore[no-any-return]
 
 
 def token_positions(
     input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Positions of new tokens, and the number of tokens to look at.
+    """Positions of the new tokens; arguments as in `LanguageModel.forward`.
 
     Returns:
-        Positions in each token's document, int64 [T] or [B, T]; positions in the cache (without
-        one, in the sequence), int64 [T] or [B, T]; and S, the keys that attention has.
+        - positions in each token's document, int64 [T] or [B, T];
+        - positions in the cache or, without a cache, in the sequence, int64 [T] or [B, T];
+        - S, the number of keys that attention reads.
     """
     T = total = input_ids.shape[1]
     if cache is None:

@@ -1,10 +1,10 @@
-"""Llama and its kin: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
+"""The Llama-like models: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
 
-Parameter names are those of Hugging Face's classes. One architecture by configuration
-(`llama_config.py`) and by facts of its family (`llama_families.py`). The facts are the norms of a
-layer and their rounding, the MLP's activation and gate, fused matrices, windows and rotary tables
-of each layer, and caps of scores and logits. The layers are in `llama_layers.py`, experts in
-`moe.py`.
+All families share one architecture with settings: the model's config (`llama_config.py`) and the
+facts of its family (`llama_families.py`). Settings are, for example, the norms of a layer and their
+rounding, the MLP's activation and gate, fused matrices, windows, rotary tables, and soft caps of
+scores and logits. The layers are in `llama_layers.py`, experts in `moe.py`. Parameter names are
+those of Hugging Face's classes.
 
 Shape letters as in `llama_layers.py`.
 """
@@ -46,14 +46,16 @@ class LlamaDecoder(nn.Module):
 
 
 class Llama(LanguageModel):
-    """A language model of the Llama architecture (Touvron et al. 2023); see `LanguageModel`.
+    """A language model of the Llama architecture (Touvron et al. 2023, arXiv 2302.13971); see
+    `LanguageModel`.
 
     Attributes:
-        rope_frequencies: rotary angles from one position to the next, fp32 [R/2] in any dtype of
-            the model.
-        local_rope_frequencies: rotary frequencies of the layers with a window, if these have
-            another base.
-        long_rope_frequencies: rotary frequencies of LongRoPE for texts beyond the original context.
+        rope_frequencies: rotary frequencies, see `rope.rope_frequencies`; fp32 [R/2] for a model of
+            any dtype.
+        local_rope_frequencies: rotary frequencies of the layers with a window; only if their base
+            is set.
+        long_rope_frequencies: rotary frequencies for texts longer than the original context; only
+            with LongRoPE.
         embedding_factor: factor of the embeddings.
         block_class: class of a layer.
     """
@@ -66,9 +68,12 @@ class Llama(LanguageModel):
     layers_name = "model.layers"
     final_modules = ("model.norm", "lm_head")
     residual_projections: ClassVar[tuple[str, ...]] = ("o_proj.", "down_proj")
-    # "inputs" are whole on all processes and used by several sharded modules, of which "columns"
-    # keep their own outputs, and "rows" add theirs up; the "table" is sharded by rows of the
-    # vocabulary, the "head" too, whose outputs are gathered.
+    # Kinds of tensor parallelism:
+    # "inputs": a module whose input is replicated, for the sharded modules inside it;
+    # "columns": a linear layer sharded by output features, whose output stays sharded;
+    # "rows": a linear layer sharded by input features, whose outputs are summed over processes;
+    # "table": the embedding, sharded by the vocabulary;
+    # "head": the head, sharded by the vocabulary, whose outputs are gathered.
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "table",
         "model.layers.*.self_attn": "inputs",
@@ -90,34 +95,37 @@ class Llama(LanguageModel):
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self.rope_frequencies: Tensor
         self.local_rope_frequencies: Tensor
-        # Not in the weights' file: they follow from the config.
+        # Not persistent: the frequencies follow from the config.
         self.register_buffer("rope_frequencies", torch.empty(0), persistent=False)
         if config.rope_local_base_freq is not None:
             self.register_buffer("local_rope_frequencies", torch.empty(0), persistent=False)
         if isinstance(config.rope_scaling, LongRope):
             self.long_rope_frequencies: Tensor
             self.register_buffer("long_rope_frequencies", torch.empty(0), persistent=False)
-        # Gemma's norms add 1 to their weight: zero is the identity there.
+        # Gemma's norms add 1 to their weight, so that a weight of zero means a factor of 1.
         self.norm_init = 0.0 if config.family.norm_kind == "one_plus" else 1.0
         self.finish_loading()
 
     def add_decoder(self, rows: int) -> None:
-        """Make embedding (with this number of rows), layers and final norm, under the names of the
+        """Create embedding (with `rows` rows), layers and final norm, under the names of the
         family's files."""
         self.model = LlamaDecoder(self.config, rows, self.block_class)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """The first layer's input [B, T, C]; a later stage of a pipeline replaces it."""
+        """The first layer's input [B, T, C] from token ids, int64 [B, T].
+
+        In pipeline parallelism, all stages but the first replace this method.
+        """
         return multiplied(self.embedding(input_ids), self.embedding_factor)
 
     def finish(self, x_BTC: Tensor) -> Tensor:
         """The head's input [B, T, C]: see `LanguageModel.finish`."""
-        # Granite divides its logits; the hidden states are fewer numbers than those.
+        # Granite divides its logits; dividing the hidden states is the same, with fewer elements.
         return multiplied(self.final_norm(x_BTC), 1 / self.config.logits_scaling)
 
     def finish_loading(self) -> None:
-        """Make the parts that a weights file does not have: the tie of the head, the rotary tables
-        and the factor of the embeddings."""
+        """Set what weights files do not contain: the tie of the head, the rotary frequencies and
+        the factor of the embeddings."""
         super().finish_loading()
         self._make_tables()
 
@@ -132,15 +140,15 @@ class Llama(LanguageModel):
             self.local_rope_frequencies = local.to(weight.device)
         self.embedding_factor = config.embedding_multiplier
         if config.family.scales_embeddings:
-            # Rounded as the embeddings are, as in transformers.
+            # Rounded to the dtype of the embeddings, as in transformers.
             root = torch.tensor(config.hidden_size**0.5, dtype=weight.dtype, device="cpu")
             self.embedding_factor = root.item()
 
     def _frequencies(self, *, is_long: bool) -> Tensor:
-        """Rotary frequencies of short texts, or of those beyond LongRoPE's original context, fp32
-        [R/2]."""
+        """Rotary frequencies, fp32 [R/2] on the model's device; `is_long` as in
+        `rope.rope_frequencies`."""
         config = self.config
-        # Computed on the CPU also for a model on "meta" or a GPU: the same bits everywhere.
+        # Computed on the CPU for models on any device, so that the bits are the same everywhere.
         with torch.device("cpu"):
             frequencies = rope_frequencies(
                 config.rotary_dim, config.rope_theta, config.rope_scaling, is_long=is_long
@@ -148,7 +156,8 @@ class Llama(LanguageModel):
         return frequencies.to(self.embedding.weight.device)
 
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
-        """Rotary frequencies of texts of this number of tokens, fp32 [R/2]; [B, 1, R/2] for [B]."""
+        """Rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2] for lengths
+        int64 [B]."""
         config, scaling, short = self.config, self.config.rope_scaling, self.rope_frequencies
         limit = config.max_position_embeddings
         if isinstance(scaling, LongRope):
@@ -169,39 +178,46 @@ class Llama(LanguageModel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # `model.to(torch.bfloat16)` must not round the rotary tables, nor `to_empty` empty them.
+        # Again, because `model.to(torch.bfloat16)` has rounded the frequencies, and `to_empty` has
+        # left them without values.
         self._make_tables()
         return self
 
     def _ropes(self, positions: Tensor, length: int | Tensor) -> Ropes:
-        """Rotary tables, cos and sin of each, at `positions` ([T] or [B, T]), in texts of `length`
-        tokens, an int or one for each text (int64 [B])."""
+        """The model's rotary tables in fp32: one pair (cos, sin), or two if layers with a window
+        have another base.
+
+        Args:
+            positions: positions of the tokens, int64 [T] or [B, T].
+            length: tokens of the texts, see `Cache.text_length`.
+        """
         config = self.config
         frequencies = self._frequencies_at(length)
-        # torch's compiler writes no code for complex numbers.
+        # torch's compiler can't generate code for complex numbers.
         polar = config.family.rope.polar and not torch.compiler.is_compiling()
-        # In fp32: bf16 can not tell position 257 from 258.
+        # In fp32, because bf16 can't represent position 257.
         tables = rope_tables(frequencies, positions, torch.float32, polar=polar)
-        # Longer queries and keys sharpen the softmax over the more tokens of a stretched context.
+        # YaRN and LongRoPE make queries and keys longer, which sharpens the softmax: it is over
+        # more tokens in a longer context.
         magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
         if magnitude != 1:
             tables = (tables[0] * magnitude, tables[1] * magnitude)
         if config.rope_local_base_freq is None:
             return (tables,)
-        # Layers with a window never look far: a longer context leaves their base as it was
-        # (Gemma 3).
+        # Layers with a window see only near tokens, so their frequencies are not rescaled for a
+        # longer context (Gemma 3).
         return tables, rope_tables(self.local_rope_frequencies, positions, torch.float32)
 
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
     ) -> tuple[Any, Any]:
-        """The masks of layers without a window and of those with one, each as `make_mask` makes it.
+        """Masks of layers without a window and of layers with a window, each a result of
+        `make_mask`; the first again if the model has no window.
 
         Args:
             cache_positions, total, positions: results of `token_positions`.
             document_ids: document of each token [B, T], see `forward`.
         """
-        # At most two for any number of layers.
         window = self.config.sliding_window
         mask = self.make_mask(cache_positions, total, None, document_ids)
         if window is None:
@@ -211,10 +227,9 @@ class Llama(LanguageModel):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last layer's output [B, T, C], and the logits [N, E] of each layer with a router: see
-        `LanguageModel.decode`."""
+        """See `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
-        # Computed once for all layers.
+        # Rotary tables and masks are computed once for all layers.
         new = input_ids.shape[1]
         length = new if cache is None else cache.text_length(new)
         ropes = self._ropes(positions, length)

@@ -1,5 +1,5 @@
-"""Shapes of the Llama-like families: one architecture by configuration. Differences between the
-families are in `llama_families.py`; `llama_json.py` reads and writes their config.json.
+"""Configuration of the Llama-like families, which share one architecture. Their differences are in
+`llama_families.py`; `llama_json.py` reads and writes their config.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from firstlight.models.rope import RopeScaling, check_rope
 LayerType = Literal["full_attention", "sliding_attention"]
 
 if TYPE_CHECKING:
-    # A type checker can not see which names the tables have.
+    # Type checkers can't evaluate a Literal of names that are in a table.
     DenseType: TypeAlias = str
     RoutedType: TypeAlias = str
 else:
@@ -26,27 +26,29 @@ else:
 
 
 class DecoderConfig(FamilyConfig):
-    """The keys that all families of this file share; names and meanings are Hugging Face's."""
+    """Keys of the Llama-like families, with names and meanings of Hugging Face."""
 
     model_type: str
     vocab_size: int = Field(0, ge=0)
-    """tokens the model knows; 0 takes the tokenizer's."""
+    """size of the vocabulary in tokens; 0 is the tokenizer's."""
     hidden_size: int = Field(256, gt=0)
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
-    """width inside the MLP; 0 is 8/3 hidden_size, rounded up to a multiple of 32 (4 hidden_size in
-    gpt_neox and nanochat). In models with experts, width in the layers without experts."""
+    """inner width of the MLP; 0 is 8/3 * hidden_size, rounded up to a multiple of 32 (4 *
+    hidden_size in gpt_neox and nanochat). In models with experts, the width in layers without
+    experts."""
     num_hidden_layers: int = Field(4, gt=0, le=MOST_LAYERS)
     """number of layers."""
     num_attention_heads: int = Field(4, gt=0)
     """query heads."""
     num_key_value_heads: int = Field(0, ge=0)
-    """key and value heads; 0 is as many as query heads."""
+    """key and value heads; 0 is num_attention_heads."""
     head_dim: int = Field(0, ge=0)
-    """size of a head, even; 0 is hidden_size / num_attention_heads. Where it is given, hidden_size
-    need not be a multiple of num_attention_heads (except in llama, arcee, the gemmas, stablelm)."""
+    """size of a head, an even number; 0 is hidden_size / num_attention_heads. If it is given,
+    hidden_size need not be a multiple of num_attention_heads (except in llama, arcee, gemma2,
+    gemma3_text, stablelm)."""
     max_position_embeddings: int = Field(1024, gt=0)
-    """the context limit in tokens."""
+    """greatest length of a sequence, in tokens."""
     rms_norm_eps: float = Field(1e-5, gt=0)
     """term added to the mean square in RMSNorm, and to the variance in LayerNorm (stablelm,
     gpt_neox)."""
@@ -58,55 +60,61 @@ class DecoderConfig(FamilyConfig):
     yarn, factor, original_max_position_embeddings} or {rope_type: longrope, short_factor,
     long_factor, original_max_position_embeddings}."""
     attention_bias: bool = False
-    """biases on the attention's projections; in glm4 and stablelm not on the output's."""
+    """biases on the projections of attention; in glm4 and stablelm not on the output projection."""
     mlp_bias: bool = False
-    """biases on the MLP's projections (llama, granite, smollm3, arcee)."""
+    """biases on the projections of the MLP (llama, granite, smollm3, arcee)."""
     sliding_window: int | None = Field(None, gt=0)
-    """number of tokens that a token sees, itself included; null is all (not llama, granite, olmo2,
-    arcee, glm4, stablelm, gpt_neox)."""
+    """number of tokens, itself included, that a token sees; null is all earlier tokens (not in
+    llama, granite, olmo2, arcee, glm4, stablelm, gpt_neox)."""
     max_window_layers: int = Field(0, ge=0)
-    """number of first layers that see all tokens, without the window (qwen2, qwen3)."""
+    """number of layers, from the first on, without the window (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
-    """the head is the embedding, transposed."""
+    """use the token embedding as the weight of the head."""
     initializer_range: float = Field(0.02, gt=0, le=1)
     """standard deviation of the initial weights."""
     embedding_multiplier: float = Field(1.0, gt=0)
     """factor of the embeddings (granite)."""
     attention_multiplier: float | None = Field(None, gt=0)
-    """factor of the attention's scores; null is 1 / sqrt(head_dim) (granite)."""
+    """factor of attention scores; null is 1 / sqrt(head_dim) (granite)."""
     residual_multiplier: float = Field(1.0, gt=0)
-    """factor of the outputs of attention and MLP in the residual stream (granite)."""
+    """factor of the outputs of attention and MLP before they are added to the residual stream
+    (granite)."""
     logits_scaling: float = Field(1.0, gt=0)
     """divisor of the logits (granite)."""
 
     layer_types: list[LayerType] | None = None
-    """"full_attention" or "sliding_attention" for each layer: which layers have the window. null is
-    the family's own: every second layer full in gemma2, every fourth in olmo3, every sixth in
-    gemma3_text; those without rotary positions with the window in smollm3; all from
-    max_window_layers on with it in qwen2 and qwen3."""
+    """"full_attention" or "sliding_attention" (with the window) for each layer. null is the
+    family's default: every second layer is full in gemma2, every fourth in olmo3, every sixth in
+    gemma3_text; in smollm3, layers without rotary positions have the window; in qwen2 and qwen3,
+    layers from max_window_layers on have it."""
     no_rope_layers: list[int] | None = None
-    """1 for each layer with rotary positions, 0 for each without (smollm3); null leaves them out of
-    every fourth layer."""
+    """1 for each layer with rotary positions, 0 for each layer without; null is 0 for every fourth
+    layer (smollm3)."""
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
-    """rotated part of each head; null is 1 in phi3, 0.5 in glm4, 0.25 in stablelm and gpt_neox."""
+    """rotated fraction of each head; null is 1 in phi3, 0.5 in glm4, 0.25 in stablelm and
+    gpt_neox."""
     rope_local_base_freq: float | None = Field(None, gt=0)
     """base of the rotary frequencies in layers with a window (olmo3, gemma3_text); null is
     rope_theta."""
     query_pre_attn_scalar: int | None = Field(None, gt=0)
-    """the scores are divided by its root (gemma2, gemma3_text); null is head_dim."""
+    """attention scores are divided by the square root of this number; null is head_dim (gemma2,
+    gemma3_text)."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
-    """bound c of the attention's scores s, which become c tanh(s / c); null is none (gemma2)."""
+    """bound c of attention scores s, which become c tanh(s / c); null is no bound (gemma2)."""
     final_logit_softcapping: float | None = Field(None, gt=0)
-    """bound of the logits, as of the scores; null is none (gemma2, gemma3_text)."""
+    """bound c of the logits z, which become c tanh(z / c); null is no bound (gemma2,
+    gemma3_text)."""
     qk_layernorm: bool = False
-    """each head of queries and of keys has a LayerNorm of its own (stablelm)."""
+    """normalise each head of queries and keys by a LayerNorm with its own weight (stablelm)."""
     use_parallel_residual: bool = False
-    """attention and MLP read the same stream, and both are added to it (stablelm, gpt_neox)."""
+    """compute attention and MLP from the same residual stream and add both to it (stablelm,
+    gpt_neox)."""
 
     @model_serializer(mode="wrap")
     def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # The sections of other families stay what they were before there were these keys, and so
-        # do the hashes that runs with `lora` know their bases by. None is left out as the default.
+        # Families without `LATER_KEYS` dump the same section as before these keys existed, so that
+        # the hash of a base model, which runs with `lora` store, does not change. A None is left
+        # out if it is the default.
         own, fields = self.family.own_keys, type(self).model_fields
         return {
             name: value
@@ -117,7 +125,8 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
-        """Default width inside the MLP: SwiGLU has three matrices, as large as two of 4 widths."""
+        """Default inner width of the MLP: with it, the three matrices of SwiGLU are as large as the
+        two of an MLP with 4 * hidden_size."""
         return math.ceil(hidden_size * 8 / 3 / 32) * 32
 
     @model_validator(mode="before")
@@ -127,11 +136,15 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The keys as written, with those that are left open or 0 worked out from others."""
+        """The keys as given, with keys that are missing, null or 0 derived from other keys.
+
+        Raises:
+            ValueError: hidden_size is not a multiple of num_attention_heads, but has to be.
+        """
         spec = cls.families.get(values.get("model_type", cls.default_type()), FamilySpec(""))
         hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
         if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
-            # transformers refuses a Llama folder of such a width even where head_dim is given.
+            # transformers refuses a Llama model with such a hidden_size even if head_dim is given.
             if hidden % heads and (spec.divides_width or not values.get("head_dim")):
                 advice = "model_type mistral with head_dim" if spec.divides_width else "head_dim"
                 raise ValueError(
@@ -156,7 +169,7 @@ class DecoderConfig(FamilyConfig):
                 )
         if self.head_dim % 2 and self.rotary_dim == self.head_dim:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
-        # The family's config.json has no such key: the file would describe another model.
+        # The family's config.json does not have these keys, so it would describe another model.
         for name in sorted(OWN_KEYS - set(self.family.own_keys)):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(not_a_key(name, self.model_type))
@@ -202,7 +215,7 @@ class DecoderConfig(FamilyConfig):
 
     @property
     def qk_norm(self) -> str | None:
-        """`FamilySpec.qk_norm`, or "own" if each head has its own norm."""
+        """`FamilySpec.qk_norm`, or "own" if each head has a norm with its own weight."""
         return "own" if self.qk_layernorm else self.family.qk_norm
 
     @property
@@ -214,12 +227,12 @@ class DecoderConfig(FamilyConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated dimensions of each head, the first ones."""
+        """Number of rotated dimensions of each head (R): its first dimensions."""
         return int(self.head_dim * (self.partial_rotary_factor or 1.0))
 
     @property
     def logit_softcap(self) -> float | None:
-        """Bound c of the logits z, which become c tanh(z / c); None leaves them as they are."""
+        """See `FamilyConfig.logit_softcap`."""
         return self.final_logit_softcapping
 
     def attention_spec(self, layer: int) -> AttentionSpec:
@@ -253,7 +266,7 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From a Hugging Face `config.json`.
+        """Create the config from a Hugging Face `config.json`.
 
         Raises:
             ModelError: the config has a setting that would change the outputs and is not
@@ -272,8 +285,9 @@ class DecoderConfig(FamilyConfig):
 
 
 def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
-    """Fill in open keys that follow from others, and clear lists that repeat the family's default,
-    so that one model has one config. A value of a wrong type is left to its field."""
+    """Derive open keys from other keys, and remove lists that repeat the family's default, so that
+    equal models have equal configs. Values of a wrong type are ignored: their fields refuse
+    them."""
     own, size = spec.own_keys, values.get("head_dim")
     if isinstance(size, int) and size > 0:
         for name, usual in (("attention_multiplier", size**-0.5), ("query_pre_attn_scalar", size)):
@@ -289,8 +303,8 @@ def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
 
 
 def _open_default_lists(values: dict[str, Any], spec: FamilySpec) -> None:
-    """Remove `layer_types` and `no_rope_layers` that repeat the family's default, and a window that
-    no layer has."""
+    """Remove `layer_types` and `no_rope_layers` if they repeat the family's default, and
+    `sliding_window` if no layer has the window."""
     layers = range(values["num_hidden_layers"])
     every = spec.no_rope_every or spec.full_attention_every
     is_special = [(i + 1) % every == 0 for i in layers]
@@ -309,7 +323,7 @@ def _open_default_lists(values: dict[str, Any], spec: FamilySpec) -> None:
 
 
 class LlamaConfig(DecoderConfig):
-    """Shape of a dense model."""
+    """Configuration of a dense model."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = DENSE
     tensor_parallel_sizes = ("num_key_value_heads", "intermediate_size")
@@ -321,26 +335,26 @@ class LlamaConfig(DecoderConfig):
 
 
 class MoEConfig(DecoderConfig):
-    """Shape of a Mixture-of-Experts model: each token visits a few of the experts of an MLP."""
+    """Configuration of a mixture-of-experts model, whose router chooses a few experts per token."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = ROUTED
 
     model_type: RoutedType = "mixtral"
-    """"mixtral" or "qwen3_moe" (queries and keys normalised by head)."""
+    """"mixtral" or "qwen3_moe" (which normalises queries and keys in each head)."""
     num_experts: int = Field(8, gt=0, le=10_000)
-    """experts a layer."""
+    """experts of a layer."""
     num_experts_per_tok: int = Field(2, gt=0)
-    """experts that each token visits."""
+    """experts of each token."""
     moe_intermediate_size: int = Field(0, ge=0)
-    """width inside an expert; 0 is intermediate_size."""
+    """inner width of an expert; 0 is intermediate_size."""
     norm_topk_prob: bool = True
-    """the visited experts' weights are scaled to sum to 1 (always, in mixtral)."""
+    """normalise each token's routing weights to sum to 1 (always true in mixtral)."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
-    """weight of the load-balancing loss in training (Fedus et al. 2021)."""
+    """weight of the load-balancing loss in training (Fedus et al. 2021, arXiv 2101.03961)."""
     decoder_sparse_step: int = Field(1, gt=0)
-    """step between layers with experts: layers n, 2n, ..., counted from 1 (not mixtral)."""
+    """n if the layers n, 2n, ..., counted from 1, have experts (not in mixtral)."""
     mlp_only_layers: list[int] = Field([])
-    """layers, counted from 0, without experts (not mixtral)."""
+    """layers, counted from 0, without experts (not in mixtral)."""
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -374,7 +388,8 @@ class MoEConfig(DecoderConfig):
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model."""
         content = super().to_hf() | {"output_router_logits": False}
-        # transformers 5 writes the number under Mixtral's name for both, 4 reads each its own.
+        # transformers 5 writes the number of experts under Mixtral's key for both families;
+        # transformers 4 reads each family's own key.
         content["num_local_experts"] = self.num_experts
         if self.model_type == "mixtral":
             for name in (

@@ -1,5 +1,5 @@
-"""The table of the Llama-like families: `LlamaConfig` is the config class of `DENSE`, `MoEConfig`
-of `ROUTED`.
+"""The tables of the Llama-like families: `DENSE` for `LlamaConfig`, and `ROUTED`, the mixtures of
+experts, for `MoEConfig`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _YARN_ROPE = ("default", "linear", "yarn")
 _ALL_ROPE = (*_YARN_ROPE, "llama3")
 
-#: Granite's keys.
+#: Keys of Granite only.
 MULTIPLIERS = (
     "embedding_multiplier",
     "attention_multiplier",
@@ -31,7 +31,7 @@ MULTIPLIERS = (
     "logits_scaling",
 )
 
-# Sizes that several of Hugging Face's config classes have in common.
+# Default sizes that several config classes of Hugging Face share, in the order of `hf_values`.
 _SIZES_OF_LLAMA = (32000, 4096, 11008, 32, 32, None, 2048)
 _SIZES_OF_MISTRAL = (32000, 4096, 14336, 32, 32, 8, 131072)
 _SIZES_OF_QWEN = (151936, 4096, 22016, 32, 32, 32, 32768)
@@ -294,12 +294,13 @@ ROUTED: dict[str, FamilySpec] = {
     ),
 }
 
-#: Keys that not all families have.
+#: Keys that some families do not have.
 OWN_KEYS: frozenset[str] = frozenset(
     key for spec in (DENSE | ROUTED).values() for key in spec.own_keys
 )
 
-#: Keys that came after the first families; sections of other families do not have them.
+#: Keys that were added after the first families. Dumped configs of families without them leave
+#: them out, so that hashes of older configs stay valid.
 LATER_KEYS: frozenset[str] = frozenset(
     (
         *MULTIPLIERS,

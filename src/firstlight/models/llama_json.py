@@ -1,4 +1,5 @@
-"""config.json of the Llama-like families, in and out, in the spellings of transformers 4 and 5."""
+"""Reads and writes config.json of the Llama-like families, in the formats of transformers 4 and
+5."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from firstlight.models.family import FamilySpec
 from firstlight.models.llama_families import OWN_KEYS
 from firstlight.models.rope import ROPE_KINDS
 
-#: Greatest number of layers that a model may have.
+#: Greatest number of layers of a model.
 MOST_LAYERS = 10_000
 
-#: Keys whose null in config.json is a value of its own, where others' null is the default.
+#: Keys for which null in config.json is a value; for other keys null means the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
 
-#: Settings that are read with the window and the rotary positions.
+#: Settings that `_windows_from_json` and `_rope_from_json` read.
 _READ_APART = ("sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor")
 
 _SAME_ACTIVATION = {"swish": "silu"}
@@ -25,36 +26,37 @@ _SAME_ACTIVATION = {"swish": "silu"}
 def values_from_json(
     spec: FamilySpec, names: Sequence[str], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values of a config class' fields from a config.json.
+    """The values of a config class' fields, from a config.json.
 
     Args:
         spec: facts of the family.
         names: fields of the config class.
-        config: the object in config.json.
+        config: the content of config.json.
 
     Raises:
         ModelError: the config has a setting that would change the outputs and is not implemented.
     """
     _check_built(spec, config, has_choice=spec.activation_key in names)
-    # Under our names. Where both stand, transformers reads the family's own.
+    # Renamed to our names. If a config.json has both names, transformers reads the family's own.
     own = {ours: config[theirs] for ours, theirs in spec.json_names.items() if theirs in config}
     config = {**{key: value for key, value in config.items() if key not in spec.json_names}, **own}
     values = dict(spec.hf_defaults)
     common = set(names) - {"rope_theta", "rope_scaling", *OWN_KEYS, *spec.derived_keys}
     given = {ours: ours for ours in common if ours in config}
     if "num_experts" in names and "num_local_experts" in config:
-        # Mixtral's files, and transformers 5 for all, call the number of experts otherwise.
+        # Mixtral's config.json, and transformers 5 for all families, have another key for the
+        # number of experts.
         given["num_experts"] = "num_local_experts"
     for ours, theirs in given.items():
         if config[theirs] is not None:
             values[ours] = config[theirs]
         elif ours in ("num_key_value_heads", "head_dim"):
-            values.pop(ours, None)  # null: worked out from the other sizes
+            values.pop(ours, None)  # null: derived from the other sizes
     for name in set(spec.own_keys) - set(_READ_APART):
         if config.get(name) is not None or (name in _NULLABLE and name in config):
             values[name] = config[name]
     layers, every = values["num_hidden_layers"], config.get("no_rope_layer_interval")
-    # Lists of all layers are made before the fields are checked.
+    # Checked here, because lists of this length are made before the fields are checked.
     for key, value in (("num_hidden_layers", layers), ("no_rope_layer_interval", every or 1)):
         if type(value) is not int:
             raise ModelError(f"{key} is {value!r}, expected a whole number: correct the file")
@@ -63,13 +65,15 @@ def values_from_json(
     if spec.no_rope_every and every and values.get("no_rope_layers") is None:
         values["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(layers)]
     if values.get("no_rope_layers") is not None:
-        # transformers lets the list be longer than the layers are many.
+        # transformers accepts a list with more entries than layers.
         values["no_rope_layers"] = list(values["no_rope_layers"])[:layers]
     values |= _windows_from_json(spec, config, values)
     return {**values, **_rope_from_json(spec, config, values)}
 
 
 def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: bool) -> None:
+    """Refuse an activation or attention that is not implemented; `has_choice` is True if the config
+    class has a key for the activation."""
     activation = config.get(spec.activation_key) or spec.activation
     if not has_choice and _SAME_ACTIVATION.get(activation, activation) != spec.activation:
         raise ModelError(
@@ -88,7 +92,7 @@ def _windows_from_json(
     window = config.get("sliding_window", spec.hf_defaults.get("sliding_window"))
     kinds = config.get("layer_types")
     if spec.has_window_switch:
-        # SmolLM3's class reads the switch only to make the list of layers.
+        # SmolLM3's class in transformers reads use_sliding_window only if layer_types is missing.
         is_on = config.get("use_sliding_window") or (spec.no_rope_every and kinds is not None)
         if not is_on:
             return {}
@@ -120,8 +124,8 @@ def _rope_from_json(
     spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`rope_theta`, `rope_scaling` and all other keys of rotary positions."""
-    # transformers 5 keeps the rotary settings in one object, 4 in two keys; where both stand,
-    # it reads the two.
+    # transformers 5 writes one object rope_parameters, transformers 4 the keys rope_theta and
+    # rope_scaling. If config.json has both forms, transformers reads the two keys.
     settings = config.get("rope_scaling") or config.get("rope_parameters") or spec.rope.default
     found: dict[str, Any] = {}
     if spec.rope.nested:
@@ -143,7 +147,8 @@ def _rope_from_json(
     rope.pop("type", None)
     kind = spec.rope.other_kinds.get(kind, kind)
     if spec.rope.nested:
-        # transformers looks for it beside the kinds of layers, where no config.json has it.
+        # transformers looks for truncate at the level above the kinds of layers, where no
+        # config.json has it, so that its value has no effect.
         rope.pop("truncate", None)
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in spec.own_keys:
@@ -168,18 +173,23 @@ def _scaling_of(
     config: Mapping[str, Any],
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The recipe's `rope_scaling` of a kind that is not "default"."""
+    """The recipe's `rope_scaling`, for a kind that is not "default".
+
+    Raises:
+        ModelError: the kind is unknown.
+    """
     if kind not in ROPE_KINDS:
         raise ModelError(
             f"rope type '{kind}' is not supported: default, {', '.join(ROPE_KINDS)} are"
         )
     fields = ROPE_KINDS[kind].model_fields
-    # Others stand there for other kinds, and mean nothing to this one.
+    # Keys of other kinds are ignored, as in transformers.
     scaling = {name: rope[name] for name in fields if rope.get(name) is not None}
     scaling["rope_type"] = kind
     positions = config.get("max_position_embeddings", values.get("max_position_embeddings"))
     if "original_max_position_embeddings" in fields:
-        # Beside the rotary settings it counts more than among them, as in transformers.
+        # As in transformers, the key at config.json's top level has priority over the key among
+        # the rotary settings.
         apart = config.get("original_max_position_embeddings") or spec.rope.original_positions
         original = apart or scaling.get("original_max_position_embeddings") or positions
         scaling["original_max_position_embeddings"] = original
@@ -193,8 +203,9 @@ def config_json(spec: FamilySpec, model: Any, values: Mapping[str, Any]) -> dict
 
     Args:
         spec: facts of the family.
-        model: the config, a `llama_config.DecoderConfig`, which imports this module.
-        values: keys that all families have.
+        model: the config, a `llama_config.DecoderConfig` (not a type here, because `llama_config`
+            imports this module).
+        values: the keys that all families have, with their values.
     """
     own = {name: getattr(model, name) for name in spec.own_keys}
     if spec.has_window_switch:
@@ -207,7 +218,7 @@ def config_json(spec: FamilySpec, model: Any, values: Mapping[str, Any]) -> dict
             "sliding_attention" if model.has_window(i) else "full_attention" for i in layers
         ]
         if spec.full_attention_every and model.sliding_window is None:
-            # transformers makes a mask with a window, also where no layer has one.
+            # transformers always makes a mask with a window, also if no layer uses it.
             own["sliding_window"] = model.max_position_embeddings
     elif "layer_types" in own:
         del own["layer_types"]
@@ -230,9 +241,10 @@ def config_json(spec: FamilySpec, model: Any, values: Mapping[str, Any]) -> dict
         **own,
         spec.activation_key: spec.activation,
         "attention_dropout": 0.0,
-        # Some of transformers' classes have ids of their own, which may lie beyond the vocabulary.
+        # Some config classes of transformers have a default id, which can be beyond the vocabulary.
         "pad_token_id": None,
-        # Both spellings: transformers 5 reads the first, 4 and other programs the rest.
+        # Both forms: transformers 5 reads rope_parameters; transformers 4 and other programs read
+        # the two keys.
         "rope_parameters": rope,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,

@@ -1,7 +1,9 @@
-"""Mixture of experts: a router that picks a few MLPs for each token.
+"""Mixture of experts: a router chooses a few MLPs (experts) for each token.
 
-Shape letters: N tokens of a batch, K experts that each token visits, E experts, C hidden size,
-F width inside an expert, M = N * K visits.
+A visit is one pair of a token and an expert chosen for it.
+
+Shape letters: N tokens of a batch, K experts of each token, E experts of a layer, C hidden size,
+F inner width of an expert, M = N * K visits, L layers with experts.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from firstlight.models.ops import product_dtype
 
 
 class Router(nn.Linear):
-    """The matrix whose outputs choose each token's experts: neither adapted nor quantised."""
+    """The linear layer whose outputs choose each token's experts. It is a class of its own because
+    routers are excluded from LoRA adapters and from quantisation."""
 
 
 class Experts(nn.Module):
-    """All experts' weights of a layer, stacked: [E, 2F, C] (gate, then up) and [E, C, F]; each
-    expert is a SwiGLU (Shazeer 2020).
+    """All experts of a layer, each a SwiGLU (Shazeer 2020, arXiv 2002.05202). Their weights are
+    stacked: `gate_up_proj` [E, 2F, C] (rows of the gate first) and `down_proj` [E, C, F].
 
     Args:
         experts: E.
@@ -37,54 +40,63 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, size, hidden))
 
     def forward(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Each token's weighted sum over the experts it visits, [N, C].
+        """Each token's weighted sum over the outputs of its experts, [N, C].
+
+        Visits are sorted by expert, so that the visits of each expert are one block of a grouped
+        matrix product. All operations are permutations or sums in a fixed order, so that the result
+        is bitwise reproducible, also on a GPU.
 
         Args:
             x_NC: input of the layer.
             experts_NK: numbers of each token's experts, int64.
-            weights_NK: their weights in the sum.
-
-        Visits are sorted by expert, so that each expert's are one block of a grouped matrix
-        product. Everything is a permutation or a sum in fixed order: the same bits every time,
-        also on a GPU.
+            weights_NK: weights of their outputs in the sum.
         """
         N, K = experts_NK.shape
         experts_M = experts_NK.flatten()
-        # Stable, as devices break ties in different ways otherwise.
+        # A stable sort: without it, devices order equal numbers in different ways.
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
-        # A token occurs here once for each of its experts.
+        # One row for each visit: a token occurs once for each of its experts.
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
-        # The inverse permutation, and not a scatter, which GPUs add up in no fixed order.
+        # Gathered by the inverse permutation. A scatter would add up in no fixed order on GPUs.
         places_NK = order_M.argsort().view(N, K)
         if x_NC.device.type == "cpu" and not _has_kernel(self.down_proj):
-            # By expert, as transformers adds up where there is no grouped kernel.
+            # Outputs are added up in the order of the experts' numbers, as in transformers without
+            # a grouped kernel.
             places_NK, order_NK = places_NK.sort(-1)
             weights_NK = weights_NK.gather(1, order_NK)
         y_NKC = y_MC[places_NK]
         return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
-        """Each row's result of its expert, [M, C].
+        """The expert's output for each row, [M, C].
 
         Args:
-            x_MC: rows, those of expert 0 first.
-            experts_M: each row's expert, int64.
-            ends_E: end of each expert's rows, int [E].
+            x_MC: inputs, one row a visit, sorted by expert.
+            experts_M: number of each row's expert, int64.
+            ends_E: end (exclusive) of each expert's rows in `x_MC`, int [E].
         """
         gate_MF, up_MF = grouped_linear(x_MC, self.gate_up_proj, ends_E).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate_MF) * up_MF, self.down_proj, ends_E)
 
 
 class RoutedMLP(nn.Module):
-    """A router and the experts of one layer. A family says in `route` how tokens choose."""
+    """A router and the experts of one layer. Each family implements `route`, which chooses the
+    experts of each token."""
 
     experts: Experts
 
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The router's logits [N, E], and the weights and the numbers of each token's experts, both
-        [N, K]."""
+        """Choose the experts of each token.
+
+        Args:
+            x_NC: input of the layer.
+
+        Returns:
+            The router's logits [N, E]; the weights of each token's experts [N, K]; and the numbers
+            of these experts, int64 [N, K].
+        """
         raise NotImplementedError
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,8 +107,8 @@ class RoutedMLP(nn.Module):
 
 
 class SparseMLP(RoutedMLP):
-    """The experts of Mixtral and Qwen3-MoE, chosen by the greatest probabilities of a softmax over
-    all experts."""
+    """Router and experts of Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE: a token's
+    experts are those with the greatest probabilities in a softmax over all experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -108,25 +120,27 @@ class SparseMLP(RoutedMLP):
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `RoutedMLP.route`."""
         logits_NE = self.gate(x_NC)
-        # In fp32, as in transformers: in bf16 experts of close logits would change places.
+        # In fp32, as in transformers: bf16 would change the order of experts with close logits.
         weights_NK, experts_NK = logits_NE.float().softmax(-1).topk(self.num_experts_per_tok)
-        # The chosen experts' probabilities sum to less than 1, the less the more experts there are.
+        # Without normalisation the weights sum to less than 1, because the probabilities of the
+        # other experts are left out.
         if self.normalise:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         return logits_NE, weights_NK, experts_NK
 
 
 def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
-    """Row block e of `x` times the transpose of `weight[e]`, [M, F].
+    """Grouped matrix product: the rows of expert e times the transpose of `weight_EFC[e]`, [M, F],
+    in autocast's dtype or the weight's.
+
+    torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16 and compute
+    capability 8.0. If the kernel can't be used, there is one product for each expert, over its rows
+    or, if that is faster, over blocks of rows (see `_takes_blocks`).
 
     Args:
-        x_MC: rows [M, C], those of expert 0 first.
-        weight_EFC: matrices [E, F, C], one an expert.
-        ends_E: end of each expert's rows, int [E].
-
-    torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16. If it can't be
-    used, there is one product for each expert over its rows, or over blocks of them where these are
-    faster.
+        x_MC: rows, sorted by expert.
+        weight_EFC: one matrix [F, C] for each expert.
+        ends_E: end (exclusive) of each expert's rows in `x_MC`, int [E].
     """
     dtype = product_dtype(weight_EFC)
     # torch's kernel takes ends as int32 only.
@@ -134,12 +148,12 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     return product
 
 
-#: The CPU reads the rows of each expert where there is no grouped kernel, which CUDA graphs can't
-#: record: torch.compile records the code before and after.
+#: Without a grouped kernel, the CPU reads the number of rows of each expert from the GPU. CUDA
+#: graphs can't record this, so torch.compile records the code before and after the operator.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
-# An operator of its own, since torch.compile knows the shapes of torch's for bf16 only.
+# A custom operator, because torch.compile knows the result shapes of `F.grouped_mm` for bf16 only.
 @torch.library.custom_op("firstlight::grouped_linear", mutates_args=(), tags=_TAGS)
 def _grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     if _takes_blocks(x_MC, weight_EFC):
@@ -162,14 +176,15 @@ def _(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 def _grouped_linear_backward(
     grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # Autograd may give an expanded or transposed view, and the kernel needs rows in order.
+    # Autograd may give an expanded or transposed view, but the kernel needs contiguous rows.
     grad_MF = grad_MF.contiguous()
     if _takes_blocks(x_MC, weight_EFC):
-        # Contiguous, as from other kernels, for any layout of the weight: compiled code needs it.
+        # The gradients are contiguous for any layout of the weight, as from the other kernels:
+        # compiled code relies on the strides of `register_fake`.
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), weight_EFC.new_empty(weight_EFC.shape)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]
-            # The product sums over rows: the block's rows of other experts must count as zero.
+            # The product sums over rows, so the block's rows of other experts must be zero.
             grad_NF = torch.zeros_like(grad_MF[block])
             grad_NF[own] = grad_MF[rows]
             torch.mm(grad_NF.T, x_MC[block], out=grad_EFC[expert])
@@ -205,6 +220,7 @@ _grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
 
 
 def _has_kernel(weight_EFC: Tensor) -> bool:
+    """True if torch's grouped kernel can multiply by these weights on their device."""
     dtype, device = weight_EFC.dtype, weight_EFC.device.type
     aligned = all(size * dtype.itemsize % 16 == 0 for size in weight_EFC.shape[1:])
     if device == "cuda":
@@ -213,43 +229,56 @@ def _has_kernel(weight_EFC: Tensor) -> bool:
     return aligned and device == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
 
-#: Rows an expert from which on `_blocks` are faster: fewer have few different numbers.
+#: Mean rows per expert from which on `_blocks` are faster. Below that, experts have few different
+#: numbers of rows, for which oneDNN can keep its code: see `_takes_blocks`.
 ROWS_OF_BLOCKS = 128
 
 
 def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
-    """On CPUs in bf16, oneDNN compiles code for each number of rows that is new, and keeps that of
-    the last thousand; and routers send another number in each step."""
+    """True if experts are multiplied in `_blocks`: on CPUs, in bf16, with many rows per expert.
+
+    There oneDNN compiles code for each new number of rows, and keeps the code of the last
+    `_KEPT_PRODUCTS` products. Routers give each expert a different number of rows in every step, so
+    most products would be compiled again; blocks have few different numbers of rows.
+    """
     on_cpu = weight_EFC.device.type == "cpu" and weight_EFC.dtype == torch.bfloat16
     return on_cpu and len(x_MC) >= ROWS_OF_BLOCKS * len(weight_EFC)
 
 
-#: Products of an expert's two weights in a step: forward, and for both gradients.
+#: Kinds of matrix products of the experts in a step: for each of the two weights, the forward
+#: product and the products for the gradients of input and weight.
 _PRODUCTS = 6
-#: Products that oneDNN keeps, and bytes of each with its code: measured on an AMD EPYC with
-#: avx512_bf16, when a run kept as many as it can.
+#: Products whose code oneDNN keeps in its cache, and bytes of each with its code (0.7 MiB):
+#: measured on an AMD EPYC with avx512_bf16 in a run whose cache was full.
 _KEPT_PRODUCTS, _PRODUCT_BYTES = 1024, 7 * 2**20 // 10
 
 
 def kept_code_bytes(rows: int, experts: int) -> int:
-    """About the bytes of code that oneDNN keeps for the products of experts on a CPU in bf16.
+    """Estimated bytes of code that oneDNN keeps for the products of experts on a CPU in bf16.
 
     Args:
-        rows: rows of all experts of a layer in a forward pass, visits of its tokens.
+        rows: rows of all experts of a layer in a forward pass (tokens times experts per token).
         experts: experts of a layer.
     """
-    # Routers give most experts less than twice their share. Blocks have few numbers of rows.
+    # Without blocks, an expert can have any number of rows, and routers give most experts less than
+    # twice the mean. With blocks, about 32 different numbers of rows occur.
     sizes = 32 if rows >= ROWS_OF_BLOCKS * experts else -(-2 * rows // experts)
     return min(_PRODUCTS * sizes, _KEPT_PRODUCTS) * _PRODUCT_BYTES
 
 
 def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Each expert's rows; the rows that are multiplied in their place, of a number that comes again
-    and again; and where in those they are."""
+    """Blocks of rows with few different sizes, one for each expert.
+
+    A block contains the expert's rows and, to reach one of a few sizes, rows of its neighbours.
+
+    Yields:
+        The expert's rows in `x_MC`, the block's rows in `x_MC`, and the expert's rows in the block.
+    """
     first = 0
     for last in ends_E.tolist():
         count = last - first
-        # At most a sixteenth more, from 128 on; and some sixteen numbers of each magnitude.
+        # Rounded up to a multiple of `step`: from 128 rows on at most a sixteenth more, with about
+        # sixteen different sizes between a power of two and the next.
         step = max(8, 1 << max(count.bit_length() - 5, 0))
         size = min(-(-count // step) * step, len(x_MC))
         begin = min(first, len(x_MC) - size)
@@ -259,8 +288,8 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
 
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
-    """Each expert's rows."""
-    # Reading the ends waits for the device: only where there is no grouped kernel.
+    """The rows of each expert, as views."""
+    # `tolist` waits for the device, so this is used only without a grouped kernel.
     return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
 
@@ -268,8 +297,10 @@ class RouterStatistics:
     """Statistics of a model's routers over some forward passes.
 
     Attributes:
-        loss_sum: load-balancing loss times valid labels, summed over the passes.
-        visits_LE: number of visits to each expert of each layer, int64 [L, E].
+        loss_sum: load-balancing loss times valid labels, summed over the passes, []; None before
+            the first pass.
+        visits_LE: number of tokens routed to each expert of each layer, int64 [L, E]; None before
+            the first pass.
     """
 
     def __init__(self) -> None:
@@ -277,22 +308,30 @@ class RouterStatistics:
         self.visits_LE: Tensor | None = None
 
     def add(self, loss_sum: Tensor, visits_LE: Tensor) -> None:
-        """Count a forward pass: its loss [] times the valid labels, and visits int64 [L, E]."""
-        # Kept on the device: reading them would wait for the GPU in each micro-batch.
+        """Add a forward pass: its load-balancing loss times its valid labels, [], and its visits,
+        int64 [L, E]."""
+        # The sums stay on the device: reading them would wait for the GPU in each micro-batch.
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         self.visits_LE = visits_LE if self.visits_LE is None else self.visits_LE + visits_LE
 
     def take(self, tokens: int) -> dict[str, float]:
-        """The metrics of the passes so far, over `tokens` valid labels; then clear the statistics.
+        """Return the metrics of the passes so far, and clear the statistics.
 
-        `moe/router_loss` is the mean load-balancing loss. An expert's load is its visits over
-        the mean of its layer's experts: `moe/max_load` and `moe/min_load` are the extremes over
-        all layers (1 is perfect balance), `moe/unused_experts` is the number of experts without
-        visits.
+        An expert's load is its number of tokens over the mean number of its layer's experts; 1 for
+        all experts is perfect balance.
+
+        Args:
+            tokens: valid labels of these passes.
+
+        Returns:
+            Empty without a pass, else
+            - `moe/router_loss`: mean load-balancing loss,
+            - `moe/max_load`, `moe/min_load`: greatest and least load of an expert, over all layers,
+            - `moe/unused_experts`: number of experts without a token, over all layers.
         """
         if self.loss_sum is None or self.visits_LE is None:
             return {}
-        # fp32 counts exactly up to 16 million only, which a step may have.
+        # fp32 counts exactly up to 16 million (2^24) only; a step may have more visits.
         visits_LE = self.visits_LE.double()
         load_LE = visits_LE / visits_LE.mean(-1, keepdim=True)
         metrics = {
@@ -308,28 +347,32 @@ class RouterStatistics:
 def load_balancing_loss(
     logits_LNE: list[Tensor], num_experts_per_tok: int
 ) -> tuple[Tensor, Tensor]:
-    """The router's auxiliary loss [] over all layers, and each expert's visits by layer, [L, E].
+    """The auxiliary load-balancing loss of the routers (Fedus et al. 2021, arXiv 2101.03961,
+    equation 4), as transformers computes it: means are over the tokens of all layers together.
 
-    E times the sum over experts of (visits a token) x (mean probability): K when all experts
-    are visited alike, higher otherwise (Fedus et al. 2021, eq. 4, as transformers computes it:
-    means over the tokens of all layers together).
+    The loss is E times the sum over experts of (visits per token) x (mean probability). It is K if
+    all experts get equally many tokens, and usually greater otherwise.
 
     Args:
         logits_LNE: the router's logits [N, E] of each layer.
         num_experts_per_tok: K.
+
+    Returns:
+        The loss, fp32 [], and the visits to each expert, int64 [L, E].
     """
     probabilities_LNE = [logits.float().softmax(-1) for logits in logits_LNE]
-    # A choice has no gradient: it reaches the router through the probabilities alone.
+    # The choice of experts has no gradient: the router learns through the probabilities only.
     chosen_LNK = [one.detach().topk(num_experts_per_tok).indices for one in probabilities_LNE]
     return balancing_loss(probabilities_LNE, chosen_LNK)
 
 
 def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The loss [] and the visits [L, E] of `load_balancing_loss`.
+    """The load-balancing loss [] and the visits, int64 [L, E], from scores and choices: see
+    `load_balancing_loss`.
 
     Args:
-        scores_LNE: the experts' scores for each token, which sum to 1, [N, E] of each layer.
-        chosen_LNK: the experts that each token visits, int64 [N, K] of each layer.
+        scores_LNE: scores [N, E] of each layer, which sum to 1 for each token.
+        chosen_LNK: numbers of each token's experts, int64 [N, K] of each layer.
     """
     probabilities_LNE = torch.stack(scores_LNE)
     experts = probabilities_LNE.shape[-1]
@@ -341,6 +384,6 @@ def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[
 
 def _visits(experts_NK: Tensor, num_experts: int) -> Tensor:
     """Number of tokens routed to each expert, int64 [E]."""
-    # Not `bincount`, which on a GPU adds in no fixed order and waits for its size.
+    # `bincount` would add in no fixed order on a GPU, and wait for the GPU to know its size.
     every_E = torch.arange(num_experts, device=experts_NK.device)
     return (experts_NK.flatten()[:, None] == every_E).sum(0)

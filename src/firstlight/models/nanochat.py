@@ -1,6 +1,10 @@
-"""nanochat's first form (karpathy/nanochat until January 2026): a Llama whose norms have no
-weights, with a norm behind the embedding, queries and keys normalised after a rotation in the other
-direction, squared ReLU without a gate, and capped logits.
+"""The first version of nanochat's model (karpathy/nanochat until January 2026). It differs from
+Llama in:
+
+- norms without weights, and a norm after the embedding;
+- queries and keys that are normalised after the rotation, which has the opposite direction;
+- an MLP with squared ReLU and no gate;
+- a soft cap of the logits.
 
 Parameter names are those of Hugging Face's `NanoChatForCausalLM`. Shape letters as in `llama.py`.
 """
@@ -31,23 +35,24 @@ _NANOCHAT = FamilySpec(
 
 
 class NanoChatConfig(LlamaConfig):
-    """Shape of a model of nanochat's first form."""
+    """Configuration of a model of nanochat's first version."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {"nanochat": _NANOCHAT}
 
     model_type: Literal["nanochat"] = "nanochat"
     """"nanochat"."""
     final_logit_softcapping: float | None = Field(15.0, gt=0)
-    """bound c of the logits z, which become c tanh(z / c); null is none."""
+    """bound c of the logits z, which become c tanh(z / c); null is no bound."""
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
-        """Default width inside the MLP."""
+        """Default inner width of the MLP."""
         return 4 * hidden_size
 
 
 def _turned_and_normalised(x_BHTD: Tensor, cos: Tensor, sin: Tensor, *, eps: float) -> Tensor:
-    """Rotate as `apply_rope`, and normalise each head afterwards, without a weight."""
+    """Rotate [B, H, T, D] by `apply_rope`, then normalise each head by an RMSNorm without a
+    weight."""
     turned_BHTD = apply_rope(x_BHTD, cos, sin)
     return rms_norm(turned_BHTD.to(x_BHTD.dtype), eps)
 
@@ -61,7 +66,7 @@ class NanoChatAttention(LlamaAttention):
 
 
 class NanoChatMLP(nn.Module):
-    """Two matrices with the square of ReLU between, [B, T, C] to [B, T, C]."""
+    """MLP with squared ReLU (So et al. 2021, Primer, arXiv 2109.08668), [B, T, C] to [B, T, C]."""
 
     def __init__(self, config: NanoChatConfig) -> None:
         super().__init__()
@@ -74,13 +79,13 @@ class NanoChatMLP(nn.Module):
 
 
 class NanoChatBlock(LlamaBlock):
-    """One layer, as in Llama."""
+    """One layer, with nanochat's attention and MLP."""
 
     attention_class, mlp_class = NanoChatAttention, NanoChatMLP
 
 
 class NanoChat(Llama):
-    """A language model of nanochat's first form; see `LanguageModel`."""
+    """A language model of nanochat's first version; see `LanguageModel`."""
 
     config: NanoChatConfig
 
@@ -94,9 +99,10 @@ class NanoChat(Llama):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The first layer's input [B, T, C]: see `Llama.embed`."""
-        # Not by the final norm, as in transformers: a pipeline's first stage does not have it.
+        # transformers applies the final norm's module here, which has no weights. The first stage
+        # of a pipeline does not have that module.
         return rms_norm(super().embed(input_ids), self.config.rms_norm_eps)
 
     def _ropes(self, positions: Tensor, length: int | Tensor) -> Ropes:
-        """Rotary tables of the other direction: see `Llama._ropes`."""
+        """Rotary tables for a rotation in the opposite direction: see `Llama._ropes`."""
         return tuple((cos, -sin) for cos, sin in super()._ropes(positions, length))

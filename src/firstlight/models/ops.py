@@ -1,7 +1,8 @@
-"""Tensor functions that the model families share, pure except for the embedding.
+"""Tensor functions that the model families share, and their embedding module.
 
-Shape letters, here and in the families: B batch, T new tokens, S tokens attended to,
-H query heads, K key-value heads, D head size, C hidden size, V vocabulary.
+Shape letters, here and in the families' modules: B batch, T new tokens, S tokens whose keys and
+values attention reads (earlier and new), H query heads, K key-value heads, D head size, C hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,40 +15,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+#: Label of tokens that are left out of the loss, as in `torch.nn.functional.cross_entropy`.
 IGNORE_INDEX = -100
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product takes `x` [...]: autocast's on its device, else its own.
+    """The dtype to which a matrix product should cast `x` [...]: autocast's dtype on the device of
+    `x`, or that of `x` without autocast.
 
-    Autocast does not know operators of our own, so they have to ask.
+    Custom operators use it, because autocast does not cast their inputs.
     """
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` [...] in fp32, for sums that would lose too much in less; fp64 stays."""
+    """`x` [...] cast to fp32, for sums that need its precision; fp64 is kept."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def soft_capped(x: Tensor, bound: float | None) -> Tensor:
-    """c tanh(x / c) of scores or logits [...], for a bound c; `x` itself for None."""
+    """Scores or logits [...] bounded to c tanh(x / c), where c is `bound`; `x` itself for None."""
     return x if bound is None else bound * torch.tanh(x / bound)
 
 
 class AttentionOptions(NamedTuple):
-    """What attention depends on beside queries, keys and values.
+    """Arguments of attention other than queries, keys and values.
 
     Attributes:
-        mask: result of the model's `make_mask`, which replaces the causal mask; None is causal.
-        dropout: probability with which a weight is dropped.
+        mask: result of the model's `make_mask`, used in place of the causal mask; None is the
+            causal mask.
+        dropout: probability with which an attention weight is dropped.
         scale: factor of the scores; None is 1 / sqrt(D).
-        softcap: bound c of the scores s, which become c tanh(s / c) before the mask; None leaves
-            them as they are. A kernel without it refuses another value than None.
-        sinks: a logit of each head that its softmax has beside the scores, fp32 or less [H]: the
-            share of the weights that it takes reaches no value (Xiao et al. 2023; gpt-oss). None
-            is none; a kernel without them refuses others.
+        softcap: bound c of the scores s, which become c tanh(s / c) before masking; None is no
+            bound. Kernels that do not support it require None.
+        sinks: attention sinks, fp32 or less [H]: one more logit in each head's softmax, whose
+            weight is multiplied with no value (Xiao et al. 2023, arXiv 2309.17453; gpt-oss). None
+            is no sinks. Kernels that do not support them require None.
     """
 
     mask: Any = None
@@ -62,13 +66,14 @@ CAUSAL = AttentionOptions()
 
 
 class AttentionFunction(Protocol):
-    """Causal attention [B, H, T, D] of T new tokens; token t sees the first S - T + t + 1 of all S
-    tokens.
+    """Interface of causal attention. The result is [B, H, T, D] for T new tokens. By the causal
+    mask, new token t (from 0) sees the first S - T + t + 1 of all S tokens.
 
     Args:
         q_BHTD: queries of the new tokens.
-        k_BKSD, v_BKSD: keys and values of all tokens; H / K query heads share each head.
-        options: mask, scale and the like.
+        k_BKSD, v_BKSD: keys and values of all tokens; H / K neighbouring query heads share each of
+            the K heads.
+        options: mask, dropout, scale, soft cap and sinks.
     """
 
     def __call__(
@@ -80,7 +85,7 @@ class SelfAttention(nn.Module):
     """Base of the families' attention layers.
 
     Attributes:
-        attend: attention backend; efficiency methods replace it.
+        attend: function that computes attention; efficiency methods replace it.
     """
 
     attend: AttentionFunction
@@ -89,16 +94,17 @@ class SelfAttention(nn.Module):
 def attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Causal attention [B, H, T, D] by torch's fused kernels, which choose among themselves.
+    """Causal attention [B, H, T, D] by `scaled_dot_product_attention`, for which torch selects one
+    of its fused kernels.
 
-    Arguments as in `AttentionFunction`; a mask is bool [T, S] or [B, 1, T, S], true where a query
-    may look.
+    Arguments as in `AttentionFunction`. A mask is bool [T, S] or [B, 1, T, S], true for the keys
+    that a query sees. Soft cap and sinks are not supported.
     """
     assert options.softcap is None, "torch's fused kernels have no cap of scores"
     assert options.sinks is None, "torch's fused kernels have no sinks"
     mask = options.mask
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
-    # torch's `is_causal` lets the first query see the first key alone: right only if T is S.
+    # With `is_causal`, torch's first query sees only the first key, which is right only if T is S.
     if mask is None and 1 < new < total:
         mask = causal_mask(new, total, q_BHTD.device)
     return F.scaled_dot_product_attention(
@@ -116,38 +122,39 @@ def attention(
 def plain_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Causal attention [B, H, T, D] by the plain formula (Vaswani et al. 2017): two matrix products
-    with a softmax between them in fp32. All T x S scores are in memory at once.
+    """Causal attention [B, H, T, D] by the plain formula (Vaswani et al. 2017, arXiv 1706.03762):
+    two matrix products with a softmax in fp32 between them. All T x S scores are in memory at once.
 
-    Arguments as in `attention`.
+    Arguments as in `attention`; soft cap and sinks are supported.
     """
     mask, dropout, scale, softcap, sinks_H = options
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
-    # The queries and not the scores: there are fewer of them, and fp16 scores stay in range.
+    # The queries are scaled, not the scores: they are fewer, and fp16 scores stay in range.
     q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1]) if scale is None else q_BHTD * scale
     scores = soft_capped(at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1)), softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks_H is None:
         weights = scores.softmax(-1)
     else:
-        # The sinks' column takes its share of the softmax and is cut off: it reaches no value.
+        # The sinks are one more column of the softmax, which is cut off: it has no value.
         sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-    # Rounded after the softmax only, as in fused kernels.
+    # Weights are rounded to the values' dtype after the softmax, as in fused kernels.
     return F.dropout(weights.to(v_BKSD.dtype), dropout) @ v_BKSD
 
 
 def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
-    """Keys or values of grouped queries (Ainslie et al. 2023) repeated to [B, H, S, D]."""
+    """Keys or values of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245), repeated
+    to [B, H, S, D]; H is `heads`."""
     groups = heads // x_BKSD.shape[1]
-    # Neighbouring query heads share a head, as in Hugging Face's weights.
+    # Neighbouring query heads share a key-value head, as in Hugging Face's weights.
     return x_BKSD if groups == 1 else x_BKSD.repeat_interleave(groups, 1)
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
-    """True where the last `new` of `total` tokens may look, bool [T, S]."""
+    """True for the keys that the last `new` of `total` tokens see, bool [T, S]."""
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
@@ -156,12 +163,12 @@ def document_positions(document_ids_BT: Tensor) -> Tensor:
     positions_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
     begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    # The newest beginning up to each token is the largest, as positions grow.
+    # Positions grow, so the maximum up to a token is the beginning of its document.
     return positions_T - (positions_T * begins_BT).cummax(1).values
 
 
 class MaskFunction(Protocol):
-    """Function that makes the mask of a model's `AttentionFunction`: see `dense_mask`."""
+    """Interface of functions that make `AttentionOptions.mask`: see `dense_mask`."""
 
     def __call__(
         self,
@@ -176,13 +183,14 @@ def dense_mask(
     positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
 ) -> Tensor | None:
     """True for the keys that a query sees: bool [T, S], or [B, 1, T, S] with documents or with
-    positions that differ from row to row; None for the causal mask.
+    positions that differ between sequences; None if it would be the causal mask.
 
     Args:
-        positions: positions of the queries in their row, int64 [T] or [B, T].
-        total: tokens there are to look at, from position 0.
-        window: a query sees itself and the `window` - 1 tokens before it; None is all.
-        document_ids_BT: a query sees its own document only; the row is all there is to look at.
+        positions: positions of the queries in their sequence, int64 [T] or [B, T].
+        total: S, the number of keys, whose positions count from 0.
+        window: number of tokens, itself included, that a query sees; None is all earlier tokens.
+        document_ids_BT: document of each token, with which a query sees only its own document;
+            None is one document. Only without a cache, where T is S.
     """
     if positions.dim() == 2:
         assert document_ids_BT is None
@@ -194,7 +202,7 @@ def dense_mask(
     mask = sliding_window_mask(positions, total, window)
     if document_ids_BT is None:
         return mask
-    # Equal numbers are one document, since documents are stretches of a row.
+    # Each document is a contiguous part of its row with a number of its own.
     same_BTS = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
     if mask is None:
         mask = causal_mask(len(positions), total, positions.device)
@@ -202,23 +210,24 @@ def dense_mask(
 
 
 class Embedding(nn.Embedding):
-    """torch's, whose values are not drawn: models here are initialised or loaded as a whole.
+    """torch's embedding without the default initialisation: models here are initialised by
+    `init_weights` or loaded.
 
-    Drawing them on the meta device would also import torch's compiler: a second, and some 50 MB
-    in every process that loads a model.
+    On the meta device, the default initialisation would also import torch's compiler, which takes
+    about a second and 50 MB in every process that loads a model.
     """
 
     def reset_parameters(self) -> None:
-        """Leaves the values as they are."""
+        """Do nothing."""
 
 
 def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:
-    """True for the keys that the query at a position sees: itself and the `window` - 1 before it,
-    bool [T, S]; None if the window hides nothing.
+    """True for the keys that a query sees, bool [T, S]; None if the window hides nothing.
 
     Args:
-        positions_T: positions of the queries, int64 [T].
-        total: tokens there are to look at, from position 0.
+        positions_T: positions of the queries, int64.
+        total: S, the number of keys, whose positions count from 0.
+        window: number of tokens, itself included, that a query sees; None is all earlier tokens.
     """
     if window is None or total <= window:
         return None
@@ -228,10 +237,10 @@ def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> 
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross-entropy (nats, fp32) over the labels that are not -100.
+    """Sum of the cross-entropy over the labels that are not -100, in nats, fp32 [].
 
-    A sum and not a mean: the caller divides by the valid labels of the whole global batch, so
-    that accumulation gives the same gradient as one large batch.
+    It is not the mean, because the caller divides by the valid labels of the whole global batch:
+    gradient accumulation then gives the same gradient as one large batch.
 
     Args:
         logits: [..., V].
@@ -246,7 +255,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class HeadLoss(Protocol):
-    """Function that computes head and cross-entropy, summed to a loss []: see `head_loss`."""
+    """Interface of functions that compute the head and the summed loss []: see `head_loss`."""
 
     def __call__(
         self,
@@ -260,10 +269,11 @@ class HeadLoss(Protocol):
 
 
 def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum [] of the squared logarithm of the softmax' divisor where the label is not -100, in fp32.
+    """Sum of logsumexp(logits)^2 over the labels that are not -100, fp32 [] (z-loss; Chowdhery et
+    al. 2022, PaLM, arXiv 2204.02311, section 5).
 
-    It keeps logits from drifting, which the cross-entropy leaves free by a constant (Chowdhery et
-    al. 2022, PaLM, section 5).
+    The cross-entropy does not change if a constant is added to all logits of a token; the z-loss
+    keeps this constant near zero.
 
     Args:
         logits: [..., V].
@@ -281,19 +291,19 @@ def head_loss(
     *,
     z_loss_coef: float = 0.0,
 ) -> Tensor:
-    """All logits at once, then their cross-entropy, summed in fp32 over the labels that are not
-    -100, [].
+    """Compute all logits at once, and their cross-entropy summed over the labels that are not -100,
+    fp32 [].
 
     Args:
-        x_BTC: the last layer's output, normalised.
-        head: gives logits [B, T, V or more].
+        x_BTC: the last layer's output after the final norm.
+        head: function that computes logits [B, T, V or more].
         vocab_size: V; logits beyond it are padding.
-        labels_BT: see `cross_entropy_sum`.
-        softcap: bound of the logits, see `soft_capped`; None is none.
-        z_loss_coef: coefficient of `z_loss_sum`, which is added where there are gradients only:
-            an evaluation's loss is the cross-entropy.
+        labels_BT: labels, int64.
+        softcap: bound of the logits, see `soft_capped`; None is no bound.
+        z_loss_coef: coefficient of `z_loss_sum`, which is added only if gradients are enabled, so
+            that the loss of an evaluation is the cross-entropy.
     """
-    # Logits of padded rows would take a share of the probability.
+    # Cut off, because logits of padded rows would get a part of the probability.
     logits = soft_capped(head(x_BTC)[..., :vocab_size], softcap)
     loss = cross_entropy_sum(logits, labels_BT)
     if z_loss_coef and torch.is_grad_enabled():

@@ -1,14 +1,15 @@
 """Qwen3-Next (Qwen team 2025): linear attention by a gated delta rule in three layers of four.
 
-A layer with linear attention keeps one matrix of each head as its state. A token's key looks up the
-state's value for it, and the difference from the token's value is added to the state (Yang et al.
-2024, "Gated Delta Networks"). Every fourth layer attends to all tokens, with a gate on its output;
-all have experts, and a shared expert for every token. Parameter names are those of Hugging Face's
-`Qwen3NextForCausalLM`.
+A layer with linear attention keeps one matrix per head as its state. For each token, the state is
+multiplied by a decay; its value for the token's key is looked up; and the difference between the
+token's value and that value is added to the state (Yang et al. 2024, "Gated Delta Networks", arXiv
+2412.06464). Every fourth layer has attention to all tokens, with a gate on its output. All layers
+have routed experts, and a shared expert for every token. Parameter names are those of Hugging
+Face's `Qwen3NextForCausalLM`.
 
-Shape letters as in `models/ops.py` and `models/moe.py`; in layers with linear attention, G key
-heads, H value heads, D a key's size, E a value's, X the channels of the convolution, W its width,
-N chunks of S tokens.
+Shape letters as in `models/ops.py` and `models/moe.py`. In layers with linear attention: G key
+heads, H value heads, D size of a key head, E size of a value head, X channels of the convolution, W
+its width, N chunks of S tokens.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from firstlight.models.moe import SparseMLP
 from firstlight.models.ops import at_least_fp32
 from firstlight.models.qwen3_next_config import Qwen3NextConfig
 
-#: Tokens whose updates of the state are computed at a time, as in transformers.
+#: Tokens of a chunk, whose updates of the state are computed together; as in transformers.
 _CHUNK_TOKENS = 64
 
 
 class GatedRMSNorm(RMSNorm):
-    """The norm of a head's output times the SiLU of a gate, [..., E]."""
+    """RMSNorm of a head's output times the SiLU of a gate, [..., E] both."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         return (super().forward(x) * F.silu(at_least_fp32(gate))).to(x.dtype)
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention: a short convolution of queries, keys and values, and a gated delta rule."""
+    """Linear attention: a short causal convolution of queries, keys and values, a gated delta rule,
+    and a gated norm of its output (Yang et al. 2024, arXiv 2412.06464)."""
 
     def __init__(self, config: Qwen3NextConfig, layer: int) -> None:
         super().__init__()
@@ -61,58 +63,64 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(H * E, C, bias=False)
 
     def forward(self, x_BTC: Tensor, places: Tensor | None, cache: Cache | None) -> Tensor:
-        """[B, T, C] to [B, T, C].
+        """Linear attention, [B, T, C] to [B, T, C].
 
         Args:
             x_BTC: the layer's input, normalised.
             places: each token's position in its document, int64 [B, T]; None is one document.
-            cache: states after earlier tokens.
+            cache: cache with the states after earlier tokens.
         """
         B, T, _ = x_BTC.shape
         inputs, state_BHDE = (None, None) if cache is None else cache.state(self.layer)
         heads = (B, T, self.key_heads, -1)
         q, k, v, z = torch.split(self.in_proj_qkvz(x_BTC).view(heads), self.head_sizes, -1)
         b, a = self.in_proj_ba(x_BTC).view(heads).chunk(2, -1)
-        # One convolution for all three, whose channels do not see each other.
+        # One convolution for queries, keys and values, because each channel has its own filter.
         mixed_BTX = torch.cat([part.flatten(2) for part in (q, k, v)], -1)
         mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, places)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
-        # No copy where each head has its own: sums over a head go by the order in memory.
+        # No copy if each value head has its own key head: the order of sums over a head, and so
+        # their last bits, depend on the memory layout.
         q_BTHD, k_BTHD = q, k
         if self.group > 1:
             q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
-        # In fp32: the state keeps products of thousands of decays, many of them so near to 1 that
-        # bf16 would round them to it.
+        # In fp32: the state is multiplied by thousands of decays, many of them so near to 1 that
+        # bf16 would round them to 1.
         step_BTH = F.softplus(at_least_fp32(a.flatten(2)) + self.dt_bias)
         decay_BTH = -at_least_fp32(self.A_log).exp() * step_BTH
         beta_BTH = b.flatten(2).sigmoid()
-        # Sums over all earlier tokens: autocast would round each product.
+        # Without autocast, which would round each product in the sums over all earlier tokens.
         with torch.autocast(x_BTC.device.type, enabled=False):
             y_BTHE, state_BHDE = gated_delta_rule(
                 q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH, state_BHDE, places
             )
         if cache is not None:
             cache.set_state(self.layer, (inputs, state_BHDE))
-        # As rows in order, which is also how the output projection takes them.
+        # One row for each head of each token, in the order that the output projection needs.
         rows, gates = (x.reshape(-1, self.value_dim) for x in (y_BTHE.to(mixed_BTX.dtype), z))
         return self.out_proj(self.norm(rows, gates).view(B, T, -1))  # type: ignore[no-any-return]
 
     def convolved(
         self, x_BTX: Tensor, before: Tensor | None, places: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Each channel's causal convolution and SiLU, [B, T, X], and the last inputs [B, W - 1, X].
+        """Causal convolution of each channel, followed by SiLU.
 
         Args:
             x_BTX: inputs.
-            before: inputs of the tokens before these; None is zeros.
+            before: inputs of the W - 1 tokens before these, [B, W - 1, X]; None is zeros.
             places: each token's position in its document, see `forward`.
+
+        Returns:
+            The outputs [B, T, X], and the last inputs [B, W - 1, X], which are `before` of the next
+            tokens.
         """
         B, T, X = x_BTX.shape
         weight_XW = self.conv1d.weight[:, 0]
         earlier = weight_XW.shape[1] - 1
         if before is None and places is None:
-            # Cut and not exact: SiLU rounds the last numbers of a row as in transformers.
+            # Longer than needed and then cut, as in transformers: for a row of exact length, SiLU
+            # rounds the last elements differently.
             weight_X1W = self.conv1d.weight
             y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
             last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
@@ -122,39 +130,42 @@ class GatedDeltaNet(nn.Module):
         if places is None:
             y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
         else:
-            # Written out, since the first tokens of a document must not see the inputs of the one
-            # before.
+            # Written out as a sum, because the first tokens of a document must not see inputs of
+            # the document before.
             y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
             for back in range(1, earlier + 1):
                 seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
                 seen_BTX = seen_BTX * (places >= back)[..., None]
                 y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
-        # The last inputs, some of them older than these tokens where those are few.
+        # The last W - 1 inputs; if T is less, some of them are from `before`.
         return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, H, T, ...] to chunks [B, H, N, size, ...], with zeros behind the last token."""
+    """[B, H, T, ...] to chunks [B, H, N, size, ...], padded by zeros after the last token."""
     x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, -x.shape[2] % size))
     return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
 
 def _document_masks(places_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Masks of chunks that keep documents apart, bool.
+    """Masks of chunks that keep documents separate.
 
     Args:
         places_BT: each token's position in its document, int64.
         size: S, tokens of a chunk.
 
     Returns:
-        Pairs of tokens of one document [B, 1, N, S, S]; tokens that read the state before their
-        chunk, and tokens that are in the state behind it [B, 1, N, S]; chunks through which the
-        state passes [B, 1, N].
+        Bool tensors:
+        - [B, 1, N, S, S], true for two tokens of the same document;
+        - [B, 1, N, S], true for tokens that read the state before their chunk;
+        - [B, 1, N, S], true for tokens that are part of the state after their chunk;
+        - [B, 1, N], true for chunks after which the state before the chunk is still part of the
+          state.
     """
     documents = _in_chunks((places_BT == 0).cumsum(1)[:, None], size)
-    # The state before a chunk is that of the document in which the chunk before it ended: only
-    # tokens of that document read it, and only those of a chunk's last document are in the state
-    # that the chunk leaves.
+    # The state before a chunk belongs to the last document of the previous chunk. Only tokens of
+    # this document read it, and only tokens of a chunk's last document are part of the state after
+    # the chunk.
     last_BN = documents[..., -1]
     open_BN = F.pad(last_BN[..., :-1], (1, 0), value=1)
     same = documents[..., :, None] == documents[..., None, :]
@@ -171,41 +182,47 @@ def gated_delta_rule(
     state_BHDE: Tensor | None,
     places_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, H, E], and the state [B, H, D, E] after the last token, in fp32 at least.
+    """The gated delta rule, computed in chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3).
 
-    A token takes the state S to exp(g) S + beta k' (v - k exp(g) S), with a key k of length 1, and
-    its output is q S, with a query q of length 1 / sqrt(D). A chunk's updates hang on each other by
-    a triangular system, which is solved for all of them at once (Yang et al. 2024, section 3.3).
+    Each token updates the state S [D, E] of a head to exp(g) S + beta k^T (v - k exp(g) S), where
+    the key k is normalised to length 1. Its output is q S with the new state, where the query q is
+    normalised to length 1 / sqrt(D). The updates of a chunk depend on each other by a triangular
+    linear system, which is solved for all tokens of the chunk at once.
 
     Args:
         q_BTHD, k_BTHD, v_BTHE: queries, keys and values.
-        decay_BTH: g, at most 0.
-        beta_BTH: beta, from 0 to 1.
+        decay_BTH: g, the logarithm of the decay, at most 0.
+        beta_BTH: beta, the strength of the update, from 0 to 1.
         state_BHDE: state before the first token; None is zeros.
-        places_BT: each token's position in its document, int64: documents begin with a state of
-            zeros. None is one document.
+        places_BT: each token's position in its document, int64; each document begins with a state
+            of zeros. None is one document.
+
+    Returns:
+        The outputs [B, T, H, E], and the state [B, H, D, E] after the last token, in fp32 at least.
     """
     B, T, H, D = k_BTHD.shape
-    # Fewer tokens are padded to a chunk, too, except a single one: the bits are transformers'.
+    # Fewer tokens than a chunk are padded to one, except a single token: the last bits are then
+    # those of transformers.
     size = _CHUNK_TOKENS if T > 1 else 1
     inputs = q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH
     q, k, v, g, beta = (at_least_fp32(x.transpose(1, 2)) for x in inputs)
-    # 1e-6 as in transformers, and before the padding, with which it would round otherwise.
+    # 1e-6 as in transformers. Normalised before padding, which would change the rounding.
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))
     q, g = q * D**-0.5, g.cumsum(-1)
-    # Sums of logarithms, and differences that are never above 0: quotients of the decays themselves
-    # would divide by numbers that have become 0.
+    # Decays between two tokens are exponentials of differences of summed logarithms, which are at
+    # most 0. Quotients of decays would divide by products that have become 0.
     from_start, to_end, whole = g.exp(), (g[..., -1:] - g).exp(), g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if places_BT is not None:
         same, reads, is_kept, passes = _document_masks(places_BT, size)
         seen = seen & same
         from_start, to_end, whole = from_start * reads, to_end * is_kept, whole * passes
-    # Before exp, which would overflow for later tokens, and give NaN for their gradients.
+    # Masked before exp, which would overflow for pairs with a later key and make gradients NaN.
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
-    # Row s: its key's likeness to the earlier ones of its chunk, whose values it must not repeat.
+    # Row s has the decayed products of key s with the earlier keys of its chunk: token s adds only
+    # the part of its value that their updates do not give already.
     system = k_beta @ k.mT * between
     wanted = torch.cat((v * beta[..., None], k_beta * from_start[..., None]), -1)
     wanted = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -215,7 +232,7 @@ def gated_delta_rule(
     if state_BHDE is None:
         state_BHDE = v.new_zeros(B, H, D, v.shape[-1])
     outputs = []
-    # Chunks wait for each other only here, where the state passes from one to the next.
+    # Only this loop is sequential: the state passes from each chunk to the next.
     for n in range(v.shape[2]):
         written = new_v[:, :, n] - known_k[:, :, n] @ state_BHDE
         outputs.append(q_start[:, :, n] @ state_BHDE + weights[:, :, n] @ written)
@@ -225,7 +242,8 @@ def gated_delta_rule(
 
 
 class Qwen3NextAttention(LlamaAttention):
-    """Attention with a gate on each head's output, whose rows of `q_proj` follow the head's own."""
+    """Attention with a sigmoid gate on each head's output. `q_proj` computes the gates, too: for
+    each head, first the rows of the query, then those of the gate."""
 
     def add_projections(self, config: Any) -> None:
         """See `LlamaAttention.add_projections`."""
@@ -243,7 +261,8 @@ class Qwen3NextAttention(LlamaAttention):
 
 
 class Qwen3NextMLP(SparseMLP):
-    """The experts of one layer, and a shared expert for all tokens, weighted by its own gate."""
+    """The routed experts of one layer, and a shared expert for all tokens, whose output is
+    multiplied by a sigmoid gate."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__(config)
@@ -272,7 +291,8 @@ class Qwen3NextBlock(LlamaBlock):
             super().add_attention(config, layer)
 
     def mix(self, x_BTC: Tensor, ropes: Any, masks: Any, cache: Cache | None) -> Tensor:
-        """See `LlamaBlock.mix`; `masks` are attention's mask and the places in documents."""
+        """See `LlamaBlock.mix`. `masks` are attention's mask and each token's position in its
+        document (`places` of `GatedDeltaNet.forward`)."""
         mask, places = masks
         if self.is_linear:
             return self.linear_attn(x_BTC, places, cache)  # type: ignore[no-any-return]
@@ -289,18 +309,20 @@ class Qwen3Next(Llama):
     residual_projections = ("o_proj.", "out_proj.", "down_proj")
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
-        """Draw the initial weights, see `LanguageModel`; decays as Hugging Face's class does."""
+        """Draw the initial weights, see `LanguageModel.init_weights`; the parameters of the decays
+        as in Hugging Face's class."""
         super().init_weights(generator, init)
         for module in self.modules():
             if isinstance(module, GatedDeltaNet):
                 with torch.no_grad():
                     module.dt_bias.fill_(1.0)
                     module.norm.weight.fill_(1.0)
-                    # Heads begin with decays from slow to fast: memories of all lengths.
+                    # Heads begin with slow to fast decays, to remember over short and long ranges.
                     module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty cache: keys and values of layers with attention, states of the others."""
+        """An empty cache: keys and values for layers with full attention, states for layers with
+        linear attention."""
         config = self.config
         return KVCache(
             *(config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
@@ -314,6 +336,7 @@ class Qwen3Next(Llama):
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
     ) -> tuple[Any, Any]:
-        """See `Llama.make_masks`: attention's mask and the places in documents."""
+        """Attention's mask, and each token's position in its document, int64 [B, T], or None with
+        one document. Arguments as in `Llama.make_masks`."""
         mask = self.make_mask(cache_positions, total, None, document_ids)
         return mask, None if document_ids is None else positions

@@ -1,4 +1,5 @@
-"""Shapes of Qwen3-Next, which `qwen3_next.py` computes, in and out of config.json."""
+"""Configuration of Qwen3-Next models, read from and written to config.json. `qwen3_next.py` has the
+model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 
 def _usual_types(layers: int, period: int) -> list[str]:
-    """The kinds of all layers; every `period`-th layer attends to all tokens."""
+    """The kinds of all layers, if every `period`-th layer has full attention."""
     return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
 
 
@@ -63,28 +64,29 @@ class Qwen3NextConfig(MoEConfig):
             norm_kind="one_plus",
             rope=RopeSpec(partial_factor=0.25),
             experts=QWEN_EXPERTS,
-            # Layers that predict further tokens (MTP), which transformers leaves out, too.
+            # Layers for multi-token prediction (MTP), which transformers does not load either.
             left_out=("mtp.",),
         )
     }
 
     model_type: Literal["qwen3_next"] = "qwen3_next"
-    """name of the family in config.json, "qwen3_next"."""
+    """"qwen3_next"."""
     layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
-    """"full_attention" or "linear_attention" (a gated delta rule) for each layer; null is full in
-    every fourth, or in the last of fewer."""
+    """"full_attention" or "linear_attention" (gated delta rule) for each layer; null is full
+    attention in every fourth layer, or in the last layer of a model with fewer."""
     linear_conv_kernel_dim: int = Field(4, gt=0, le=1024)
-    """tokens that the convolution before a delta rule sees, itself included."""
+    """width of the causal convolution in layers with linear attention, in tokens."""
     linear_key_head_dim: int = Field(32, gt=0)
-    """size of a query's and key's head in layers with linear attention."""
+    """size of a query and key head in layers with linear attention."""
     linear_value_head_dim: int = Field(32, gt=0)
-    """size of a value's head in layers with linear attention."""
+    """size of a value head in layers with linear attention."""
     linear_num_key_heads: int = Field(4, gt=0)
     """query and key heads of layers with linear attention."""
     linear_num_value_heads: int = Field(8, gt=0)
-    """value heads of layers with linear attention, a multiple of their key heads."""
+    """value heads of layers with linear attention, a multiple of linear_num_key_heads."""
     shared_expert_intermediate_size: int = Field(0, ge=0)
-    """width inside the shared expert, which every token visits; 0 is moe_intermediate_size."""
+    """inner width of the shared expert, which is applied to every token; 0 is
+    moe_intermediate_size."""
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class Qwen3NextConfig(MoEConfig):
         layers = values.get("num_hidden_layers", cls.model_fields["num_hidden_layers"].default)
         kinds = values.get("layer_types")
         if isinstance(layers, int) and kinds and kinds == _usual_types(layers, min(layers, 4)):
-            # The default is left out, so that equal models have equal configs.
+            # Removed if it is the default, so that equal models have equal configs.
             del values["layer_types"]
         return values
 
@@ -110,8 +112,9 @@ class Qwen3NextConfig(MoEConfig):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Shapes of the state of each layer with linear attention: the last inputs of its
-        convolution, and the state of its delta rule."""
+        """See `FamilyConfig.state_shapes`. A layer with linear attention has two states: the last
+        inputs of its convolution [W - 1, X], and the state of its delta rule [H, D, E] (letters as
+        in `qwen3_next.py`)."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         heads, size = self.linear_num_value_heads, self.linear_value_head_dim
         inputs = self.linear_conv_kernel_dim - 1, 2 * keys + heads * size

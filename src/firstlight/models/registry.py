@@ -1,4 +1,4 @@
-"""The table of model families: the config class, the model class and the facts of each."""
+"""The table of model families: config class, model class and facts of each family."""
 
 from __future__ import annotations
 
@@ -53,35 +53,38 @@ FAMILIES: dict[str, Family] = {
     **{name: Family(Qwen3NextConfig, Qwen3Next, s) for name, s in Qwen3NextConfig.families.items()},
 }
 
-#: The family of a recipe that names none.
+#: `model_type` of a recipe that does not give it.
 DEFAULT_FAMILY = LlamaConfig.default_type()
 
 
 def families_with(has: Callable[[Family], object]) -> str:
-    """The families that have something, for a sentence: "llama and qwen2"."""
+    """Names of the families for which `has` is true, as in a sentence: "llama, qwen2 and phi3"."""
     *others, last = (name for name, family in FAMILIES.items() if has(family))
     return f"{', '.join(others)} and {last}"
 
 
 def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """The model of a config, on torch's current default device, not initialised.
+    """Create the model of a config on torch's current default device, not initialised.
 
     Args:
-        config: its shape.
-        vocab_multiple: the embedding's and the head's rows are padded to a multiple of this.
+        config: the model's config.
+        vocab_multiple: the rows of embedding and head are padded to a multiple of this number.
     """
     rows = padded_vocab_size(config.vocab_size, vocab_multiple)
     return FAMILIES[config.model_type].model(config, rows)  # type: ignore[arg-type]
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """The next multiple of `multiple` from `vocab_size` up."""
+    """The least multiple of `multiple` that is at least `vocab_size`."""
     return -(-vocab_size // multiple) * multiple
 
 
 def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """The model of a config with memory for its parameters (on the CPU) but no values in it:
-    to be initialised or loaded, without paying for torch's default initialisation first."""
+    """Create the model of a config on the CPU with allocated parameters that have no values yet, so
+    that torch's default initialisation takes no time. The caller initialises or loads them.
+
+    Arguments as in `build_model`.
+    """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
     allocate(model, torch.device("cpu"))
@@ -90,8 +93,9 @@ def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
 
 @torch.no_grad()
 def allocate(model: Model, device: torch.device) -> None:
-    """Allocate memory for a model on the meta device. Values are not set, except for the rows that
-    pad its vocabulary: they are zero, because their values would reach the gradients."""
+    """Allocate the parameters of a model that is on the meta device. Values are not set, except for
+    the rows beyond the vocabulary, which are zero: random values there would reach the
+    gradients."""
     model.to_empty(device=device)
     model.finish_loading()
     for weight in (model.embedding.weight, model.lm_head.weight):

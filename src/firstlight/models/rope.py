@@ -1,8 +1,8 @@
-"""Rotary positions (Su et al. 2021, RoFormer): frequencies, their rescalings for longer texts, and
-the rotation.
+"""Rotary position embeddings (RoPE; Su et al. 2021, RoFormer, arXiv 2104.09864): frequencies, their
+rescaling for longer texts, and the rotation.
 
-Shape letters as in `models/ops.py`; R, the number of dimensions of a head that are rotated, is D
-unless a family rotates a part of each head only.
+Shape letters as in `models/ops.py`. R is the number of rotated dimensions of a head: D, unless a
+family rotates only a part of each head.
 """
 
 from __future__ import annotations
@@ -16,30 +16,37 @@ from torch import Tensor
 
 from firstlight.section import Section
 
-#: A model's rotary tables, cos and sin of each: see `AttentionSpec.rope`.
+#: A model's rotary tables, each a pair (cos, sin); `AttentionSpec.rope` is an index of this tuple.
 Ropes: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 
 class LinearRope(Section):
-    """Position interpolation: every position divided by `factor` (Chen et al. 2023)."""
+    """Position interpolation: every position is divided by `factor` (Chen et al. 2023, arXiv
+    2306.15595)."""
 
     rope_type: Literal["linear"]
     factor: float = Field(gt=0)
 
 
 class DynamicRope(Section):
-    """A base that grows with the text beyond `max_position_embeddings`, to `factor` times that
-    (bloc97 and emozilla 2023, "dynamic NTK")."""
+    """The "dynamic NTK" scaling (bloc97 and emozilla 2023): for texts longer than
+    `max_position_embeddings`, the base of the frequencies grows with the length of the text and
+    with `factor`; see `dynamic_frequencies`."""
 
     rope_type: Literal["dynamic"]
     factor: float = Field(gt=0)
 
 
 class YarnRope(Section):
-    """YaRN (Peng et al. 2023): dimensions that turn fewer than `beta_slow` times in the original
-    context are divided by `factor`, those that turn more than `beta_fast` times are kept, and the
-    ones between are blended; cos and sin are multiplied by `attention_factor`, null being
-    0.1 ln(factor) + 1, or the ratio of that with `mscale` and with `mscale_all_dim`."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+    Frequencies of pairs that turn fewer than `beta_slow` times in the original context are divided
+    by `factor`; those of pairs that turn more than `beta_fast` times are kept; those in between are
+    blended. With `truncate`, the bounds of this range are rounded to whole dimensions.
+
+    cos and sin are multiplied by `attention_factor`. null is m(1) with m(s) = 0.1 s ln(factor) + 1,
+    or m(`mscale`) / m(`mscale_all_dim`) if both keys are given.
+    """
 
     rope_type: Literal["yarn"]
     factor: float = Field(gt=0)
@@ -53,10 +60,15 @@ class YarnRope(Section):
 
 
 class LongRope(Section):
-    """LongRoPE (Ding et al. 2024): each frequency has its own divisor, from `long_factor` for texts
-    longer than the original context, else from `short_factor`; cos and sin are multiplied by
-    `attention_factor`, null being sqrt(1 + ln(factor) / ln(original context)), where a `factor` of
-    null is max_position_embeddings over the original context."""
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753).
+
+    Each of the R/2 frequencies has its own divisor: from `long_factor` for texts longer than the
+    original context, else from `short_factor`.
+
+    cos and sin are multiplied by `attention_factor`; null is
+    sqrt(1 + ln(factor) / ln(original context)). A `factor` of null is max_position_embeddings
+    divided by the original context.
+    """
 
     rope_type: Literal["longrope"]
     short_factor: list[float]
@@ -69,9 +81,9 @@ class LongRope(Section):
 class Llama3Rope(Section):
     """The frequency rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
 
-    Wavelengths beyond `original_max_position_embeddings / low_freq_factor` are stretched by
-    `factor`, those below `original_max_position_embeddings / high_freq_factor` are kept, and
-    those between are blended.
+    Wavelengths, in tokens, above `original_max_position_embeddings / low_freq_factor` are
+    multiplied by `factor`; those below `original_max_position_embeddings / high_freq_factor` are
+    kept; those in between are blended.
     """
 
     rope_type: Literal["llama3"]
@@ -84,7 +96,7 @@ class Llama3Rope(Section):
 AnyRope = LinearRope | DynamicRope | YarnRope | LongRope | Llama3Rope
 RopeScaling = Annotated[AnyRope, Field(discriminator="rope_type")]
 
-#: Class of each kind's settings.
+#: `rope_type` -> class of its settings.
 ROPE_KINDS: dict[str, type[AnyRope]] = {
     "linear": LinearRope,
     "dynamic": DynamicRope,
@@ -100,18 +112,18 @@ def check_rope(
     """Refuse rotary settings that can't be computed.
 
     Args:
-        scaling: rescaling of the frequencies; None is none.
-        rotary_dim: R, the dimensions of a head that are rotated.
+        scaling: rescaling of the frequencies; None is no rescaling.
+        rotary_dim: R, the rotated dimensions of a head.
         rope_theta: base of the frequencies.
-        nested: True where config.json has rotary settings of each kind of layer.
+        nested: see `RopeSpec.nested`.
 
     Raises:
-        ValueError: the settings and the number of rotated dimensions do not fit.
+        ValueError: the settings do not fit to each other or to the rotated dimensions.
     """
-    # Its base grows by the power R / (R - 2).
+    # The base of the kind "dynamic" grows by the power R / (R - 2).
     if isinstance(scaling, DynamicRope) and rotary_dim == 2:
         raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
-    # Its dimensions are found by dividing by the logarithm of the base.
+    # YaRN finds dimensions by a division by the logarithm of the base.
     if isinstance(scaling, YarnRope) and rope_theta <= 1:
         raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
     if nested and isinstance(scaling, YarnRope) and not scaling.truncate:
@@ -131,7 +143,8 @@ def check_rope(
 
 
 def rope_changes_at(scaling: AnyRope | None) -> int | None:
-    """Tokens of the shortest text that LongRoPE's long factors are for; None for other scalings."""
+    """Tokens of the shortest text to which LongRoPE's `long_factor` applies; None for other kinds
+    of scaling."""
     if not isinstance(scaling, LongRope):
         return None
     return scaling.original_max_position_embeddings + 1
@@ -144,19 +157,21 @@ def rope_frequencies(
     *,
     is_long: bool = False,
 ) -> Tensor:
-    """Angle by which each pair of dimensions turns from one position to the next, fp32 [R/2].
+    """Angle in radians by which each pair of dimensions turns from one position to the next, fp32
+    [R/2].
 
     Args:
-        rotary_dim: R, the dimensions of a head that are rotated.
+        rotary_dim: R, the rotated dimensions of a head.
         rope_theta: base of the frequencies.
-        scaling: rescaling of the frequencies for longer texts; None is none. Those of "dynamic"
-            beyond the model's context are `dynamic_frequencies`.
-        is_long: True for texts longer than the original context, for the kind "longrope".
+        scaling: rescaling of the frequencies for longer texts; None is no rescaling. For the kind
+            "dynamic", the result is for texts within the model's context; `dynamic_frequencies` is
+            for longer texts.
+        is_long: True for a text longer than the original context; read for the kind "longrope".
     """
-    # The steps of transformers, one by one: in another order the last bits would differ.
+    # The operations and their order are those of transformers: others would change the last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
-        # One set for the whole text: keys that are in a cache were rotated by it.
+        # All positions of a text use the same set: cached keys have been rotated by it.
         divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
         return 1.0 / (divisors * rope_theta**exponents)
     frequencies = 1.0 / (rope_theta**exponents)
@@ -172,14 +187,16 @@ def rope_frequencies(
 def dynamic_frequencies(
     rotary_dim: int, rope_theta: float, scaling: DynamicRope, length: Tensor, max_positions: int
 ) -> Tensor:
-    """The frequencies of the kind "dynamic" for texts longer than the model's context, fp32 [R/2],
-    or [B, R/2] for lengths [B].
+    """Frequencies of the kind "dynamic" for texts longer than the model's context, fp32 [R/2], or
+    [B, R/2] for lengths [B].
+
+    The base is rope_theta * (factor * length / max_positions - (factor - 1))^(R / (R - 2)).
 
     Args:
-        rotary_dim: R, the dimensions of a head that are rotated.
+        rotary_dim: R, the rotated dimensions of a head.
         rope_theta: base of the frequencies of shorter texts.
         scaling: settings.
-        length: number of tokens of the text, int64 [], or of several [B].
+        length: number of tokens of one text, int64 [], or of each text, int64 [B].
         max_positions: the model's `max_position_embeddings`.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=length.device).float()
@@ -190,13 +207,14 @@ def dynamic_frequencies(
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    # Short waves tell neighbours apart and stay; waves longer than the original context never came
-    # full circle in training, and would meet new angles beyond it.
+    # High frequencies tell neighbouring positions apart and are kept. Pairs whose wavelength is
+    # longer than the original context made no full turn in training: without stretching, longer
+    # texts would have angles that training never had.
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
     stretched = frequencies / scaling.factor
-    # 0 at the longest wavelength of those between, 1 at the shortest.
+    # From 0 at the wavelength `longest` to 1 at `shortest`.
     kept_share = (
         scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor
     ) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -220,7 +238,7 @@ def _yarn_frequencies(
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
-        last += 0.001  # as transformers keeps from dividing by zero
+        last += 0.001  # as in transformers, to avoid a division by zero
     dimensions = torch.arange(len(periods), dtype=torch.float32)
     kept_share = 1 - ((dimensions - first) / (last - first)).clamp(0, 1)
     stretched = 1.0 / (scaling.factor * periods)
@@ -231,7 +249,7 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
     """Factor of cos and sin; 1 unless the kind is "yarn" or "longrope".
 
     Args:
-        scaling: rescaling of the frequencies; None is none.
+        scaling: rescaling of the frequencies; None is no rescaling.
         max_positions: the model's `max_position_embeddings`.
     """
     if not isinstance(scaling, YarnRope | LongRope):
@@ -242,7 +260,8 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
         context = scaling.original_max_position_embeddings
         factor = scaling.factor or max_positions / context
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
-    # DeepSeek multiplies the scores themselves: a ratio is left for the tables.
+    # DeepSeek's attention multiplies the scores by m(mscale_all_dim)^2 itself, so that only the
+    # ratio is left for the tables.
     if scaling.mscale and scaling.mscale_all_dim:
         whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
         return yarn_magnitude(scaling.factor, scaling.mscale) / whole
@@ -250,7 +269,8 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor of cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation 22)."""
+    """YaRN's factor of cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation 22); 1 for
+    factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -263,12 +283,13 @@ def rope_tables(
         frequencies: angle of each pair from one position to the next, fp32 [R/2] or [B, 1, R/2].
         position_ids: positions, int64.
         dtype: dtype of the tables.
-        polar: True takes both from complex numbers: torch rounds those otherwise.
+        polar: True computes cos and sin by `torch.polar`, which rounds differently, as
+            transformers' class of DeepSeek-V2 does.
     """
-    # bf16 has no number for most positions beyond 256; fp32 has all up to 16 million.
+    # bf16 can't represent most positions above 256; fp32 represents all up to 16 million (2^24).
     with torch.autocast(frequencies.device.type, enabled=False):
         angles = position_ids.float()[..., None] * frequencies.float()
-        # Both halves of a head turn by the same angles: see `apply_rope`.
+        # Dimensions i and i + R/2 are one pair and have the same angle: see `apply_rope`.
         angles = torch.cat((angles, angles), dim=-1)
         if position_ids.dim() == 2:
             angles = angles[:, None]  # for all heads
@@ -279,16 +300,19 @@ def rope_tables(
 
 
 def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + R/2) of the first R dimensions of [B, H, T, D] by position: the layout
-    of Hugging Face weights.
+    """Rotate the pairs (i, i + R/2) of the first R dimensions of each head by their position: the
+    layout of most Hugging Face weights.
 
     Args:
         x_BHTD: queries or keys.
-        cos, sin: tables of `rope_tables`, of the dtype of `x_BHTD`, or the result is wider.
+        cos, sin: tables of `rope_tables`.
+
+    Returns:
+        [B, H, T, D], in the wider dtype of `x_BHTD` and the tables.
     """
     R = cos.shape[-1]
     if x_BHTD.shape[-1] != R:
-        # The other dimensions carry no position.
+        # The other dimensions are not rotated.
         rotated = apply_rope(x_BHTD[..., :R], cos, sin)
         return torch.cat((rotated, x_BHTD[..., R:]), dim=-1)
     first, second = x_BHTD.chunk(2, dim=-1)
@@ -296,27 +320,28 @@ def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rope_to_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of the first R dimensions of [B, H, T, D] by position: the layout
-    of GLM's weights. Arguments as in `apply_rope`."""
+    """Rotate the pairs (2i, 2i + 1) of the first R dimensions of each head by their position: the
+    layout of GLM's weights. Arguments and result as in `apply_rope`."""
     R = cos.shape[-1]
     turned, rest = x_BHTD[..., :R], x_BHTD[..., R:]
-    # The tables have each angle twice, half a head apart; neighbours need it side by side.
+    # The tables have each angle at i and at i + R/2; the pairs here need it at 2i and 2i + 1.
     cos, sin = (table[..., : R // 2].repeat_interleave(2, dim=-1) for table in (cos, sin))
     crossed = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
     return torch.cat((turned * cos + crossed * sin, rest), dim=-1)
 
 
 def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate all pairs of [B, H, T, R] as `apply_rope_to_neighbours` does, each one as a complex
-    number, as in DeepSeek-V2's class: torch rounds their products otherwise."""
+    """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position like
+    `apply_rope_to_neighbours`, but as products of complex numbers, which round differently. Hugging
+    Face's class of DeepSeek-V2 does the same. Arguments as in `apply_rope`."""
     if torch.compiler.is_compiling():
-        # torch's compiler writes no code for complex numbers.
+        # torch's compiler can't generate code for complex numbers.
         return apply_rope_to_neighbours(x_BHTD, cos, sin)
     wide_BHTD = x_BHTD.to(torch.promote_types(x_BHTD.dtype, cos.dtype))
     pairs = wide_BHTD.view(*wide_BHTD.shape[:-1], -1, 2)
     if any(place % 2 for place in (pairs.storage_offset(), *pairs.stride()[:-1])):
-        # A view as complex numbers begins at even places. `contiguous` would keep odd strides of
-        # dimensions of size 1.
+        # `view_as_complex` requires an even offset and even strides. `contiguous` would not change
+        # odd strides of dimensions of size 1.
         pairs = pairs.clone(memory_format=torch.contiguous_format)
     R = cos.shape[-1]
     turns = torch.complex(cos[..., : R // 2], sin[..., : R // 2])
@@ -324,8 +349,11 @@ def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rope_from_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of [B, H, T, R] by position, to pairs (i, i + R/2): the layout of
-    DeepSeek-V3's weights. Queries and keys in one order have the same products in any; in this
-    they are added up as in transformers. Arguments as in `apply_rope`."""
+    """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position, and return each pair at the
+    dimensions (i, i + R/2): the layout of DeepSeek-V3's weights. Arguments as in `apply_rope`.
+
+    The scores are the same for any order of dimensions that queries and keys share. With this order
+    the products of a score are added up as in transformers.
+    """
     pairs = x_BHTD.view(*x_BHTD.shape[:-1], -1, 2)
     return apply_rope(pairs.transpose(-1, -2).flatten(-2), cos, sin)
