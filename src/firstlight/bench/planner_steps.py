@@ -290,7 +290,7 @@ def predict_case(case: Mapping[str, Any], target: Mapping[str, Any] | None) -> d
     found = predict_memory(recipe, case["kind"], case["generation"], device)
     seconds = time.perf_counter() - start
     entry = memory_entry(found) | {"prediction_seconds": round(seconds, 2)}
-    # The measurement begins when the weights are there: in fp32 before they are frozen.
+    # The measured peak is that after "setup", which makes the weights (in fp32 until frozen).
     later = {name: peak.bytes for name, peak in found.phases.items() if name != "setup"}
     if found.phase == "setup" and later:
         phase = max(later, key=later.__getitem__)
@@ -350,16 +350,13 @@ def _names(layouts: Sequence[Layout]) -> list[tuple[list[int], str]]:
 def predicting(
     calls: Sequence[Predict], *, beside: bool
 ) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Predict while the block runs.
+    """Predict while the block runs; yields a function that waits for the predictions and returns
+    them in the order of `calls`. One that failed is {"prediction_problem": message}.
 
     Args:
         calls: function and arguments of each prediction.
         beside: True predicts in other processes if the machine has enough cores; otherwise the
             predictions are made when their results are asked for.
-
-    Yields:
-        A function that waits for the predictions and returns them in the order of `calls`. A
-        prediction that failed is {"prediction_problem": message}.
     """
     if not calls or not beside or usable_cpus() < _MANY_CORES:
         yield lambda: [_answer(*call) for call in calls]

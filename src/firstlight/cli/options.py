@@ -1,8 +1,8 @@
-"""Options that verbs share: those of a config class's fields, and those of several verbs; the
-recipe and its overrides on a command line.
+"""Options that commands share: options from the fields of config dataclasses, options of several
+commands, and the recipe and its overrides on a command line.
 
-The config classes are imported with the command line, so their modules import neither torch nor
-pydantic.
+Config dataclasses are imported whenever the command line starts, so their modules must import
+neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class ConfigField:
-    """A field of a config dataclass, as an option needs it.
+    """The parts of a config dataclass's field from which an option is made.
 
     Attributes:
         kind: type of the value, without None.
@@ -40,13 +40,13 @@ class ConfigField:
 
     @property
     def help(self) -> str:
-        """The text as the help of an option."""
+        """The help of the option: `text` with a capital letter."""
         return self.text[:1].upper() + self.text[1:]
 
 
 def config_fields(config: type) -> dict[str, ConfigField]:
-    """The documented fields of a config dataclass by name."""
-    # Base classes first: a class may say more of a field than its base.
+    """The fields of a config dataclass by name, with their texts in the docstring."""
+    # Base classes first: the text of a derived class replaces that of its base class.
     docs = "\n".join(inspect.cleandoc(one.__doc__ or "") for one in reversed(config.__mro__[:-1]))
     documented = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.M)
     texts = {name: " ".join(text.split()) for name, text in documented}
@@ -60,22 +60,22 @@ def config_fields(config: type) -> dict[str, ConfigField]:
 
 
 def _split(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    """The parts of "a,b"."""
+    """Callback of click: "a,b" becomes ["a", "b"]."""
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
 
 def config_options(
     config: type, *names: str, only_on: bool = False, **metavars: str
 ) -> Callable[[F], F]:
-    """A decorator that gives a verb an option for each named field of a config dataclass.
+    """A decorator that adds an option to a command for each named field of a config dataclass.
 
-    Option, type, default and help text are those of the field.
+    Name, type, default and help text are those of the field.
 
     Args:
         config: the dataclass.
-        names: names of the fields in the order of --help; without any, all fields.
-        only_on: True gives switches no --no-NAME.
-        metavars: placeholders of values in --help, by name.
+        names: names of the fields in the order of --help; without names, all fields.
+        only_on: True adds no --no-NAME for switches.
+        metavars: placeholders of values in --help, by name of the field.
     """
     fields = config_fields(config)
 
@@ -100,12 +100,12 @@ def config_options(
 def field_option(
     config: type, name: str, option: str, metavar: str | None = None
 ) -> Callable[[F], F]:
-    """An option of another name than its field: a path, or one value of several.
+    """An option whose name differs from its field's: a path, or an option given several times.
 
     Args:
-        config: a dataclass; the field's default and text are those of the option.
+        config: a dataclass; the option has the default and the text of the field.
         name: name of the field.
-        option: name of the option, which may be given several times unless it is a path.
+        option: name of the option; it may be given several times unless the field is a path.
         metavar: placeholder of the value in --help.
     """
     field = config_fields(config)[name]
@@ -118,7 +118,7 @@ def field_option(
 def count_option(
     *names: str, least: int = 1, metavar: str = "N", **settings: Any
 ) -> Callable[[F], F]:
-    """An option with a number of at least `least`; see `click.option`."""
+    """An option with an integer of at least `least`; see `click.option`."""
     return click.option(*names, type=click.IntRange(min=least), metavar=metavar, **settings)
 
 
@@ -128,7 +128,7 @@ def path_option(*names: str, **settings: Any) -> Callable[[F], F]:
 
 
 def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """One decorator of several options, which are in the order of --help."""
+    """A decorator that adds several options to a command, in the order of --help."""
 
     def add(verb: F) -> F:
         for option in reversed(options):
@@ -138,7 +138,7 @@ def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-#: A recipe and its overrides; the verb's `context_settings` ignore unknown options.
+#: A recipe and its overrides; the command's `context_settings` must ignore unknown options.
 recipe_argument = click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
 )
@@ -173,13 +173,13 @@ compile_option = click.option(
     show_default=True,
     help="Decode through torch.compile: about a minute of compiling, then faster.",
 )
-#: Options that say how tokens are chosen.
+#: Fields of SamplingConfig that are options of `generate` and `chat`.
 SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
-#: Suffixes of texts that are no recipe, beside those that `prepare` reads.
+#: Suffixes of text files that `prepare` doesn't read, which users may give instead of a recipe.
 _OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
 _EXAMPLES = {
     "train": "firstlight train recipes/demo.yaml --data.dir mine/data trains its model",
@@ -192,17 +192,18 @@ _EXAMPLES = {
 def split_arguments(
     arguments: Sequence[str], verb: str, *, is_run: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The recipe's path, and the (section.key, value) pairs.
+    """The recipe's path, and the (section.key, value) pairs of the overrides.
 
-    `--a.b VALUE`, `--a.b=VALUE`, and for switches `--a.b` alone.
+    An override is `--section.key VALUE`, `--section.key=VALUE`, or `--section.key` for true.
 
     Args:
-        verb: train, plan or tune.
-        is_run: a run or checkpoint is named in place of a recipe.
+        arguments: arguments of the command.
+        verb: name of the command: train, plan or tune.
+        is_run: True if the path is a run or checkpoint instead of a recipe.
 
     Raises:
-        ConfigError: no recipe, more than one, something else than a recipe, or an option that is
-            not one.
+        ConfigError: there is no recipe, more than one, or something else instead of it; or an
+            option is unknown.
     """
     paths, overrides = split_paths(arguments)
     if len(paths) != 1:
@@ -215,10 +216,10 @@ def split_arguments(
 
 
 def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The arguments that are no options, and the (section.key, value) pairs.
+    """The arguments that are not options, and the (section.key, value) pairs of the overrides.
 
     Raises:
-        ConfigError: an option that is not one.
+        ConfigError: an option is unknown.
     """
     paths: list[str] = []
     overrides: list[tuple[str, str]] = []
@@ -239,10 +240,10 @@ def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, st
 
 
 def _require_recipe(path: str, verb: str) -> None:
-    """Refuse a folder or text in place of a recipe, and name the command that takes it.
+    """Check that `path` can be a recipe.
 
     Raises:
-        ConfigError: `path` is a folder, a text or a corpus.
+        ConfigError: `path` is a folder, a text or a corpus; the error names the command for it.
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES

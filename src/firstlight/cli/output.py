@@ -1,4 +1,4 @@
-"""The output of all verbs: results on stdout for people, or as the one object of --json."""
+"""The output of all commands: results on stdout as text, or as one JSON object with --json."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _EXIT_CODE = "firstlight.exit_code"
 
 
 def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
-    """Add --json to a verb: the function's return value is printed as one JSON object on stdout.
+    """A decorator that adds --json to a command.
 
-    The function gets `as_json`. `show` prints its result for people, which --json moves to stderr.
+    With --json, the return value of the function is printed as one JSON object on stdout, and the
+    text that it prints with `show` goes to stderr. The function gets the option as `as_json`.
     """
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -40,21 +41,21 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
 
 
 def end_with(code: int) -> None:
-    """Set the exit code of a verb `with_json` that does its work to the end."""
+    """Set the exit code with which a command `with_json` ends after it has returned."""
     click.get_current_context().meta[_EXIT_CODE] = code
 
 
 def write_out(text: str) -> None:
-    """Write text to stdout as it is, in UTF-8 whatever the encoding of the terminal."""
+    """Write text to stdout without changes, in UTF-8 whatever the encoding of the terminal."""
     sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
     sys.stdout.buffer.flush()
 
 
 def show(line: str = "") -> None:
-    """Print one line of a verb's result, as it is: on stdout, or with --json on stderr.
+    """Print one line of a command's result without markup: on stdout, or with --json on stderr.
 
-    The work continues if the reader of stdout is gone (`| head`), because files may still be
-    written.
+    If the reader of stdout has ended (`| head`), the command continues, because it may still write
+    files.
     """
     context = click.get_current_context(silent=True)
     if context is not None and context.params.get("as_json"):
@@ -74,7 +75,7 @@ def discard_stdout() -> None:
 
 
 def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = show) -> None:
-    """Show (name, value) pairs, aligned, each through `line`."""
+    """Print (name, value) pairs as aligned lines, each with the function `line`."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -94,12 +95,12 @@ def say_findings(findings: Iterable[Finding], run: str = "") -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """(2, "shard") -> '2 shards'."""
+    """A number with its noun: '2 shards' for 2 and "shard"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def show_table(rows: Sequence[Sequence[str]]) -> None:
-    """Show rows of cells: the first column to the left, the others to the right."""
+    """Print rows of cells; the first column is aligned left, the others right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from firstlight.planner.plan.plan import Budget, Plan
     from firstlight.recipe import Recipe
 
-#: Exit code of a plan whose recipe does not fit.
+#: Exit code if the recipe does not fit into memory.
 DOES_NOT_FIT_EXIT_CODE = 3
 
 
@@ -69,7 +69,7 @@ def plan_command(
         raise ConfigError(f"{write} exists: --write makes a new file")
     from firstlight.planner.plan import processes as workers
 
-    # Before what takes seconds to import: the processes import it at the same time.
+    # Started before the imports below, which take seconds: the processes import at the same time.
     with workers.started() as processes:
         from firstlight.console import progress_bar
         from firstlight.planner.plan.estimate import Estimator
@@ -105,10 +105,10 @@ def plan_command(
 
 
 def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:
-    """The budget of --budget, --tokens and --price-per-hour.
+    """The budget from --budget, --tokens and --price-per-hour.
 
     Raises:
-        ConfigError: an invalid time or number.
+        ConfigError: the time or the number is invalid.
     """
     from firstlight.planner.plan.plan import Budget
 
@@ -130,7 +130,7 @@ def _show(plan: Plan) -> None:
 
 
 def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:
-    """Write the found recipe into `path`; its path, or None if it was not written."""
+    """Write the plan's recipe into `path`; returns the path, or None if nothing was written."""
     if path is None:
         return None
     if searched and plan.chosen is None:
@@ -149,15 +149,15 @@ def next_command(
     where: Sequence[str],
     written: Path | None,
 ) -> str:
-    """The command line to go on with after a plan.
+    """The command that a user should run after a plan: a training, or another plan.
 
     Args:
         plan: the plan.
-        path: recipe of the plan's command line.
-        overrides: (section.key, value) pairs of the plan's command line.
-        init_from: --init-from of the plan's command line.
-        where: words of the plan's options about the device.
-        written: path of the recipe that --write wrote, if any.
+        path: the recipe on the plan's command line.
+        overrides: (section.key, value) pairs on the plan's command line.
+        init_from: --init-from on the plan's command line.
+        where: words of the device's options on the plan's command line.
+        written: path of the recipe that --write wrote; None if it wrote none.
     """
     from firstlight.planner.plan.text import changed_options
 
@@ -192,7 +192,7 @@ def _needs_more_devices(one: Estimate) -> bool:
 
 
 def _preparation(recipe: Recipe) -> str | None:
-    """The command that prepares the recipe's data; None if the data is there."""
+    """The command that prepares the recipe's missing data; None if all of it exists."""
     from firstlight.data.remote import is_url
     from firstlight.data.shards import MANIFEST_NAME
 
@@ -205,7 +205,7 @@ def _preparation(recipe: Recipe) -> str | None:
 
 
 def write_recipe(path: Path, recipe: Any) -> None:
-    """Write a recipe as a YAML file."""
+    """Write a recipe with all its keys as a YAML file."""
     import yaml
 
     from firstlight.files.atomic import write_file

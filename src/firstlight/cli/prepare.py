@@ -15,7 +15,7 @@ from firstlight.cli.output import counted, show, with_json
 from firstlight.console import human_bytes, parse_count, say
 from firstlight.errors import ConfigError
 
-#: Options of --kind text alone, by parameter, with their defaults.
+#: Defaults of the options that only --kind text has, by parameter.
 _OF_TEXT = {
     "workers": None,
     "engine": "local",
@@ -156,7 +156,7 @@ def prepare_command(
 
 
 def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
-    """Prepare texts; all arguments are those of `prepare`."""
+    """Prepare texts; the arguments are those of `firstlight.data.prepare.prepare`."""
     from firstlight.data.prepare import prepare
     from firstlight.data.sources import note_on_inputs
 
@@ -183,7 +183,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 
     documents, chat = manifest["documents"], manifest.get("chat")
-    # Both tables have "empty", in different words.
+    # The texts for conversations last: both tables have the reason "empty", with different texts.
     reasons = records.REASONS if chat is None else records.REASONS | conversations.REASONS
     for split, entry in manifest["splits"].items():
         part = "document" if manifest["split_by"] != "tail" else "cut document"

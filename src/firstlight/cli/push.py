@@ -24,7 +24,7 @@ _licence_option = click.option(
 )
 
 
-#: Options of both kinds of upload.
+#: Options of `push` and `push-data`.
 _upload_options = grouped(
     click.option(
         "--private",

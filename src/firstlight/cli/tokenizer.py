@@ -71,15 +71,15 @@ def train_command(
 def _count_texts(
     records: Iterable[Record], counts: dict[str, int], rejections: list[str]
 ) -> Iterator[str]:
-    """The texts of the documents.
+    """The texts of the valid documents, counted while they are read.
 
     Args:
         records: the documents.
-        counts: "documents", "rejected" and "text_bytes", which are counted up.
-        rejections: takes place and fault of the first rejected document.
+        counts: numbers of "documents", "rejected" and "text_bytes", which are increased.
+        rejections: list to which place and error of the first rejected document are added.
 
     Raises:
-        InputError: there is no text at all.
+        InputError: there is no valid document.
     """
     from firstlight.data.records import nothing_read
     from firstlight.errors import InputError
@@ -99,7 +99,7 @@ def _count_texts(
 
 
 class _ManyTokens(click.Command):
-    """Lets `--add A B` stand for `--add A --add B`."""
+    """A command whose option --add takes several tokens: `--add A B` means `--add A --add B`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -170,7 +170,13 @@ def extend_command(
 
 
 def _try_out(tokenizer: Tokenizer) -> None:
-    """Render an ordinary conversation: many mistakes in a template show only then."""
+    """Render an ordinary conversation with the tokenizer's chat template, and print it.
+
+    Many mistakes in a template show only when it is rendered.
+
+    Raises:
+        TokenizerError: the template is invalid, or the text is empty.
+    """
     from firstlight.errors import InputError, TokenizerError
 
     conversation = [
@@ -179,7 +185,7 @@ def _try_out(tokenizer: Tokenizer) -> None:
     ]
     try:
         text = tokenizer.apply_chat_template(conversation)
-    except InputError as error:  # the template itself refuses it: it may be for other ones
+    except InputError as error:  # raised by the template, which may be for other conversations
         say(f"warning: the chat template refuses an ordinary conversation: {error}")
         return
     if not text.strip():
@@ -191,7 +197,16 @@ def _try_out(tokenizer: Tokenizer) -> None:
 def _chat_template(
     name: str | None, tokenizer: Tokenizer, add: tuple[str, ...]
 ) -> tuple[str | None, list[str]]:
-    """The template that --chat-template means, and the tokens it needs beyond those there are."""
+    """The text of the template --chat-template, and the tokens that it needs in addition.
+
+    Args:
+        name: value of the option: name of a built-in template, or a file; None for no template.
+        tokenizer: the tokenizer before its extension.
+        add: tokens of --add.
+
+    Raises:
+        InputError: there is no such template, or the file can't be read.
+    """
     if name is None:
         return None, []
     from firstlight.errors import InputError, describe_os_error

@@ -23,7 +23,7 @@ from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError, nearest
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
-#: Exit code of a run that was stopped early and saved: sysexits.h's EX_TEMPFAIL, "try later".
+#: Exit code of a run that was stopped early and saved a checkpoint: EX_TEMPFAIL of sysexits.h.
 STOPPED_EXIT_CODE = 75
 _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
@@ -35,14 +35,16 @@ _USUAL_KEYS = (
     *("evaluation.every_steps", "checkpoint.every_steps", "lora.rank"),
 )
 
-#: Variables of launchers. Of several processes only the main one forecasts; its rank isn't known
-#: before torch is imported.
+#: Environment variables of launchers. If one is set, no forecast is started early: only the main
+#: process forecasts, and the rank is not known before torch is imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class _TrainCommand(click.Command):
-    """Starts several processes with --nproc, and lists the recipe's keys in its help, which
-    imports torch."""
+    """Starts several processes with --nproc, and lists the recipe's keys in its help.
+
+    Listing the keys imports torch, so it is done only for the help.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         if (code := launch_if_asked(ctx)) is not None:
@@ -72,7 +74,7 @@ class _TrainCommand(click.Command):
 def _write_short(
     formatter: click.HelpFormatter, sections: Mapping[str, list[tuple[str, str]]]
 ) -> None:
-    """The keys that are set most often, a line each, and the names of the sections."""
+    """Write the keys that are set most often, one line each, and the names of the sections."""
     known = {name: text for rows in sections.values() for name, text in rows}
     names = [f"--{key}" for key in _USUAL_KEYS if f"--{key}" in known]
     width = formatter.width - max(map(len, names)) - 6
@@ -181,7 +183,11 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 
 
 def _check_that_input_exists(paths: Sequence[str]) -> None:
-    """Refuse a path that is neither there nor named like a recipe."""
+    """Check the paths.
+
+    Raises:
+        ConfigError: a path does not exist, and is not named like a recipe.
+    """
     for path in map(Path, paths):
         if path.suffix.lower() in (".yaml", ".yml") or path.expanduser().exists():
             continue
@@ -195,7 +201,7 @@ def _check_that_input_exists(paths: Sequence[str]) -> None:
 def _train_on_texts(
     paths: Sequence[str], overrides: Sequence[tuple[str, str]], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """`train` with texts or conversations in place of a recipe."""
+    """`firstlight train` with texts or conversations instead of a recipe."""
     if options["plan"]:
         raise ConfigError("--plan is for a recipe: leave it out with texts, or use --plan-only")
     if options["new_rows"] != _NEW_ROWS:
@@ -216,13 +222,13 @@ def _train_on_texts(
 def _train_recipe(
     arguments: Sequence[str], *, best: bool, cooldown: int | None, plan: str | None, **start: Any
 ) -> dict[str, Any]:
-    """`train` with a recipe; `start` has the options resume, init_from and new_rows."""
+    """`firstlight train` with a recipe; `start` has the options resume, init_from and new_rows."""
     path, overrides = split_arguments(arguments, "train", is_run=cooldown is not None)
     from firstlight.planner.plan.processes import RunForecaster
 
     with RunForecaster() as forecaster:
         if plan is None and not any(name in os.environ for name in _RANKS):
-            # It imports torch while this process does.
+            # Started early: its process imports torch at the same time as this process.
             forecaster.start()
         from firstlight.parallel import find_world
         from firstlight.recipe import load_recipe
@@ -253,8 +259,8 @@ def _train_recipe(
 
 
 def _end_stopped(result: TrainResult, command: str) -> None:
-    """Exit with the code of a stopped run, which `command` resumes, or of a diverged run."""
-    # Only here: torch's elastic agent is imported with it.
+    """Set the exit code of a stopped run, which `command` resumes, or of a diverged run."""
+    # Imported here, because it imports torch's elastic agent.
     from firstlight.parallel.elastic import exit_code_of_rank
 
     if result.stopped_by is not None:
@@ -267,7 +273,18 @@ def _end_stopped(result: TrainResult, command: str) -> None:
 def _cooled(
     trunk: str, steps: int, overrides: Sequence[tuple[str, str]], resume: bool
 ) -> tuple[Any, Path]:
-    """The recipe of a cooldown, and the checkpoint to branch off."""
+    """The recipe of a cooldown, and the checkpoint from which it branches off.
+
+    Args:
+        trunk: run folder or checkpoint folder.
+        steps: steps of the cooldown.
+        overrides: (section.key, value) pairs.
+        resume: True if the cooldown's run is resumed.
+
+    Raises:
+        ConfigError: a run folder is named where another process or a later start could find a newer
+            checkpoint in it.
+    """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
 
@@ -281,7 +298,7 @@ def _cooled(
 
 
 def _show(result: TrainResult) -> None:
-    """Print a run's result for people."""
+    """Print the result of a run as text."""
     from firstlight.report.report import REPORT_NAME
 
     rows: list[tuple[str, object]] = [
@@ -299,7 +316,7 @@ def _show(result: TrainResult) -> None:
 
 
 def _as_json(result: TrainResult) -> dict[str, Any]:
-    """A run's result as JSON values."""
+    """The result of a run as a JSON object."""
     from firstlight.report.records import last_start
 
     best_folder = result.best_checkpoint
@@ -320,7 +337,11 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
 
 
 def _best_of(init_from: str | None) -> str:
-    """The folder of a run's best checkpoint, to start from."""
+    """The folder of the best checkpoint of the run `init_from`.
+
+    Raises:
+        ConfigError: --init-from is missing.
+    """
     from firstlight.checkpoint.selection import resolve_model_folder
 
     if init_from is None:
@@ -329,13 +350,19 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """Figures of an evaluation, without those that preference pairs lack (NaN)."""
+    """The figures of an evaluation without those that are NaN: preference pairs lack some."""
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
 
 
 def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
-    """The recipe with the settings of `--plan auto`; on resume, with those of the run's start."""
+    """The recipe with the settings of `--plan auto`.
+
+    If a run is resumed, the settings of its first plan are kept, from the recipe in its folder.
+
+    Raises:
+        ConfigError: there are several processes, or no plan is found.
+    """
     from firstlight.checkpoint.selection import list_checkpoints
     from firstlight.hardware.device import find_hardware
     from firstlight.parallel import find_world

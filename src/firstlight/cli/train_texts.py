@@ -1,4 +1,4 @@
-"""`firstlight train INPUT...`: the verb with texts in place of a recipe."""
+"""`firstlight train INPUT...`: the command with texts instead of a recipe."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from firstlight.pipeline.plan import RunPlan
     from firstlight.training.loop import TrainResult
 
-#: Files that tell folders of a run, a model and a prepared corpus from texts, and what each has in
-#: it; a person's files may have the same names. The modules that define these names import torch,
-#: which the first line of output is not to wait for.
+#: Files that show that a folder is a run, a model or a prepared corpus rather than texts, and a
+#: pattern in each, since users' files may have the same names. The names are written here, because
+#: the modules that define them import torch, which would delay the first line of output.
 _OTHER_FOLDERS = {
     "recipe.yaml": r"^data:",
     "config.json": r'"(model_type|architectures)"\s*:',
     "manifest.json": r'"tokenizer_sha256"\s*:',
 }
-#: Bytes of such a file that are looked at.
+#: Characters of such a file in which the pattern is searched.
 _HEAD_BYTES = 1 << 20
 
-#: Options that only texts take, by parameter.
+#: Parameters of the options that are only for texts.
 TEXT_OPTIONS = ("budget", "tokens", "steps", "size", "plan_only", "gpu", "text_key")
 
 
-#: Options for texts.
+#: The options that are only for texts.
 text_options = grouped(
     click.option("--budget", metavar="TIME", help="Texts: time of the whole command: 30m."),
     click.option("--tokens", metavar="N", help="Texts: tokens to train on, such as 10M."),
@@ -54,7 +54,7 @@ text_options = grouped(
 
 
 def takes_texts(paths: Sequence[str]) -> bool:
-    """True if the arguments of the verb are texts, not a recipe, run, model or prepared corpus."""
+    """True if the paths are texts rather than a recipe, run, model or prepared corpus."""
     places = [Path(path).expanduser() for path in paths]
     if any(place.suffix.lower() in (".yaml", ".yml") for place in places):
         return False
@@ -68,8 +68,10 @@ def takes_texts(paths: Sequence[str]) -> bool:
 
 
 def _holds(path: Path, sign: str) -> bool:
-    """True if the file exists and contains the sign. A file that can't be read counts as one with
-    the sign, so that the error is about reading it."""
+    """True if the file exists and contains the pattern `sign`.
+
+    True also if the file can't be read, so that the error is about reading it.
+    """
     if not path.is_file():
         return False
     try:
@@ -87,13 +89,13 @@ def train_texts_command(
     Args:
         paths: the inputs.
         overrides: (`section.key`, value) pairs.
-        options: values of the verb's options by parameter.
+        options: values of the command's options by parameter.
 
     Returns:
-        (result as JSON values, result of the training if there was any).
+        The result as a JSON object; and the result of the training, None if nothing was trained.
 
     Raises:
-        ConfigError: options that don't go together, or several processes were started.
+        ConfigError: options contradict each other, or several processes were started.
     """
     from firstlight.pipeline.run import train_texts, work_of
 
@@ -124,7 +126,7 @@ def train_texts_command(
     )
     from firstlight.pipeline.result import result_lines
 
-    # On a terminal the last picture of the live view stays.
+    # On a terminal, the live view with its curve stays on the screen.
     for line in result_lines(run, with_curve=run.training is None or not console().is_interactive):
         show(line)
     found = dataclasses.asdict(dataclasses.replace(run, training=None))
@@ -134,7 +136,7 @@ def train_texts_command(
 
 
 def _ask(plan: RunPlan) -> float:
-    """Ask a person for the duration of the run."""
+    """Ask the user for the duration of the run; returns seconds."""
     from firstlight.pipeline.plan import offers, time_text
 
     say("How long may it take?")

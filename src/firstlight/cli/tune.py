@@ -15,7 +15,7 @@ from firstlight.console import parse_time
 if TYPE_CHECKING:
     from firstlight.bench.tuning import TuneResult
 
-#: Rows of the table.
+#: Maximum number of trials in the printed table.
 _SHOWN = 10
 
 

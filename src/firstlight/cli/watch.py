@@ -1,4 +1,4 @@
-"""firstlight watch and dashboard: runs that other processes carry out."""
+"""`firstlight watch` and `firstlight dashboard`: views of runs that other processes carry out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from firstlight.training.progress import TrainingProgress
     from firstlight.training.tracker_libraries import Step
 
-#: Seconds between two looks at the run folder.
+#: Seconds between two readings of the run folder.
 _SECONDS_BETWEEN = 0.5
-#: Keys of a step that the view shows; lines without them (the evaluation before step 1) are no
-#: steps.
+#: Keys of a step's line that the view shows. A line without them (the evaluation before step 1) is
+#: not a step.
 _SHOWN = {"train/loss", "learning_rate", "tokens_per_second", "memory_bytes"}
 
 
@@ -29,9 +29,9 @@ class _Shown:
     """The shown state of a run.
 
     Attributes:
-        step: the last step; 0 before the first.
+        step: number of the last step; 0 before the first.
         steps: number of steps of the whole run; None if unknown.
-        seconds: duration of all steps by the run's log.
+        seconds: duration of all steps so far, from the run's metrics.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,15 @@ class _Shown:
         self._read_at = time.monotonic()
 
     def clock(self) -> float:
-        """Seconds of the steps, and those since the last one was read."""
+        """Seconds of all steps, plus the seconds since the last step was read."""
         return self.seconds + time.monotonic() - self._read_at
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a step of the log."""
+        """Add a step.
+
+        Args:
+            record: line of metrics.jsonl.
+        """
         self.step = record["step"]
         self.seconds += (record.get("seconds") or 0.0) + (record.get("save_stall_seconds") or 0.0)
         self._read_at = time.monotonic()
@@ -86,11 +90,11 @@ def dashboard_command(runs: tuple[Path, ...], port: int) -> None:
 
 
 def _watch(folder: Path) -> None:
-    """Show a run until it is over.
+    """Show a run until it ends.
 
     Raises:
-        InputError: the path is a file, or a folder of another kind.
-        CheckpointError: a file of it is damaged.
+        InputError: the path is a file, or a folder that is not a run.
+        CheckpointError: a file of the run is damaged.
     """
     from firstlight.checkpoint.run_folder import is_held
     from firstlight.report.follow import StepFollower
@@ -106,7 +110,7 @@ def _watch(folder: Path) -> None:
     with contextlib.closing(follower), TrainingProgress(course, shown=True) as progress:
         goes_on = True
         while goes_on:
-            # Before the lines are read: those of a run that is over are all there.
+            # Asked before the lines are read: if the run has ended, all of its lines are then read.
             goes_on = is_held(folder)
             _show(follower.new(), shown, course, progress)
             if goes_on:
@@ -118,7 +122,14 @@ def _watch(folder: Path) -> None:
 
 
 def _show(found: Sequence[Step], shown: _Shown, course: Course, progress: TrainingProgress) -> None:
-    """Show new steps, and the last texts among them."""
+    """Show new steps and the newest sampled texts.
+
+    Args:
+        found: (line of metrics.jsonl, sampled texts) of each new step.
+        shown: the state of the view, which is updated.
+        course: times of the run, which are restarted if the run was resumed.
+        progress: the view.
+    """
     for record, _ in found:
         if record["step"] <= shown.step and shown.step:
             # The run was resumed from a checkpoint, and its log is read again from the beginning.
