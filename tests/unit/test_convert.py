@@ -727,6 +727,15 @@ def test_tensors_that_only_one_of_them_has_are_named() -> None:
         check.require_same_tensors({"a": torch.ones(3)}, two, "f32")
 
 
+@pytest.mark.parametrize("row", [0, 9999])
+def test_a_number_that_became_nan_is_refused_wherever_it_is(row: int) -> None:
+    source = torch.ones(10_000, 2)
+    result = source.clone()
+    result[row, 1] = float("nan")
+    with pytest.raises(ModelError, match="numbers of a differ by up to nan"):
+        check.require_same_tensors({"a": source}, {"a": result}, "f32")
+
+
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("scale", [1e4, 1.0, 1e-5, 1e-7])
 def test_rounding_itself_is_never_refused(dtype: str, scale: float) -> None:

@@ -214,14 +214,13 @@ def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
     and `result`; 0 and infinity if their shapes differ."""
     if source.shape != result.shape:
         return 0.0, float("inf")
-    largest = difference = 0.0
+    # As a tensor: torch's maximum keeps a NaN, Python's may lose it.
+    largest, difference = 0.0, torch.zeros(())
     for a, b in zip(torch.split(source, _ROWS), torch.split(result, _ROWS), strict=True):
         a, b = a.float(), b.float()
         largest = max(largest, float(a.abs().max()))
-        # Not `max(difference, found)`, which would ignore a NaN in `found`.
-        found = float((a - b).abs().max())
-        difference = difference if found <= difference else found
-    return largest, difference
+        difference = torch.maximum(difference, (a - b).abs().max())
+    return largest, float(difference)
 
 
 def require_same_logits(
