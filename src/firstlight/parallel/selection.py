@@ -46,13 +46,11 @@ def named_engine(config: DistributedConfig) -> type[Engine]:
 
 
 def engine_name(config: DistributedConfig, processes: int) -> str:
-    """The name of the engine between processes that compute different sequences: "none", "ddp",
-    "fsdp" or "deepspeed".
+    """The engine between processes that compute different sequences: none, ddp, fsdp or deepspeed.
 
     Args:
         config: the recipe's `distributed` section.
-        processes: number of all processes of the run, with those of tensor and pipeline
-            parallelism.
+        processes: all processes of the run, with those of tensor and pipeline parallelism.
 
     Raises:
         ConfigError: the section is invalid for this number of processes.

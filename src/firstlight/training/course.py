@@ -174,7 +174,8 @@ class Course:
         self._last_at, self._record = now, record
         if record["train/loss"] is not None:
             self.curve.add(record["step"], record["train/loss"])
-        self._val_loss = record.get("val/loss") or self._val_loss
+        if record.get("val/loss") is not None:
+            self._val_loss = record["val/loss"]
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Set the sample text that is shown: a prompt and the model's continuation."""

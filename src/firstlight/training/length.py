@@ -119,9 +119,11 @@ class LoopTimes:
     def part(self, name: Part) -> Iterator[None]:
         """Context for work that is not part of a step, and is measured separately."""
         began = self._clock()
-        yield
-        self.seconds[name] = self._clock() - began
-        self._apart += self.seconds[name]
+        try:
+            yield
+        finally:  # an evaluation may end in a rollback, after which the run goes on
+            self.seconds[name] = self._clock() - began
+            self._apart += self.seconds[name]
 
 
 @dataclass(frozen=True)

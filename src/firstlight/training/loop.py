@@ -124,26 +124,22 @@ def train(
 ) -> TrainResult:
     """Train a model by a recipe.
 
-    Processes that were started together (`firstlight train --nproc`, torchrun, srun, ...) train one
-    model, as the recipe's `distributed` section says, and all get the same result. From the first
-    step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP end the run after a checkpoint; a second
-    signal ends it at once.
+    Processes that were started together (`firstlight train --nproc`, torchrun, srun) train one
+    model and get the same result. From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and
+    SIGHUP end the run after a checkpoint; a second signal ends it at once.
 
     Args:
         recipe: a recipe, its values, or its file.
         resume: continue from the run folder's newest checkpoint, if there is one, as if the run had
             not been interrupted.
         init_from: model folder, run or hub id to start from; replaces the recipe's `model`.
-        new_rows: rows of embedding and head for tokens that the data's tokenizer has in addition to
-            that of `init_from`: "mean" of the old tokens' rows, or "copy:TOKEN", the rows of an old
-            token.
+        new_rows: rows of embedding and head for tokens that `init_from` lacks: "mean" of the old
+            tokens' rows, or "copy:TOKEN", the rows of an old token.
         branch_from: checkpoint of another run that this run continues with all of its state. With
             `resume`, a checkpoint in this run's own folder has priority. See `cooldown_recipe`.
-        on_step: called with each step's metrics, in the main process, from step 1 on. It may use
-            the global random generators of Python, numpy and torch, which are seeded, saved and
-            resumed.
-        progress: show the run to the user: on stderr, or in a notebook as one output of the cell
-            with the report's picture at the end. None shows it in a notebook only.
+        on_step: called with each step's metrics in the main process. It may use the global random
+            generators of Python, numpy and torch, which are seeded, saved and resumed.
+        progress: show the run on stderr, or in a notebook; None shows it in a notebook only.
         forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
 
     Raises:
@@ -153,8 +149,8 @@ def train(
         CheckpointError: the run folder was moved during the run; nothing is written in its place.
         RankError: another process of the run failed, or is gone.
         DivergedError: loss or gradients are not finite, and `guard` can't go back to a checkpoint.
-        TrainingError: a step can't be made: not even one row fits into memory, memory ran out in an
-            update, or a batch has no labels.
+        TrainingError: one row does not fit into memory, memory ran out in an update, or a batch
+            has no labels.
         StorageError: a file system error. As after the two errors above, the checkpoints stay.
     """
     recipe = _read_recipe(recipe)
@@ -233,8 +229,8 @@ def training_loop(
             # In an evaluation: the step is saved as pending, and resuming evaluates it first.
             break
         except DataError as error:
-            # In the validation split. Of several processes, only the one that read the damaged part
-            # knows of it, so the run can't save a checkpoint together.
+            # In the validation split. Only the process that read the damaged part knows of it, so
+            # several can't save a checkpoint together.
             if engine.world.size > 1:
                 raise
             run.unreadable = run.stopped_by = str(error)
