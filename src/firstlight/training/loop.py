@@ -135,8 +135,8 @@ def train(
         init_from: model folder, run or hub id to start from; replaces the recipe's `model`.
         new_rows: rows of embedding and head for tokens that `init_from` lacks: "mean" of the old
             tokens' rows, or "copy:TOKEN", the rows of an old token.
-        branch_from: checkpoint of another run that this run continues with all of its state. With
-            `resume`, a checkpoint in this run's own folder has priority. See `cooldown_recipe`.
+        branch_from: checkpoint of another run that this run continues with all of its state, unless
+            `resume` finds one in this run's own folder. See `cooldown_recipe`.
         on_step: called with each step's metrics in the main process. It may use the global random
             generators of Python, numpy and torch, which are seeded, saved and resumed.
         progress: show the run on stderr, or in a notebook; None shows it in a notebook only.
@@ -144,14 +144,11 @@ def train(
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: recipe, data, model or checkpoint do
-            not fit; nothing has been written.
-        DataError: data could not be read during the run, for which a checkpoint is saved.
-        CheckpointError: the run folder was moved during the run; nothing is written in its place.
-        RankError: another process of the run failed, or is gone.
-        DivergedError: loss or gradients are not finite, and `guard` can't go back to a checkpoint.
-        TrainingError: one row does not fit into memory, memory ran out in an update, or a batch
-            has no labels.
-        StorageError: a file system error. As after the two errors above, the checkpoints stay.
+            not fit, and nothing has been written. Later: data can't be read, for which a checkpoint
+            is saved; the run folder was moved, and nothing is written in its place.
+        RankError, DivergedError: another process failed; `guard` can't go back to a checkpoint.
+        TrainingError: memory does not suffice for one row or an update, or a batch has no labels.
+        StorageError: a file system error. The checkpoints stay.
     """
     recipe = _read_recipe(recipe)
     if progress is None:
@@ -191,11 +188,10 @@ def training_loop(
         show: called with each step's metrics after they are written to the logs.
 
     Raises:
-        DivergedError, TrainingError: see `RunCheckpoints.go_back`, `smaller_micro_batches`.
-        CheckpointError, StorageError: a checkpoint or the metrics could not be written.
+        DivergedError, TrainingError, CheckpointError, StorageError: see `train`.
     """
     program, engine = run.program, run.engine
-    # With several processes, one that stopped during an evaluation would leave the others waiting.
+    # Of several processes, one that stopped in an evaluation would leave the others waiting.
     check = stopping.check if engine.world.size == 1 else lambda: None
     while run.goes_on:
         run.times.begin_step()
@@ -226,8 +222,7 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            # In an evaluation: the step is saved as pending, and resuming evaluates it first.
-            break
+            break  # in an evaluation: the saved step is pending, and resuming evaluates it first
         except DataError as error:
             # In the validation split. Only the process that read the damaged part knows of it, so
             # several can't save a checkpoint together.
@@ -235,8 +230,7 @@ def training_loop(
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
-        # Metrics before the checkpoint, so that the step of a checkpoint has its line in the logs.
-        show(run.write_record())
+        show(run.write_record())  # before the checkpoint, whose step then is in the logs
         if checkpoints.are_due:
             checkpoints.save()
 

@@ -126,12 +126,11 @@ def _assembled(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> Run:
-    """The run, resumed from its newest checkpoint if there is one.
+    """The run in `folder`, resumed from its newest checkpoint if there is one.
 
     Args:
-        folder: the run folder.
         newest: checkpoint that the run is resumed from or branches off; None for a new run.
-        earlier: the resolved recipe of the run that is resumed; {} for a new run.
+        earlier: the resolved recipe of a resumed run; {} for a new run.
         tell: called with each message for people.
     """
     require_trackers(recipe.run.trackers)

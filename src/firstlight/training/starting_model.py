@@ -76,17 +76,15 @@ def first_model(
     """The model to be trained, and the identity of the model that it started from.
 
     Args:
-        recipe: the recipe.
+        recipe, engine: recipe and engine of the run.
         tokenizer: the tokenizer of the data.
         newest: the checkpoint that the run is resumed from; None for a new run.
         init_from, new_rows: see `train`.
-        engine: the engine of the run.
         tell: called with each message for people.
 
     Returns:
-        (model, identity). A resumed model has the checkpoint's config, but not its weights yet, or
-        with `lora` the weights of the base. The identity is None except with `lora` and in a new
-        run on preference pairs.
+        (model, identity). A resumed model has the checkpoint's config, and of weights only those of
+        the base with `lora`. The identity is None but with `lora` and in a new run on pairs.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: model, tokenizer and recipe do not fit.

@@ -49,29 +49,24 @@ def train_step(
 ) -> StepResult:
     """Forward and backward passes over the micro-batches of one global batch, clipping and update.
 
-    The loss is the sum over the whole global batch divided by its number of valid tokens, or pairs,
-    so that any division into micro-batches, and over processes, gives the gradient of one large
-    batch.
+    The loss is the sum over the global batch divided by its valid tokens, or pairs, so that any
+    division into micro-batches and over processes gives the gradient of one large batch.
 
     Args:
         loss_sum: loss function of a batch, summed over its valid tokens or pairs.
         optimizer: the optimizer.
         batches: this process' micro-batches, each `[micro_batch, seq_len]`, on the device.
         scaler: the loss scale of fp16; None leaves the loss as it is.
-        accepts: called with the loss and the gradient norm before the update, which is skipped if
-            it returns False. Not called for a step that the scaler skips.
-        engine: the engine of several processes, which all call this function and get the same
-            result; None for one process.
+        accepts: called with loss and gradient norm before the update, which is skipped if it
+            returns False. Not called for a step that the scaler skips.
+        engine: the engine of several processes, which all get the same result; None for one.
 
     Raises:
-        DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` is
-            given to skip the step; or the step is refused, but the optimizer has made its updates
-            in the backward pass already. Without such updates, the parameters are unchanged.
-        MicroBatchTooLargeError: memory ran out in a forward or backward pass; the step can be
-            repeated with smaller micro-batches. With an optimizer that updates in the backward
-            pass, the original error is raised instead.
-        TrainingError: the global batch has no labels; or memory ran out where other processes wait
-            for this one, so that the step can't be repeated.
+        DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
+            skip the step. Parameters are unchanged but by updates in the backward pass.
+        MicroBatchTooLargeError: memory ran out in a pass; the step can be repeated with smaller
+            micro-batches. The original error where the backward pass updates.
+        TrainingError: the global batch has no labels, or memory ran out where others wait.
     """
     batches, engine = list(batches), engine or one_process()
     tokens = int(engine.sum(sum(batch.num_valid for batch in batches)))
@@ -92,8 +87,7 @@ def train_step(
             optimizer.accumulate()
             # Cloned, since CUDA graphs write the next loss into the same memory.
             total = loss.detach().clone() if total is None else total + loss.detach()
-            # Free the graph before the next pass or the update.
-            del loss, scaled
+            del loss, scaled  # frees the graph before the next pass or the update
         assert total is not None
         norm = optimizer.clip_gradients(scale, engine.joined_norm)
     except (RuntimeError, MemoryError) as error:
