@@ -1,1 +1,1 @@
-"""Reports of runs and comparisons of runs: PNG and HTML."""
+"""Reports of runs, and comparisons of several runs, as HTML pages and PNG pictures."""

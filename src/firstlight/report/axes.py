@@ -1,4 +1,4 @@
-"""X and y axes of charts: ranges, ticks, and a second x axis."""
+"""X and y axes of charts: ranges, ticks, and second x axes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import numpy as np
 from firstlight.console import compact
 from firstlight.report.series import Series
 
-#: Ranges smaller than this share of their numbers are rounding.
+#: A range that is smaller than this fraction of its values is treated as a rounding error.
 _NOTHING = 1e-9
+#: Smaller numbers are treated as 0.
 _TINY = 1e-300
-#: Powers of ten that floats have with room to spare.
+#: Largest power of ten of an axis: floats reach 1e308.
 _MOST = 305.0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From a quantity to a place: linear or logarithmic.
+    """Maps values to positions on an axis, linearly or logarithmically.
 
     Attributes:
-        low, high: the quantity at both ends; above 0 where `log`.
-        start, end: the places of these, in pixels.
+        low, high: values at both ends of the axis; above 0 if `log`.
+        start, end: positions of both ends, in pixels.
+        log: True for a logarithmic axis.
     """
 
     low: float
@@ -34,7 +36,7 @@ class Scale:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Position of a quantity on the axis, in pixels."""
+        """The position of a value on the axis, in pixels."""
         low, high, value = (
             (math.log10(self.low), math.log10(self.high), math.log10(value))
             if self.log
@@ -46,11 +48,12 @@ class Scale:
 def linear_range(
     low: float, high: float, *, zero: bool, margin: float = 0.05
 ) -> tuple[float, float]:
-    """A range that shows all from `low` to `high`, with some room, and is never empty.
+    """The range of a linear axis that contains `low` to `high` with a margin; it is never empty.
 
     Args:
-        zero: the range begins (or ends) at 0.
-        margin: the room at both ends, as a share of the range.
+        low, high: lowest and highest value that is shown.
+        zero: True extends the range to 0.
+        margin: margin at each end, as a fraction of the range; none at 0 if `zero`.
     """
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -67,7 +70,8 @@ def linear_range(
 
 
 def log_range(low: float, high: float, margin: float = 0.05) -> tuple[float, float]:
-    """The same for a logarithmic axis; both are above 0."""
+    """The range of a logarithmic axis that contains `low` to `high`, both above 0, with a margin at
+    each end, as a fraction of the range in powers of ten."""
     first, last = math.log10(max(low, _TINY)), math.log10(max(high, _TINY))
     room = margin * (last - first) if last - first > 1e-6 else 0.2
     return 10 ** max(first - room, -_MOST), 10 ** min(last + room, _MOST)
@@ -80,14 +84,14 @@ def linear_ticks(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first, last = math.ceil(low / step - _NOTHING), math.floor(high / step + _NOTHING)
-    # By division where the step is below 1: 3 / 10 is the float nearest to 0.3, 3 * 0.1 is not.
+    # For steps below 1, divide: 3 / 10 is the float nearest to 0.3, but 3 * 0.1 is not.
     inverse = round(1 / step)
     if inverse > 1 and math.isclose(step * inverse, 1):
         return [number / inverse for number in range(first, last + 1)]
     return [number * step for number in range(first, last + 1)]
 
 
-#: (greatest number of powers of ten, factors of the ticks within each of them)
+#: Largest number of powers of ten on an axis -> factors of the ticks within each power of ten.
 _FACTORS: Sequence[tuple[float, Sequence[float]]] = (
     (1, (1, 1.5, 2, 3, 5, 7)),
     (2, (1, 2, 5)),
@@ -97,8 +101,11 @@ _FACTORS: Sequence[tuple[float, Sequence[float]]] = (
 
 
 def log_ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers from `low` to `high` (both above 0) on a logarithmic axis: powers of ten where
-    there are many of them, 1, 2 and 5 times these else, and multiples within one."""
+    """About `count` round numbers from `low` to `high` (both above 0) for a logarithmic axis.
+
+    These are powers of ten for a wide range, also multiples of them (see `_FACTORS`) for a narrower
+    one, and the ticks of a linear axis for less than 0.7 powers of ten.
+    """
     decades = math.log10(high) - math.log10(low)
     if decades < 0.7:
         return [tick for tick in linear_ticks(low, high, count) if tick > 0]
@@ -111,21 +118,24 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
 
 @dataclass(frozen=True)
 class SecondAxis:
-    """An x axis beside the first one, of a quantity that rises with it.
+    """An additional x axis for a quantity that rises with the quantity of the first x axis.
 
     Attributes:
         name: name of the quantity.
-        series: the quantity (y) by the first axis (x), both rising; at least two points.
+        series: values of the quantity (y) by values of the first axis (x), both rising; at least
+            two points.
     """
 
     name: str
     series: Series
 
     def ticks(self, low: float, high: float, count: int) -> list[tuple[float, str]]:
-        """(place on the first axis, number) of about `count` round numbers.
+        """About `count` ticks at round numbers: pairs of the value on the first axis at which a
+        tick is, and the tick's number as text.
 
         Args:
-            low, high: the ends of the first axis.
+            low, high: values at the ends of the first axis.
+            count: wanted number of ticks.
         """
         x, y = self.series.x, self.series.y
         first, last = np.interp((low, high), x, y).tolist()
@@ -134,7 +144,7 @@ class SecondAxis:
 
 
 def second_axis(name: str, series: Series) -> SecondAxis | None:
-    """The axis of a quantity by steps; None where it does not rise."""
+    """A second axis for a quantity by steps; None if the quantity falls, or never rises."""
     if len(series) < 2 or (np.diff(series.y) < 0).any():
         return None
     rises = np.concatenate([[True], np.diff(series.y) > 0])

@@ -1,5 +1,5 @@
-"""Charts of the pages: axes with ranges and ticks, drawn as SVG markup of our own, without a style
-or a script in it. The pictures (PNG) are matplotlib's."""
+"""Charts of the HTML pages, drawn as SVG markup without styles and scripts. (The PNG pictures are
+drawn by matplotlib: see pictures.py.)"""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from firstlight.report.axes import (
 )
 from firstlight.report.series import Floats, Series, thin
 
-#: Colours that a page's style has; more lines begin again, dashed.
+#: Number of line colours in the pages' style. Further lines use the same colours, dashed.
 COLOURS = 8
-#: Lines of fewer points have dots.
+#: Largest number of points for which a line's points are drawn as dots.
 _FEW = 60
-#: Times the smallest value from which on a linear axis shows nothing of it.
+#: Ratio of the largest to the smallest value from which a linear axis hides the small values.
 _HIDING = 1000
-#: Events drawn in one chart, the first and the last among them.
+#: Largest number of events drawn in one chart; if there are more, they are thinned evenly.
 _MAX_MARKS = 120
 
 
@@ -39,9 +39,9 @@ class Line:
     Attributes:
         name: the curve's name in the legend and the read-out.
         series: points of the curve.
-        colour: number of it, from 0.
-        faint: True draws it in the background, without a place in the legend.
-        errors: half the length of each point's error bar, (N,); None draws no error bars.
+        colour: number of the colour, from 0; see `COLOURS`.
+        faint: True draws the curve in the background, without an entry in the legend.
+        errors: half the length of each point's error bar, [N]; None draws no error bars.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Line:
 
     @property
     def style(self) -> str:
-        """The classes of its elements."""
+        """The CSS classes of the curve's elements."""
         dashes = " dashed" if self.colour // COLOURS % 2 else ""
         return f"c{self.colour % COLOURS}{dashes}{' faint' if self.faint else ''}"
 
@@ -64,7 +64,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a place of the x axis; `kind` is a class of the page's style."""
+    """An event, drawn as a vertical line.
+
+    Attributes:
+        x: its value on the x axis.
+        kind: CSS class of the page's style, and name in the legend.
+        text: description, shown as a tooltip.
+    """
 
     x: float
     kind: str
@@ -77,13 +83,13 @@ class Chart:
 
     Attributes:
         title: the quantity that the chart shows.
-        unit: unit of the y axis; "" where the title has it.
-        lines: the curves, in the order they are drawn.
+        unit: unit of the y axis; "" if the title already names it.
+        lines: the curves.
         x_name: name of the x axis.
-        width, height: sizes in pixels, before a page stretches it.
-        zero: a linear y axis begins at 0.
-        marks: vertical lines.
-        below, above: further x axes below the first one and above the plot.
+        width, height: size in pixels, before the page scales it.
+        zero: True lets a linear y axis begin at 0.
+        marks: events.
+        below, above: additional x axes below the first one and above the plot.
     """
 
     title: str
@@ -99,36 +105,37 @@ class Chart:
 
     @property
     def top(self) -> int:
-        """Pixels above the plot."""
+        """Height of the space above the plot, in pixels."""
         return _TOP + _SECOND * (self.above is not None)
 
     @property
     def bottom(self) -> int:
-        """Pixels below the plot."""
+        """Height of the space below the plot, in pixels."""
         return _BOTTOM + _SECOND * (self.below is not None)
 
     @property
     def has_log(self) -> bool:
-        """True if anything could be seen on a logarithmic axis."""
+        """True if a value is above 0, so that a logarithmic axis would show it."""
         return any(bool((line.series.y > 0).any()) for line in self.lines)
 
     @property
     def needs_log(self) -> bool:
-        """True if a linear axis would hide most of the curves: one is of a run that diverged."""
+        """True if a linear axis would hide most of the curves, because of a run that diverged: all
+        values are above 0, and the largest is more than 1,000 times the smallest."""
         values = np.concatenate([np.empty(0), *(line.series.y for line in self.lines)])
         return (
             bool(len(values)) and values.min() > 0 and bool(values.max() > _HIDING * values.min())
         )
 
 
-#: Pixels around the plot: for ticks and names.
+#: Margins around the plot for ticks and names, in pixels.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
-#: Further pixels for a second x axis.
+#: Additional margin for a second x axis, in pixels.
 _SECOND = 34
 
 
 def thinned(chart: Chart, buckets: int) -> Chart:
-    """The chart with no more points than can be seen."""
+    """The chart with its curves thinned by `thin`, except those with error bars."""
     lines = [
         line if line.errors is not None else replace(line, series=thin(line.series, buckets))
         for line in chart.lines
@@ -137,7 +144,7 @@ def thinned(chart: Chart, buckets: int) -> Chart:
 
 
 def data_of(chart: Chart) -> str:
-    """The data of a chart's read-out, as JSON: x and y of each curve that is read."""
+    """The data of a chart's read-out as JSON: name, style, x and y of each curve."""
     curves = [
         {
             "name": visible(line.name),
@@ -157,7 +164,12 @@ def _short(value: float, digits: int) -> float | int:
 
 
 def svg(chart: Chart, *, log: bool = False) -> Markup:
-    """Draw a chart; values that are not above 0 are left out of a logarithmic one."""
+    """Draw a chart.
+
+    Args:
+        chart: the chart.
+        log: True draws a logarithmic y axis, which leaves out values that are not above 0.
+    """
     lines = [_positive(line) for line in chart.lines] if log else list(chart.lines)
     lines = [line for line in lines if len(line.series)]
     if not lines:
@@ -216,7 +228,7 @@ def _scales(chart: Chart, lines: Sequence[Line], log: bool) -> tuple[Scale, Scal
 
 
 def _grid(chart: Chart, x: Scale, y: Scale) -> Markup:
-    """Grid lines with the numbers beside them, and the name of the x axis."""
+    """Grid lines with their numbers, and the x axes with ticks and names."""
     left, right, top, bottom = _LEFT, chart.width - _RIGHT, chart.top, chart.height - chart.bottom
     ticks = (log_ticks if y.log else linear_ticks)(y.low, y.high, (bottom - top) // 32)
     parts = []
@@ -229,7 +241,8 @@ def _grid(chart: Chart, x: Scale, y: Scale) -> Markup:
             ).format(left, right, place, left - 8, compact(tick))
         )
     count = max((right - left) // 84, 4)
-    # (ticks, name, end of the tick's line, y of the line, of the numbers and of the name)
+    # For each x axis: ticks, name, length of the ticks' lines, y of the axis, and the offsets of
+    # numbers and name from it, in pixels.
     rows = [([(t, compact(t)) for t in _x_ticks(x, count)], chart.x_name, 5, bottom, 18, 34)]
     if chart.below is not None:
         rows.append((chart.below.ticks(x.low, x.high, count), chart.below.name, 0, bottom, 52, 68))
@@ -248,7 +261,7 @@ def _grid(chart: Chart, x: Scale, y: Scale) -> Markup:
 
 
 def _x_ticks(x: Scale, count: int) -> Iterator[float]:
-    """Ticks of the x axis whose numbers stay inside the picture."""
+    """The ticks of the x axis that are within the plot."""
     for tick in linear_ticks(x.low, x.high, count):
         if x.start - 1 <= x.place(tick) <= x.end + 1:
             yield tick

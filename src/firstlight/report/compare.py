@@ -1,5 +1,5 @@
-"""Several runs side by side: curves in the same axes, final numbers, what their recipes differ in,
-the last samples."""
+"""Compares several runs: curves in the same axes, final numbers, differences of their recipes, and
+their last samples."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ from firstlight.report.page import chosen_samples, duration, legend, memory_unit
 from firstlight.report.records import RunRecord
 from firstlight.report.series import Axis, Series, smoothed
 
+#: X axes of a comparison, and their names.
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
-#: Axes of the dashboard.
+#: X axes of the dashboard.
 _LIVE_AXES: Mapping[Axis, str] = {**AXES, "flops": "FLOPs"}
+#: Buckets of thinned curves; see `thin`.
 _BUCKETS = 350
-#: Keys that don't change a run, only the place of its files.
+#: Recipe keys that only set the place of a run's files.
 _NOT_COMPARED = {"run.dir"}
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Runs to be laid side by side.
+    """Several runs and what is compared of them; each list has an entry for each run.
 
     Attributes:
-        runs: the runs in the order that they were named.
-        labels: a name for each run; no two are alike.
-        numbers: `final_numbers` of each.
-        findings: the faults of each run.
-        smoothed: each run's training loss by step.
-        differences: the runs' values of each recipe key ("section.key") that differs between them.
+        runs: the runs, in the order in which they were given.
+        labels: a unique name for each run.
+        numbers: `final_numbers` of each run.
+        findings: `findings_of` each run.
+        smoothed: each run's smoothed training loss by step.
+        differences: recipe keys ("section.key") whose values differ -> the value in each run.
     """
 
     runs: Sequence[RunRecord]
@@ -54,7 +56,7 @@ class RunComparison:
 
 
 class _Absent:
-    """Stands for a key that a recipe does not have."""
+    """The value of a key that a recipe does not have, shown as a dash."""
 
     def __repr__(self) -> str:
         return "—"
@@ -64,10 +66,10 @@ _ABSENT = _Absent()
 
 
 def compare(runs: Sequence[RunRecord]) -> RunComparison:
-    """Lay runs side by side.
+    """Compare runs.
 
     Raises:
-        ConfigError: a folder is named twice.
+        ConfigError: two runs have the same folder.
     """
     labels = distinct_labels([run.folder for run in runs])
     differences = recipe_differences([run.recipe for run in runs])
@@ -77,10 +79,10 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; those that are alike with as many of the folders above as it takes.
+    """The folders' names. Equal names get as many parent folders in front as make them unique.
 
     Raises:
-        ConfigError: two are the same folder.
+        ConfigError: two of the folders are the same.
     """
     parts = [folder.resolve().parts[1:] for folder in folders]
     for number, folder in enumerate(folders):
@@ -97,15 +99,15 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """{"section.key": the value in each} of the keys whose values differ; a key that a recipe does
-    not have is written as "—"."""
+    """The keys ("section.key") whose values differ between recipes -> the value in each recipe; an
+    `_Absent` if a recipe does not have the key."""
     flat = [_flat(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for values in flat for key in values)
     found = {key: [values.get(key, _ABSENT) for values in flat] for key in keys}
     return {
         key: values
         for key, values in found.items()
-        # 1 and True are equal, and not the same.
+        # Compared with their types, because 1 == True in Python.
         if key not in _NOT_COMPARED and len({(type(v), repr(v)) for v in values}) > 1
     }
 
@@ -124,15 +126,16 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def comparison_page(found: RunComparison) -> str:
-    """The page of several runs."""
+    """The HTML page that compares several runs."""
     return page("comparison.html", _page_values(found, AXES, CHARTS))
 
 
 def dashboard_page(found: RunComparison, query: str) -> str:
-    """The page of active runs, which reloads itself.
+    """The HTML page of active runs, which reloads itself.
 
     Args:
-        query: text by which the runs were chosen.
+        found: the runs.
+        query: the search text by which the runs were selected.
     """
     values = _page_values(found, _LIVE_AXES, (*CHARTS, *_LIVE_CHARTS))
     return page("dashboard.html", {**values, "query": query}, ("readout.js", "dashboard.js"))
@@ -166,7 +169,7 @@ def _page_values(
 
 
 def warnings_of(found: RunComparison) -> list[str]:
-    """Warnings of the page and the picture: figures that can't be compared, and what went wrong in
+    """Warnings for the page and the picture: numbers that can't be compared, and the findings of
     each run."""
     tokenizers = (
         "The runs have different tokenizers: losses, which count nats a token, can't be compared. "
@@ -190,12 +193,19 @@ def has_different_tokenizers(found: RunComparison) -> bool:
 
 
 def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
-    """Each run's curve of a metric; that of the training loss smoothed."""
+    """Each run's curve of a metric.
+
+    Args:
+        found: the runs.
+        key: key of the metric; "train/loss" is smoothed.
+        axis: the x axis.
+    """
     lines = []
     for number, (label, run) in enumerate(_named(found)):
         series = run.metrics.series(key, axis)
         if key == "train/loss":
-            # The same values over each axis; steps without a place on this one are left out.
+            # The smoothed values by step are used for each axis. Steps without a value on this axis
+            # are the first ones, and are left out.
             values = found.smoothed[number].y[-len(series) :] if len(series) else series.y
             series = Series(series.x, values)
         if axis == "flops":
@@ -207,8 +217,8 @@ def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
 
 @lru_cache(maxsize=256)
 def _flops_per_token(recipe_text: str) -> float | None:
-    """FLOPs of a token by a resolved recipe, as the logged MFU counts them; None where the recipe
-    is not known."""
+    """Training FLOPs per token by a resolved recipe, counted as for the logged MFU; None if the
+    recipe is missing or invalid."""
     try:
         recipe = parse_resolved_recipe(parse_yaml(recipe_text.encode()) or {})
     except (ConfigError, ValueError):
@@ -217,6 +227,7 @@ def _flops_per_token(recipe_text: str) -> float | None:
     return train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)
 
 
+#: Charts of a comparison: key of the metric, title, and unit.
 CHARTS = (
     ("train/loss", "Training loss", "smoothed, nats a token"),
     ("val/loss", "Validation loss", "nats a token"),
@@ -225,6 +236,7 @@ CHARTS = (
 )
 
 
+#: Additional charts of the dashboard.
 _LIVE_CHARTS = (
     ("tokens_per_second", "Speed", "tokens/s"),
     ("memory_bytes", "Peak memory", "bytes"),
@@ -279,7 +291,8 @@ def _memory(value: float) -> str:
     return f"{value / size:,.3g} {unit}"
 
 
-#: (key, name, form, whether more is better; None: neither).
+#: Rows of the table of numbers: key of `final_numbers`, name, format, and True if a higher value is
+#: better, False if a lower one is, None if neither.
 _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("val/loss", "validation loss", loss_text, False),
     ("best_val/loss", "best validation loss", loss_text, False),
@@ -307,14 +320,15 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
 )
 
 
-#: Left out where no run has any.
+#: Rows that are left out if all runs have 0.
 _SELDOM = {"skipped_steps", "rollbacks", "resumed"}
-#: Metrics that can't be compared between tokenizers.
+#: Metrics per token, which can't be compared between different tokenizers.
 _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
 
 
 def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
-    """(name, each run's figure, True for the best of these) for each figure that any run has."""
+    """The rows of the table of numbers that any run has: the row's name, each run's number as text,
+    and the indices of the best runs."""
     own = [k for k in dict.fromkeys(key for n in found.numbers for key in n) if is_accuracy(k)]
     table = []
     for key, name, form, more in (*_ROWS, *((key, key, "{:.4f}".format, True) for key in own)):

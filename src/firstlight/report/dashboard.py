@@ -1,5 +1,5 @@
-"""A page of active runs, served to this machine alone: the page of `firstlight report A B`, drawn
-again when the runs' files change."""
+"""A web page of active runs, served to this machine only: the page of `firstlight report A B`,
+which is drawn again when the runs' files change."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _ADDRESS = "127.0.0.1"
 
 
 class Dashboard:
-    """The page of some runs as they are now.
+    """Draws the page of the current state of some runs.
 
     Args:
-        folders: run folders, or folders of run folders, whose new runs are shown, too.
+        folders: run folders, and folders that contain run folders, where new runs are found, too.
 
     Raises:
-        InputError: a folder is missing, or is neither.
-        ConfigError: a folder is named twice.
+        InputError: a folder is missing, or is neither of these.
+        ConfigError: a folder is given twice.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -48,7 +48,7 @@ class Dashboard:
         self._drawn: dict[str, tuple[str, bytes]] = {}
 
     def page(self, query: str) -> tuple[str, bytes]:
-        """(tag of the content, the page) of the runs whose names hold a text.
+        """The page of the runs whose names contain all words of `query`, and its ETag.
 
         Raises:
             FirstlightError: a file of a run is damaged.
@@ -63,19 +63,20 @@ class Dashboard:
             if all(word in label.lower() for word in words)
         ]
         tag = _tag(query, chosen)
-        # One at a time: several tabs ask for the same.
+        # Under a lock, so that a page that several browser tabs request is drawn once.
         with self._lock:
             drawn = self._drawn.get(query)
             if drawn is None or drawn[0] != tag:
                 text = dashboard_page(compare([read_run(run) for run in chosen]), query)
                 drawn = (tag, text.encode())
-                # Pages of a few tabs are kept; each letter of a search is a query of its own.
+                # Only the last four pages are kept: while a user types a search text, each letter
+                # is a query of its own.
                 self._drawn = {**dict(list(self._drawn.items())[-3:]), query: drawn}
             return drawn
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The run folders in a folder of run folders, by name."""
+    """The run folders in a folder of runs, sorted by name; [] if `folder` is a run itself."""
     if not folder.is_dir() or _is_run(folder):
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path))
@@ -86,7 +87,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _tag(query: str, runs: Sequence[Path]) -> str:
-    """A tag that changes when a file of the runs does."""
+    """An ETag that changes when a file of the runs changes, by inode, size and time."""
     found = hashlib.sha256(query.encode())
     for path in (run / name for run in runs for name in _FILES):
         try:
@@ -98,13 +99,15 @@ def _tag(query: str, runs: Sequence[Path]) -> str:
 
 
 def serve(dashboard: Dashboard, port: int) -> ThreadingHTTPServer:
-    """The server of a dashboard, on the loopback address alone; not running yet.
+    """Make the HTTP server of a dashboard, on the loopback address only. The caller runs it by
+    `serve_forever`.
 
     Args:
-        port: 0 takes a free one.
+        dashboard: the dashboard.
+        port: port number; 0 takes a free port.
 
     Raises:
-        ConfigError: the port can't be had.
+        ConfigError: the port can't be opened.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -112,7 +115,7 @@ def serve(dashboard: Dashboard, port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             own = f":{self.connection.getsockname()[1]}"
-            # A page of another name that resolves to this machine must not read the runs.
+            # DNS rebinding: a web site whose name resolves to this machine must not read the runs.
             if self.headers.get("Host") not in (_ADDRESS + own, "localhost" + own):
                 return self._reply(421, b"open the address that firstlight dashboard has printed")
             asked = urlsplit(self.path)
@@ -140,7 +143,7 @@ def serve(dashboard: Dashboard, port: int) -> ThreadingHTTPServer:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Nothing: the terminal is for people."""
+            """Do nothing, so that requests are not logged in the terminal."""
 
     try:
         return ThreadingHTTPServer((_ADDRESS, port), Handler)

@@ -1,4 +1,4 @@
-"""Findings about a run: overfitting and divergence, judged from its metrics.
+"""Detects overfitting and divergence of a run from its metrics.
 
 The terminal, `--json` and the report show the same findings.
 """
@@ -20,29 +20,31 @@ from firstlight.errors import DIVERGED_REMEDY, CheckpointError
 from firstlight.report.records import RunRecord
 from firstlight.report.series import Floats, Series
 
-#: The validation loss has risen where it is above its lowest by more than this share of it, and by
-#: more than so many nats. The rows of every evaluation are the same, so that noise is smaller.
+#: The validation loss counts as risen if it is above its lowest value by more than this fraction of
+#: it, and by more than this number of nats. Each evaluation has the same rows, so noise is smaller.
 _RISE, _LEAST_RISE = 0.01, 0.01
-#: The training loss has fallen where a median is below the first loss by more than this share.
+#: The training loss counts as fallen if a median of `_medians` is below the first loss by more than
+#: this fraction.
 _FALL = 0.003
-#: Losses of a median: one batch says little.
+#: Number of losses of a median, because the loss of a single batch is noisy.
 _WINDOW = 10
-#: Steps after the warm-up before a run is judged, and before it is said that the loss never fell.
+#: Fewest steps after the warm-up for the finding that the loss is above that of guessing, and for
+#: the finding that it never fell.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
-#: Multiple of the bound from which on a loss is judged with fewer steps after the warm-up.
+#: A loss above this multiple of the bound is a finding already with this number of logged losses.
 _FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that went wrong in a run.
+    """A problem that was found in a run.
 
     Attributes:
         kind: "diverged" or "overfitting".
-        since_step: first step at which the finding holds.
-        text: the finding as one sentence without a full stop.
-        advice: the remedy, as one sentence without a full stop.
-        figures: the numbers that the sentence names, as JSON values.
+        since_step: the step from which the run has the problem.
+        text: description of the problem, one sentence without a full stop.
+        advice: advice what to do, one sentence without a full stop.
+        figures: the numbers in `text`, by name, as JSON values.
     """
 
     kind: Literal["diverged", "overfitting"]
@@ -52,7 +54,7 @@ class Finding:
     figures: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as JSON values."""
+        """The finding as a JSON object."""
         return {
             "kind": self.kind,
             "since_step": self.since_step,
@@ -63,7 +65,8 @@ class Finding:
 
 
 def findings_of(run: RunRecord) -> list[Finding]:
-    """Findings of a run, finished or not; a run that has diverged does not overfit."""
+    """The findings about a run, finished or not: at most one. A run that has diverged is not
+    checked for overfitting."""
     diverged = _ended_by_guard(run) or _divergence(run)
     found = diverged or _overfitting(run)
     return [] if found is None else [found]
@@ -73,9 +76,11 @@ def findings_of(run: RunRecord) -> list[Finding]:
 
 
 def _overfitting(run: RunRecord) -> Finding | None:
-    """The validation loss has risen since its lowest, and the training loss has not."""
+    """The finding that the validation loss has risen since its lowest value and the training loss
+    has not; None if that is not so."""
     validation = run.metrics.series("val/loss")
-    # A model that is worse after training than before it has not overfitted.
+    # The evaluation before the first step does not count: a model that was best before training
+    # has not overfitted.
     trained = validation.x > 0
     validation = Series(validation.x[trained], validation.y[trained])
     if len(validation) < 2:
@@ -98,7 +103,7 @@ def _overfitting(run: RunRecord) -> Finding | None:
 
 
 def _training_rose(run: RunRecord, step: int) -> bool:
-    """True if the training loss is higher at the end than it was at a step."""
+    """True if the training loss (as a median of 10 steps) is higher at the end than at a step."""
     losses = run.metrics.series("train/loss")
     before = losses.y[losses.x <= step][-_WINDOW:]
     after = losses.y[losses.x > step][-_WINDOW:]
@@ -118,7 +123,7 @@ def _advice_on_overfitting(run: RunRecord, step: int) -> str:
 
 
 def _kept(run: RunRecord, step: int) -> str:
-    """A sentence on the checkpoint with the lowest validation loss, and on its use."""
+    """A sentence about the kept checkpoint with the lowest validation loss, and how to use it."""
     best = best_checkpoint(run.folder)
     if best is None or best.val_loss is None:
         return (
@@ -131,7 +136,8 @@ def _kept(run: RunRecord, step: int) -> str:
 
 
 def best_checkpoint(run_folder: Path) -> Saved | None:
-    """A run's kept checkpoint with the lowest validation loss, by its manifest; None without."""
+    """A run's kept checkpoint with the lowest validation loss, according to the manifests, without
+    verifying it; None if there is none."""
     try:
         found = best_saved(run_folder)
     except (CheckpointError, OSError):
@@ -143,7 +149,8 @@ def best_checkpoint(run_folder: Path) -> Saved | None:
 
 
 def _ended_by_guard(run: RunRecord) -> Finding | None:
-    """The run was ended since its loss or gradients were not finite, and is not resumed yet."""
+    """The finding that the guard has ended the run as diverged, and that it was not resumed since;
+    None if that is not so."""
     event = run.events[-1] if run.events else None
     if event is None or event["event"] != "diverged" or event["step"] < run.last_step:
         return None
@@ -156,7 +163,8 @@ _ADVICE = f"{DIVERGED_REMEDY}, and begin anew"
 
 
 def _divergence(run: RunRecord) -> Finding | None:
-    """The loss after the warm-up is above that of guessing, or has never fallen."""
+    """The finding that the training loss is above the loss of guessing, or has never fallen; None
+    if neither is so."""
     losses = run.metrics.series("train/loss")
     bound = loss_of_guessing(run)
     if bound is None or len(losses) < _FEWEST_FAR_ABOVE:
@@ -170,13 +178,13 @@ def _divergence(run: RunRecord) -> Finding | None:
         not is_preference
         and trained >= _FEWEST
         and last > bound
-        # Weights that began above the bound and come down have not diverged.
+        # A loss that began above the bound and still falls is no divergence.
         and last > (1 + _RISE) * lowest
     ):
         return _above(losses, last, bound, is_preference)
     never_fell = lowest > (1 - _FALL) * first
     is_long = trained >= _FEWEST_TO_FALL and len(losses) >= 2 * _FEWEST_TO_FALL
-    # The loss of a good model that is trained further on text of its own kind hardly changes.
+    # When a good model is trained further on similar text, its loss hardly changes.
     if not never_fell or not is_long or is_preference or starts_from_model(run):
         return None
     text = (
@@ -202,8 +210,8 @@ def _above(losses: Series, last: float, bound: float, is_preference: bool) -> Fi
 
 
 def _medians(values: Floats) -> Floats:
-    """The medians of values in groups of ten, counted from the end; those left over at the
-    beginning are a group if there are no others."""
+    """The medians of consecutive groups of ten values, aligned to the end; up to nine values at the
+    beginning are left out. Fewer than ten values are one group."""
     whole = len(values) // _WINDOW
     if not whole:
         return np.array([np.median(values)])
@@ -212,8 +220,8 @@ def _medians(values: Floats) -> Floats:
 
 
 def loss_of_guessing(run: RunRecord) -> float | None:
-    """The loss of giving every token the same probability: ln of the vocabulary (nats); of
-    preference pairs ln 2. None where the vocabulary is not known."""
+    """The loss of a model that gives every token the same probability, in nats: the logarithm of
+    the vocabulary size; for preference pairs ln 2. None if the vocabulary size is unknown."""
     if run.recipe.get("preference") is not None:
         return math.log(2)
     model = run.recipe.get("model")
@@ -222,14 +230,15 @@ def loss_of_guessing(run: RunRecord) -> float | None:
 
 
 def starts_from_model(run: RunRecord) -> bool:
-    """True if the run began with weights of another run or model."""
+    """True if the run started from the weights of another run or model."""
     is_branch = any(start.get("branched_from") is not None for start in run.starts)
     has_weights = run.start.get("init_from") is not None or is_branch
     return has_weights or run.recipe.get("lora") is not None
 
 
 def _warmup_steps(run: RunRecord) -> int:
-    """Steps of the learning rate's rise: as the run's start says, else as its recipe does."""
+    """The number of warm-up steps: from the record of the run's start, else from its recipe, else
+    an estimate of a twentieth of the run."""
     schedule = run.recipe.get("schedule")
     in_recipe = schedule.get("warmup_steps") if isinstance(schedule, Mapping) else None
     found = run.start.get("warmup_steps", in_recipe)

@@ -1,5 +1,8 @@
-"""Follow a log of JSON lines while another process writes it. Imports no torch: the processes that
-pass a run's metrics on start with it."""
+"""Follows a log of JSON lines while another process writes it.
+
+This module does not import torch, because the processes that pass a run's metrics to trackers
+import it at their start.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from typing import Any
 
 
 class LineFollower:
-    """The lines of a growing file of JSON objects, each returned once, when it is whole.
+    """Reads the lines of a growing file of JSON objects, each line once, when it is complete.
 
-    A file that does not exist yet has no lines. A file that another one replaced, as a resumed run
-    replaces its logs, is read from its beginning.
+    A file that does not exist yet has no lines. If another file replaces it, as when a resumed run
+    rewrites its logs, the new file is read from its beginning.
 
     Args:
         path: path of the file.
@@ -22,13 +25,14 @@ class LineFollower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Held open, so that its inode number is not given to the file that replaces it.
+        # Stays open, so that a file that replaces it can't get the same inode number.
         self._file: FileIO | None = None
         self._rest = b""
 
     def new(self) -> tuple[list[dict[str, Any]], bool]:
-        """(the objects written since the last call, True if they are those of another file than
-        before and start with its first line). A line that is no JSON object is left out."""
+        """The objects that were written since the last call; and True if the file was replaced, so
+        that they begin with the first line of the new file. A line that is no JSON object is left
+        out."""
         is_other = self._reopen()
         if self._file is None:
             return [], is_other
@@ -42,7 +46,7 @@ class LineFollower:
             self._file = None
 
     def _reopen(self) -> bool:
-        """Open the file that has the name now; True if another one had it."""
+        """Open the file that is at the path now; True if it replaced the open file."""
         try:
             now = os.stat(self._path)
         except OSError:
@@ -72,10 +76,10 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 class StepFollower:
-    """The steps of metrics.jsonl with the sample texts that were written after each.
+    """Reads the steps of metrics.jsonl while they are written, each with its samples.
 
     Args:
-        metrics, samples: paths of the two files.
+        metrics, samples: paths of metrics.jsonl and samples.jsonl.
     """
 
     def __init__(self, metrics: Path, samples: Path) -> None:
@@ -83,8 +87,8 @@ class StepFollower:
         self._waiting: list[dict[str, Any]] = []
 
     def new(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """(metrics, sample texts) of each step written since the last call. The steps that a run
-        goes back on come again."""
+        """Metrics and samples of each step that was written since the last call. Steps that a run
+        repeats after a rollback or a resumption occur again."""
         records, _ = self._metrics.new()
         # The samples of a step are written before its metrics, so they are there by now.
         samples, is_other = self._samples.new()

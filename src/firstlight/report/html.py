@@ -1,4 +1,4 @@
-"""report.html: a run on one page."""
+"""Draws report.html, the page of one run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ from firstlight.report.page import (
 from firstlight.report.records import MOSTLY_LEARNED, RunRecord
 from firstlight.report.series import Metrics, Series, smoothed
 
-#: Points of thinned curves: the pixels of a wide chart.
+#: Buckets of thinned curves (see `thin`) in a wide chart.
 _BUCKETS = 700
+#: Largest number of events in the list, the last ones.
 _MAX_EVENTS = 500
 
-#: Keys with a chart or a place of their own, or that say what another says.
+#: Keys that get no chart in the section of further metrics: they are shown elsewhere on the page,
+#: or follow from another key.
 _SHOWN = {
     "train/loss",
     "val/loss",
@@ -52,7 +54,7 @@ _SHOWN = {
     "skipped",
     "skipped_steps",
 }
-#: Keys beyond these are counted and not drawn.
+#: Largest number of charts of further metrics.
 _MAX_FURTHER = 40
 
 
@@ -61,9 +63,13 @@ class Figure:
     """A chart on a page.
 
     Attributes:
-        id: unique on the page.
-        log: the logarithmic axis is shown first.
-        switch: both can be chosen.
+        id: id of the element, unique on the page.
+        chart: the chart.
+        charts: its drawings; see `plots`.
+        legend: CSS class and name of each entry of the legend.
+        log: True shows the logarithmic axis first.
+        switch: True lets the reader switch between linear and logarithmic axis.
+        wide: True for a chart over the whole width of the page.
     """
 
     id: str
@@ -76,7 +82,7 @@ class Figure:
 
 
 def run_page(run: RunRecord) -> str:
-    """The page of a run."""
+    """The HTML page of a run."""
     numbers, findings = final_numbers(run), findings_of(run)
     samples, samples_note = chosen_samples(run.samples)
     events, events_note = _events(run)
@@ -117,14 +123,14 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
     if most is None:
         return {"state": "", "progress": f"{step:,} steps"}
     if step >= most:
-        # Green is for runs with nothing to be said against.
+        # "complete" is shown in green, only for runs without findings.
         state = "" if findings else "complete"
         return {"state": state, "progress": ", ".join([f"complete: {step:,} steps", *kinds])}
     return {"state": "", "progress": f"step {step:,} of {most:,}"}
 
 
 def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
-    """The line under a run's name."""
+    """The facts in the line below the run's name."""
     model = run.recipe.get("model")
     family = model.get("model_type") if isinstance(model, dict) else None
     facts = []
@@ -142,7 +148,7 @@ def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
 
 
 def _minutes(length: Mapping[str, Any]) -> str:
-    """The length of a run in minutes, and the used part of it."""
+    """A text with the used and the planned minutes of a run whose length is given in minutes."""
     used = length.get("seconds_used", 0.0) / 60
     return f"{used:.2f} of {length.get('max_minutes', math.nan):g} minutes"
 
@@ -156,7 +162,7 @@ def _when(text: str) -> str:
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A figure in large type, with its name and a figure to compare it with."""
+    """A number in large type, with its name, unit, and a note for comparison."""
 
     name: str
     value: str
@@ -204,8 +210,8 @@ def _beside_throughput(numbers: Mapping[str, Any]) -> str:
 
 
 def loss_lines(metrics: Metrics) -> list[Line]:
-    """The raw and the smoothed training loss, the validation loss and that on the same rows of the
-    training split."""
+    """The curves of the loss: training loss of each step and smoothed, validation loss, and the
+    loss on fixed rows of the training split."""
     raw = metrics.series("train/loss")
     return [
         Line("train/loss, each step", raw, 0, faint=True),
@@ -260,7 +266,8 @@ def _figure(
 
 
 def _further(metrics: Metrics) -> tuple[list[Figure], int]:
-    """Charts of the remaining keys, which have no chart yet, and the number of these keys."""
+    """Charts of the keys that are not shown elsewhere on the page, up to `_MAX_FURTHER`, and the
+    number of all these keys."""
     shown = {*_SHOWN, *accuracies(metrics)}
     keys = [key for key in metrics.columns if key not in shown and not key.endswith("_stderr")]
     figures = [
@@ -271,7 +278,7 @@ def _further(metrics: Metrics) -> tuple[list[Figure], int]:
 
 
 def _evaluation_figure(metrics: Metrics) -> Figure | None:
-    """Accuracies over the run, if there was more than one evaluation."""
+    """The chart of accuracies by step; None if there was at most one evaluation."""
     lines = []
     for number, key in enumerate(accuracies(metrics)):
         series = metrics.series(key)
@@ -290,7 +297,8 @@ def _evaluation_figure(metrics: Metrics) -> Figure | None:
 
 
 def _evaluations(metrics: Metrics) -> list[tuple[str, ...]]:
-    """(task, last, standard error, step, best, its step) as text."""
+    """The rows of the table of accuracies, as texts: task, last value, its standard error, its
+    step, best value, and its step."""
     rows: list[tuple[str, ...]] = []
     for key in accuracies(metrics):
         series, error = metrics.series(key), metrics.last(f"{key}_stderr")
@@ -309,7 +317,7 @@ def _evaluations(metrics: Metrics) -> list[tuple[str, ...]]:
 
 
 def kind_of(event: Mapping[str, Any]) -> str:
-    """The class that an event has on a page."""
+    """The CSS class of an event on a page."""
     known = {
         "rollback": "rollback",
         "out of memory": "out-of-memory",
@@ -322,7 +330,7 @@ def kind_of(event: Mapping[str, Any]) -> str:
 
 
 def happening(event: Mapping[str, Any]) -> str:
-    """A description of an event."""
+    """The description of an event, for its tooltip and the list of events."""
     if event["event"] == "rollback":
         return f"back to step {event.get('to_step')}: {event.get('reason')}"
     if event["event"] == "out of memory":
@@ -350,7 +358,7 @@ def _events(run: RunRecord) -> tuple[list[tuple[str, str, str, str]], str]:
 
 
 def _number_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """All final numbers, exact."""
+    """Name and value of all final numbers, with integers exact and others with six digits."""
     return [
         (key, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
         for key, value in numbers.items()

@@ -1,4 +1,5 @@
-"""length.json of a run folder: the number of steps of a run whose length is given in minutes."""
+"""Reads length.json of a run folder: the number of steps of a run whose length is given in
+minutes."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from firstlight.files.atomic import read_json_object
 
 LENGTH_NAME = "length.json"
 
-#: Floats count up to here.
+#: Largest accepted number: up to here a float can represent every integer.
 _MOST = 2**53
 
-#: Keys, their types and least values.
+#: Keys of the file, with the types and the smallest value that are accepted.
 _KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
     ("max_minutes", (int, float), 0),
     ("predicted_steps", (int,), 1),
@@ -26,9 +27,17 @@ _KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
 
 
 def read_length(run_folder: Path) -> dict[str, Any]:
-    """The recorded length of a run in minutes: "max_minutes", "predicted_steps" (at its start),
-    "most_steps" (if the recipe limits them), "seconds_used", and once its number of steps is
-    decided "max_steps" and "decided_at", the steps that were done by then. {} for other runs.
+    """The contents of length.json of a run whose length is given in minutes; {} for other runs.
+
+    Returns:
+        An object with some of these keys:
+
+        - "max_minutes": the planned length in minutes.
+        - "predicted_steps": the number of steps that was predicted at the run's start.
+        - "most_steps": the recipe's limit of steps, if it has one.
+        - "seconds_used": the seconds of training so far.
+        - "max_steps": the run's number of steps, after it is decided.
+        - "decided_at": the number of completed steps when it was decided.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -47,7 +56,12 @@ def read_length(run_folder: Path) -> dict[str, Any]:
 
 
 def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The decision on the number of steps as an event of the run; [] before it."""
+    """The decision about the number of steps as an event of the run (a list with one event); []
+    before the decision.
+
+    Args:
+        length: the result of `read_length`.
+    """
     if "max_steps" not in length:
         return []
     return [{**length, "step": length["decided_at"], "event": "length"}]

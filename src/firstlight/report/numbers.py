@@ -1,4 +1,4 @@
-"""The numbers that sum a run up."""
+"""The final numbers that summarise a run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,20 @@ def accuracies(metrics: Metrics) -> list[str]:
 
 
 def final_numbers(run: RunRecord) -> dict[str, Any]:
-    """The final numbers of a run, as JSON values; None where one is not known.
+    """The final numbers of a run as a JSON object; None for a number that is unknown.
 
-    Keys: `run_folder`; `step`, `max_steps`; `tokens_seen`, `epoch`; `train/loss`, `val/loss`,
-    `perplexity`, `bits_per_byte`: the last; `best_val/loss` and its `best_val/loss_step`,
-    `best_bits_per_byte`; `gzip_bits_per_byte`; `tokens_per_second`,
-    `learned_tokens_per_second`, `samples_per_second`, `step_seconds` and `mfu`: medians;
-    `memory_bytes`: the peak; `hours`: of steps and of saves that held them up; `parameters`;
-    `skipped_steps`, `rollbacks`, `resumed`: counts; `train_eval/loss`, `NAME/acc...`: the last,
-    where there are any.
+    Returns:
+        An object with these keys:
+
+        - `run_folder`, `parameters`, `gzip_bits_per_byte`;
+        - `step` (the last one), `max_steps`, `tokens_seen`, `epoch`;
+        - last values: `train/loss`, `val/loss`, `perplexity`, `bits_per_byte`, and if there are
+          any, `train_eval/loss`, `NAME/acc`, `NAME/acc_norm` and their `..._stderr`;
+        - lowest values: `best_val/loss`, its step `best_val/loss_step`, `best_bits_per_byte`;
+        - medians: `tokens_per_second`, `learned_tokens_per_second`, `samples_per_second`,
+          `step_seconds`, `mfu`;
+        - `memory_bytes`: the peak; `hours`: time of the steps, and of saves for which they waited;
+        - counts: `skipped_steps`, `rollbacks`, `resumed`.
     """
     metrics = run.metrics
     bits = metrics.values("bits_per_byte")
@@ -93,6 +98,6 @@ def _peak(values: Any) -> int | None:
 
 
 def _positive(value: object) -> Any:
-    """A number above 0 as it is; None for anything else."""
+    """`value` if it is a finite number above 0, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) and value > 0 else None  # type: ignore[arg-type, operator]

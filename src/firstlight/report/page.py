@@ -1,7 +1,8 @@
-"""The page of every HTML report: one self-contained file, texts from a run made harmless, charts.
+"""The common parts of all HTML reports: templates, explanations, charts in several sizes, samples.
 
-A page loads nothing and runs nothing but its own inline script, which its Content-Security-Policy
-names by hash; without JavaScript only the read-out under the pointer is missing.
+A page is one self-contained file. It loads no other files, and its Content-Security-Policy allows
+only its own inline style and script, by their hashes. Without JavaScript, only the read-out under
+the pointer is missing. Texts from a run are escaped.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from firstlight.console import visible
 from firstlight.report.charts import Chart, data_of, svg, thinned
 from firstlight.report.records import RunRecord
 
-#: Mark by which a report is recognised.
+#: Element by which an HTML report is recognised.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
+#: Bytes from the beginning of a file in which it is searched.
 _HEAD_BYTES = 2000
 
 
@@ -35,11 +37,13 @@ def is_page(path: Path) -> bool:
 
 
 def page(template: str, values: Mapping[str, Any], scripts: Sequence[str] = ("readout.js",)) -> str:
-    """Fill a template of pages/ in; everything in `values` but Markup is escaped.
+    """Render a template of the folder pages/.
 
     Args:
-        scripts: files of pages/ that are put into the page. With more than one, they may also ask
-            the server of the page.
+        template: file name of the template.
+        values: variables of the template; everything but `Markup` is escaped.
+        scripts: files of pages/ that are inlined. With more than one, the page may also connect to
+            the server that it comes from.
     """
     folder = resources.files("firstlight.report") / "pages"
     names = ("base.html", "macros.html", "run.html", "comparison.html", "dashboard.html")
@@ -61,7 +65,7 @@ def page(template: str, values: Mapping[str, Any], scripts: Sequence[str] = ("re
     )
     if len(scripts) > 1:
         policy += "; connect-src 'self'"
-    # Both are written by us, and hold no "</".
+    # Not escaped: both are files of this package, and don't contain "</".
     inline = {"style": Markup(style), "script": Markup(script)}
     return environment.get_template(template).render(
         policy=policy, generator=Markup(GENERATOR.decode()), **inline, **values
@@ -73,7 +77,7 @@ def _hash(text: str) -> str:
     return f"sha256-{digest}"
 
 
-#: Explanations of words of a report; each is shown beside its word.
+#: Explanations of technical terms, which are shown at the terms.
 _TERMS = {
     "nats": "Unit of the loss: -ln of the probability that the model gave to the right token, on "
     "average. One bit is 0.693 nats. Lower is better.",
@@ -90,27 +94,28 @@ _MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
 
 
 def explained(text: object) -> Markup:
-    """A text, escaped, in which each technical term shows its meaning when it is pointed at, tapped
-    or reached by the keyboard."""
+    """An escaped text in which each technical term of `_TERMS` shows its explanation when the
+    reader points at it, taps it, or reaches it by the keyboard."""
     term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
-    # At the odd places stand the terms.
+    # `split` by a pattern with a group puts the terms at the odd indices.
     parts = enumerate(_TERM.split(visible(text)))
     return Markup("").join(
         term.format(part, _MEANINGS[part.lower()]) if number % 2 else part for number, part in parts
     )
 
 
-#: (width, height) of the drawings for narrower places than the chart's own; the page's style shows
-#: the one whose letters have about their own size.
+#: (width, height) in pixels of additional drawings for narrow screens. The page's style shows the
+#: drawing that is scaled least, so that its letters have about their real size.
 _NARROWER = ((680, 300), (360, 230))
 
 
 def plots(chart: Chart, buckets: int, *, both: bool) -> Markup:
-    """A chart in the sizes that a page may have room for, and the data for its read-out.
+    """The drawings of a chart for several widths of the page, with the data for its read-out.
 
     Args:
+        chart: the chart.
         buckets: see `thin`.
-        both: draw a linear and a logarithmic axis; the page's switch shows one of them.
+        both: True draws a linear and a logarithmic version, between which the page can switch.
     """
     chart = thinned(chart, buckets)
     sizes = [chart]
@@ -129,7 +134,8 @@ def plots(chart: Chart, buckets: int, *, both: bool) -> Markup:
 
 
 def legend(chart: Chart) -> list[tuple[str, str]]:
-    """(class, name) of each curve that stands in the legend, and of each kind of mark."""
+    """CSS class and name of each entry of the legend: the curves that are not faint, and the kinds
+    of marks."""
     marks = dict.fromkeys(mark.kind for mark in chart.marks)
     return [
         *((f"key {line.style}", line.name) for line in chart.lines if not line.faint),
@@ -137,15 +143,25 @@ def legend(chart: Chart) -> list[tuple[str, str]]:
     ]
 
 
-#: Characters of samples on a page, escaped; and of one text.
+#: Largest number of bytes of all samples on a page, after escaping; and of characters of one text.
 _MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
 
 
 def chosen_samples(
     samples: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
-    """([(step, [(prompt, text)])], note): all samples, the newest first. If there are more than a
-    page can hold, those of the last step, of the first, and of steps evenly in between."""
+    """The samples to show, the newest first.
+
+    If there are more than `_MAX_SAMPLES`, only those of the last step, the first step, and some
+    steps evenly in between are taken.
+
+    Args:
+        samples: lines of samples.jsonl.
+
+    Returns:
+        For each step its number as text, and pairs (prompt, text); and a note on left-out steps, ""
+        if there are none.
+    """
     steps = [(step, list(lines)) for step, lines in groupby(samples, key=lambda line: line["step"])]
     steps.reverse()
     sizes = [sum(_size(line) for line in lines) for _, lines in steps]
@@ -162,18 +178,18 @@ def chosen_samples(
 
 
 def _size(line: Mapping[str, Any]) -> int:
-    """Bytes that a sample may take on the page."""
+    """Size of a sample on the page after escaping, in bytes."""
     texts = (shortened(line["prompt"]), shortened(line["text"]))
     return sum(len(str(Markup.escape(visible(text))).encode()) for text in texts)
 
 
 def shortened(text: str) -> str:
-    """A text cut to the most characters that a page shows of one."""
+    """A text truncated to `_MAX_TEXT` characters."""
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
 
 
 def duration(hours: float) -> tuple[str, str]:
-    """(figure, unit) of a time: ("12.3", "min")."""
+    """Number and unit of a time, as texts: ("12.3", "min")."""
     for unit, length in (("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
         if hours >= length or unit == "s":
             return (
@@ -184,10 +200,10 @@ def duration(hours: float) -> tuple[str, str]:
 
 
 def memory_unit(most: float) -> tuple[int, str]:
-    """(bytes, name) of the unit to write `most` bytes in."""
+    """Size in bytes and name of a unit (MiB or GiB) that is suitable for `most` bytes."""
     return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
 
 
 def loss_unit(run: RunRecord) -> str:
-    """The unit of the loss; preference pairs have one loss a pair."""
+    """The unit of a run's loss, which for preference pairs is per pair."""
     return f"nats a {'pair' if run.recipe.get('preference') is not None else 'token'}"

@@ -1,4 +1,4 @@
-"""A run, and several side by side, as pictures (PNG) by matplotlib."""
+"""Draws runs and comparisons of runs as PNG pictures by matplotlib."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from firstlight.report.records import RunRecord
 from firstlight.report.series import Metrics, Series, smoothed, thin
 
 _MIB = 2**20
-#: Buckets of a thinned curve, see `thin`: more than its pixels, in a run's and in a comparison's
-#: picture.
+#: Buckets of a thinned curve (see `thin`), more than its pixels: in the picture of a run, and in
+#: that of a comparison.
 _BUCKETS, _BUCKETS_OF_SEVERAL = 1000, 350
-#: Heights in the picture: a chart of the right column, a title, a line of a sample, of a warning.
+#: Heights in inches: a chart of the right column, a title, a line of a sample, a line of a warning.
 _CHART_INCHES, _TITLE_INCHES, _LINE_INCHES, NOTE_INCHES = 2.8, 0.4, 0.14, 0.19
+#: Colour of warnings.
 _WARNING = "#b3261e"
-#: Characters of a line across the picture; lines of a sample, at most and of a column.
+#: Characters of a line across the picture; largest number of lines of a column of samples, and
+#: fewest lines for which another column is begun.
 _CHARACTERS, _MAX_LINES, _FEWEST_LINES = 160, 18, 6
-#: Numbers of a second x axis.
+#: Wanted number of ticks of a second x axis.
 _SECOND_TICKS = 7
-#: Characters of a text that are looked at.
+#: Largest number of characters of a sample that are used.
 _MAX_TEXT = 10_000
-#: Mark by which a report's picture is recognised.
+#: Entry `Software` of the PNG metadata, by which a report's picture is recognised.
 PICTURE_ORIGIN = "firstlight report"
 
 
 def picture_of(run: RunRecord) -> bytes:
-    """A run as a PNG."""
-    # Drawn without pyplot: no window system is looked for, no global state is left behind.
+    """The picture of a run as a PNG file's bytes."""
+    # Figure instead of pyplot, which would look for a window system and keep global state.
     from matplotlib.figure import Figure
 
     findings = findings_of(run)
@@ -86,8 +88,8 @@ def picture_of(run: RunRecord) -> bytes:
 
 
 def loss_picture(run: RunRecord) -> bytes:
-    """The losses of a run as a PNG for other people: without the run's samples and findings, which
-    may name folders of this machine."""
+    """The chart of a run's losses as a PNG file's bytes, for publishing: without the run's samples,
+    and without its findings, which may contain paths of this machine."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -98,8 +100,12 @@ def loss_picture(run: RunRecord) -> bytes:
 
 
 def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, int]) -> bytes:
-    """Perplexity by position as a PNG, a line for each model by its name, and the end of each
-    one's context."""
+    """The chart of perplexity by position, as a PNG file's bytes.
+
+    Args:
+        curves: each model's result, by the model's name.
+        contexts: each model's context length in tokens, drawn as a dotted line.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -118,21 +124,23 @@ def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, in
 
 
 def draw_title(figure: Any, title: str, notes: Sequence[str]) -> None:
-    """Write a title over a figure, and below it the warnings.
+    """Write a title above a figure, and below the title the warnings.
 
     Args:
-        notes: lines; each needs `NOTE_INCHES` of the figure's height.
+        figure: matplotlib's figure.
+        title: the title.
+        notes: lines of warnings; each needs `NOTE_INCHES` of the figure's height.
     """
     figure.suptitle("\n".join([title, *notes]), color=_WARNING if notes else "black", fontsize=11)
 
 
 def png(figure: Any) -> bytes:
-    """A figure of matplotlib's as a file."""
+    """A matplotlib figure as a PNG file's bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()
     with warnings.catch_warnings():
-        # A sample may be in a script that the font lacks; its boxes are warning enough.
+        # A sample may be in a script that the font lacks; the boxes in the picture show that.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         FigureCanvasAgg(figure).print_png(picture, metadata={"Software": PICTURE_ORIGIN})
     return picture.getvalue()
@@ -166,7 +174,7 @@ def _draw_loss(axes: Any, run: RunRecord) -> None:
 
 
 def _draw_second_axes(axes: Any, metrics: Metrics) -> None:
-    """Tokens seen below the steps of the losses, and epochs above."""
+    """Add x axes to the chart of losses: tokens seen below the steps, epochs above the plot."""
     low, high = axes.get_xlim()
     for name, key, edge, distance in (
         ("tokens seen", "tokens_seen", "bottom", 36),
@@ -225,12 +233,12 @@ def _draw_speed(axes: Any, metrics: Metrics) -> None:
 
 
 def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The lines of the last step's texts, in as many columns as they have room for."""
+    """The lines of the last step's samples, in columns: up to four, as many as fit side by side."""
     lines: list[str] = []
     for sample in samples:
         if sample["step"] != samples[-1]["step"]:
             continue
-        # No more of a text than could be in the picture.
+        # Only as much of a text as the picture could show.
         text = (sample["prompt"] + sample["text"])[:_MAX_TEXT].expandtabs(4)
         for line in text.splitlines():
             lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]
@@ -238,14 +246,14 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     lines = lines[:-1]
     longest = max((_width(line) for line in lines), default=0)
     columns = next(n for n in (4, 3, 2, 1) if n == 1 or n * (longest + 3) <= _CHARACTERS)
-    # A text of few lines is easier to read as one.
+    # Few lines are easier to read in one column.
     columns = min(columns, -(-len(lines) // _FEWEST_LINES))
     height = min(-(-len(lines) // columns), _MAX_LINES) if lines else 0
     return [lines[i * height : (i + 1) * height] for i in range(columns)] if height else []
 
 
 def _width(line: str) -> int:
-    """Places that a line takes: a letter of an East Asian script takes two."""
+    """The width of a line in a monospaced font, in columns: wide East Asian characters take two."""
     return len(line) + sum(unicodedata.east_asian_width(c) in "WF" for c in line)
 
 
@@ -260,14 +268,14 @@ def _draw_samples(axes: Any, columns: Sequence[Sequence[str]], step: int) -> Non
 
 
 def shown(text: str) -> str:
-    """Text as matplotlib draws it: no control characters, and no formulas, which a dollar sign
-    would start."""
+    """A text for matplotlib: control characters are replaced, and dollar signs, which would start a
+    formula, are escaped."""
     printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     return printable.replace("$", r"\$")
 
 
 def comparison_picture(found: RunComparison) -> bytes:
-    """The losses of several runs as a PNG: by steps, tokens and hours."""
+    """The losses of several runs by steps, tokens and hours, as a PNG file's bytes."""
     from matplotlib.figure import Figure
 
     notes = [shown(line) for text in warnings_of(found) for line in textwrap.wrap(text, 170)]

@@ -1,4 +1,4 @@
-"""A run folder, read for its report at any moment of the run."""
+"""Reads the files of a run folder for reports, at any time of the run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from firstlight.recipe.load import MAX_RECIPE_BYTES, parse_yaml
 from firstlight.report.length import decisions, read_length
 from firstlight.report.series import MAX_LOG_BYTES, MAX_STEP, Metrics, read_metrics
 
-#: Share of learned tokens below which their rate is shown beside that of all tokens. In text all
-#: are learned, except the padding of an epoch's last row.
+#: The rate of learned tokens (tokens with a loss) is shown if it is below this fraction of the rate
+#: of all tokens. In plain text all tokens are learned, except the padding of an epoch's last row.
 MOSTLY_LEARNED = 0.9
 
 METRICS_NAME = "metrics.jsonl"
@@ -24,23 +24,23 @@ EVENTS_NAME = "events.jsonl"
 STARTS_NAME = "starts.jsonl"
 RECIPE_NAME = "recipe.yaml"
 
-#: A resolved recipe is longer than the one that it was made of.
+#: Largest size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`, because it has all keys.
 _RESOLVED = 8
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of a run folder, read.
+    """The contents of a run folder's files.
 
     Attributes:
         folder: the run folder.
-        metrics: metrics of its steps.
+        metrics: the metrics of the steps (metrics.jsonl).
         samples: the lines of samples.jsonl.
         events: the lines of events.jsonl.
         starts: the lines of starts.jsonl.
-        length: content of length.json of a run in minutes; empty for other runs.
-        recipe: the resolved recipe; empty where there is none.
-        recipe_text: its file; "" where there is none.
+        length: the contents of length.json; empty if the run's length is not given in minutes.
+        recipe: the resolved recipe; empty if the file is missing.
+        recipe_text: the text of recipe.yaml; "" if the file is missing.
     """
 
     folder: Path
@@ -59,22 +59,22 @@ class RunRecord:
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """The last line of starts.jsonl, or nothing."""
+        """The last line of starts.jsonl; {} if there is none."""
         return self.starts[-1] if self.starts else {}
 
     @property
     def last_step(self) -> int:
-        """The last step that is logged; 0 before the first."""
+        """The last logged step; 0 before the first."""
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     @property
     def max_steps(self) -> int | None:
-        """Steps of the whole run, where known."""
+        """The planned number of steps of the run; None if unknown."""
         return _max_steps(self.recipe, self.length, self.start)
 
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:
-        """Events, resumptions and the decision on the length of a run in minutes, by step."""
+        """Events, resumptions and the decision about the run's length, sorted by step."""
         starts = (start for start in self.starts if start["step"] > 0)
         resumed = (
             {**s, "event": "branched" if "branched_from" in s else "resumed"} for s in starts
@@ -93,8 +93,8 @@ def _max_steps(
 
 
 def planned_length(folder: Path) -> tuple[int | None, float | None]:
-    """(steps of a whole run, minutes that it is to take), without reading its metrics; None where
-    not known, or where the run has no limit of the kind.
+    """The planned length of a run in steps and in minutes, without reading its metrics. Each is
+    None if it is unknown or the run has no such limit.
 
     Raises:
         CheckpointError: a file of the run folder is damaged.
@@ -105,10 +105,11 @@ def planned_length(folder: Path) -> tuple[int | None, float | None]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. Missing parts (of a run that has not got so far) are empty.
+    """Read a run folder. Files that are missing (because the run has not written them yet) are
+    empty.
 
     Raises:
-        CheckpointError: a file of it is damaged.
+        CheckpointError: a file of the run folder is damaged.
     """
     recipe, text = _read_recipe(folder / RECIPE_NAME)
     return RunRecord(
@@ -124,10 +125,11 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects of the file; a last line that a kill cut short is left out.
+    """All objects of a file of JSON lines; [] if the file is missing. An incomplete last line of a
+    killed process is left out.
 
     Raises:
-        CheckpointError: a line in the middle is damaged.
+        CheckpointError: the file can't be read, or another line than the last one is damaged.
     """
     records, problem = sound_json_lines(path)
     if problem is not None:
@@ -136,8 +138,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """(the objects of all readable lines, the problem of the first unreadable line or of the file,
-    None without a problem); a last line that a kill cut short is no problem."""
+    """The objects of all readable lines of a file of JSON lines, and a message about the first
+    unreadable line or about the file; None without a problem. An incomplete last line, which a
+    killed process leaves, is no problem."""
     if not path.exists():
         return [], None
     try:
@@ -174,7 +177,7 @@ def last_start(run_folder: Path) -> dict[str, Any]:
     """The record of the run's last start or resumption; {} if there is none.
 
     Raises:
-        CheckpointError: a line in the middle of the file is damaged.
+        CheckpointError: see `read_json_lines`.
     """
     return (read_json_lines(run_folder / STARTS_NAME) or [{}])[-1]
 
@@ -183,7 +186,7 @@ def require_run(folder: Path) -> None:
     """Refuse a path that is not a run folder.
 
     Raises:
-        InputError: the path is missing, a file, or a folder of another kind.
+        InputError: the path does not exist, is a file, or is another folder.
     """
     if not folder.exists():
         siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []

@@ -1,4 +1,4 @@
-"""The report of a run, or of several side by side: a page and a picture."""
+"""Writes the report of a run, or of several runs: an HTML page and a PNG picture."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from firstlight.report.records import RunRecord, read_run, require_run
 
 REPORT_NAME = "report.png"
 HTML_NAME = "report.html"
-#: Default file of a comparison of several runs.
+#: Default file of the comparison of several runs.
 COMPARISON_NAME = "comparison.html"
+#: Bytes from the beginning of a PNG file in which `PICTURE_ORIGIN` is searched.
 _HEAD_BYTES = 1000
 
 
 def draw_report(run_folder: Path) -> Path:
-    """Draw a run, finished or not, into its report.png and report.html; return the former's path.
+    """Write report.png and report.html of a run, finished or not, into its folder; return the path
+    of report.png.
 
     Args:
-        run_folder: the folder that `train` wrote metrics.jsonl into.
+        run_folder: the run folder of `train`, with metrics.jsonl.
 
     Raises:
         StorageError: a file can't be written.
@@ -38,7 +40,11 @@ def draw_report(run_folder: Path) -> Path:
 
 
 def write_run(run: RunRecord, html: Path, picture: Path) -> None:
-    """Write a run's page and picture, each whole or not at all.
+    """Write a run's page and picture, each atomically.
+
+    Args:
+        run: the run.
+        html, picture: paths of the page and the picture.
 
     Raises:
         StorageError: a file can't be written.
@@ -52,8 +58,8 @@ class WrittenReport:
     """A report that was written.
 
     Attributes:
-        page, picture: the HTML and the PNG file.
-        comparison: the runs that it shows, one or more.
+        page, picture: paths of the HTML page and the PNG picture.
+        comparison: the run or runs that the report shows.
     """
 
     page: Path
@@ -62,19 +68,19 @@ class WrittenReport:
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
-    """Write the report of a run, or of several side by side. The runs may still be going on.
+    """Write the report of a run, or of several runs. The runs may be active.
 
     Args:
         folders: run folders, at least one.
-        out: the page's file; the picture gets its name with .png. None: report.html in the run
-            folder, and for several runs comparison.html in the current folder.
+        out: path of the page; the picture gets the same name with .png. None is report.html in the
+            run folder, or for several runs comparison.html in the current folder.
 
     Raises:
         InputError: a folder is missing or not a run folder, or `out` is a file that is not a
             report.
-        CheckpointError: a run's file is damaged.
-        ConfigError: a folder is named twice, or `out` is not the name of a page.
-        StorageError: the disk refuses.
+        CheckpointError: a file of a run is damaged.
+        ConfigError: a folder is given twice, or `out` does not end in .html or .htm.
+        StorageError: a file system error.
     """
     for folder in folders:
         require_run(folder)
@@ -95,7 +101,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
 
 
 def _require_replaceable(out: Path) -> None:
-    """Refuse a name that is not a page's, or that another file has."""
+    """Refuse a path that does not end in .html, and existing files that are no reports."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"--out {out} must end in .html: the picture gets the same name with .png"
@@ -114,8 +120,8 @@ def _is_picture(path: Path) -> bool:
 
 
 def as_json(report: WrittenReport) -> dict[str, Any]:
-    """A report as JSON values: its files, each run's label, `final_numbers` and findings, and the
-    recipe keys that differ, with each run's value (null also where a recipe lacks the key)."""
+    """A report as a JSON object: its files; label, `final_numbers` and findings of each run; and
+    the recipe keys that differ, with each run's value (null if a recipe lacks the key)."""
     found = report.comparison
     named = zip(found.labels, found.numbers, found.findings, strict=True)
     return {

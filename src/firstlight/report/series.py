@@ -1,5 +1,5 @@
-"""The numbers of metrics.jsonl as arrays, one column for each key, thinned to the points that a
-picture can show."""
+"""Reads the numbers of metrics.jsonl as arrays, one column for each key, and smooths and thins
+curves."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from firstlight.files.atomic import read_file
 Floats = npt.NDArray[np.float64]
 Axis = Literal["step", "tokens", "hours", "flops"]
 
-#: Greatest size of a run's file: ten million steps.
+#: Largest accepted size of a run's log file in bytes: about ten million steps.
 MAX_LOG_BYTES = 1 << 32
-#: Lines that are turned into arrays at once: their objects take some MB.
+#: Number of lines that are converted to arrays at a time, so that their objects take only some MB.
 _LINES = 4096
-#: Greater ones are no figures, and what is computed from them may be no floats.
+#: Largest accepted absolute value: computing with larger ones could overflow.
 _GREATEST = 1e100
-#: Floats count up to here.
+#: Largest accepted step: up to here a float can represent every integer.
 MAX_STEP = 2**53
 
 
@@ -37,7 +37,7 @@ class Series:
     """Points of a curve, in the order of the run.
 
     Attributes:
-        x, y: (N,), finite.
+        x, y: finite coordinates of the points, [N] each.
     """
 
     x: Floats
@@ -52,26 +52,32 @@ class Metrics:
     """The numbers of metrics.jsonl, by column.
 
     Attributes:
-        steps: step of each line, rising, `[N]`.
-        columns: two arrays for each key: the line numbers (from 0) with a number, and the numbers.
-            Values that are not finite numbers (null, true, a text) are left out.
+        steps: step of each of the N lines, rising, [N].
+        columns: for each key, the indices (from 0) of the lines that have a number, and the
+            numbers, [M] each. Values that are not finite numbers (null, a text) are left out.
     """
 
     steps: Floats
     columns: Mapping[str, tuple[npt.NDArray[np.intp], Floats]]
 
     def values(self, key: str) -> Floats:
-        """All numbers of a key; none where it is missing."""
+        """All numbers of a key, [M]; empty if there are none."""
         return self.columns[key][1] if key in self.columns else np.empty(0)
 
     def last(self, key: str) -> float | None:
-        """The last number of a key."""
+        """The last number of a key; None if there is none."""
         found = self.values(key)
         return float(found[-1]) if len(found) else None
 
     def series(self, key: str, axis: Axis = "step") -> Series:
-        """A key's curve over steps, tokens seen, hours of training, or all tokens computed so far,
-        to which FLOPs are proportional."""
+        """The curve of a key.
+
+        Args:
+            key: key of the metric.
+            axis: quantity of the x axis: "step", "tokens" (tokens seen), "hours" (of training), or
+                "flops". For the latter x is the number of all tokens computed so far, which the
+                caller multiplies by the FLOPs per token.
+        """
         if key not in self.columns:
             return Series(np.empty(0), np.empty(0))
         lines, values = self.columns[key]
@@ -89,7 +95,8 @@ class Metrics:
 
     @property
     def hours(self) -> Floats:
-        """(N,), of training up to each line: its steps and what saving held them up."""
+        """Hours of training up to each line, [N]: time of the steps, and of saves for which they
+        waited."""
         seconds = self._filled("seconds", 0.0) + self._filled("save_stall_seconds", 0.0)
         return np.cumsum(seconds) / 3600
 
@@ -102,11 +109,12 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The columns of metrics.jsonl; a last line that a kill cut short is left out, and a missing
-    file is an empty one.
+    """Read metrics.jsonl. A missing file has no lines; an incomplete last line, which a killed
+    process leaves, is left out.
 
     Raises:
-        CheckpointError: a line in the middle is damaged, or steps don't rise.
+        CheckpointError: the file can't be read, another line than the last one is damaged, or steps
+            don't rise.
     """
     if not path.exists():
         return Metrics(np.empty(0), {})
@@ -140,10 +148,13 @@ def read_metrics(path: Path) -> Metrics:
 def _records(
     path: Path, before: int, lines: Sequence[bytes], *, is_end: bool
 ) -> list[dict[str, Any]]:
-    """The objects of some lines, after `before` earlier lines.
+    """The objects of some lines.
 
     Args:
-        is_end: the last of them is the file's; it may be cut short.
+        path: the file, for messages.
+        before: number of lines before these in the file.
+        lines: the lines.
+        is_end: True if the last of them is the last line of the file, which may be incomplete.
     """
     try:
         records = [from_json(line) for line in lines]
@@ -154,7 +165,8 @@ def _records(
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            # The slower of the two reads all that it writes, such as halves of characters.
+            # `json` is slower than `from_json`, but reads everything that it writes itself, such as
+            # single surrogates.
             record = json.loads(line)
             if not isinstance(record, dict) or not _has_step(record):
                 raise ValueError("it is no object with a step")
@@ -176,7 +188,13 @@ def _gather(
     first: int,
     pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]],
 ) -> None:
-    """Append the numbers of some lines, which are counted from `first`, to the columns."""
+    """Append the numbers of some lines to columns.
+
+    Args:
+        records: objects of the lines.
+        first: index of the first line in the file.
+        pieces: columns in pieces, by key; changed in place.
+    """
     keys = set().union(*records) - {"step"}
     for key in sorted(keys):
         values = [record.get(key) for record in records]
@@ -198,8 +216,8 @@ def _number(value: object) -> float:
 
 
 def smoothed(series: Series) -> Series:
-    """A curve's exponential moving average that starts unbiased (Kingma and Ba 2015, section 3),
-    with a half-life of a fiftieth of its points."""
+    """The exponential moving average of a curve, with a half-life of a fiftieth of its points, and
+    with the bias correction of Adam (Kingma and Ba 2015, section 3)."""
     decay = 0.5 ** (1 / max(len(series) / 50, 1))
     average, weight, result = 0.0, 0.0, []
     for value in series.y.tolist():
@@ -210,10 +228,12 @@ def smoothed(series: Series) -> Series:
 
 
 def thin(series: Series, buckets: int = 800) -> Series:
-    """At most 2 x `buckets` + 2 points of a curve, which look the same where a bucket is a pixel.
+    """Reduce a curve to at most 2 x `buckets` + 2 points that look the same if a bucket is about a
+    pixel wide.
 
-    Each bucket holds equally many points; its lowest and its highest point stay, as do the first
-    and the last of all points. A curve that has at most this number of points is returned as it is.
+    The points are divided into buckets of equal numbers of points. The lowest and the highest point
+    of each bucket are kept, and the first and the last point of the curve. A curve that has at most
+    this number of points is returned unchanged.
     """
     count = len(series)
     if count <= 2 * buckets + 2:
