@@ -189,7 +189,7 @@ class GemmRun:
 #: Products of fewer FLOPs don't set a ceiling: their operands are read from a cache.
 _CEILING_FLOPS = 1e9
 
-#: Measured products of one number format, and the seconds of each in each round.
+#: Seconds of each measurement, by product, in one number format.
 Times = Mapping[GemmProduct, Sequence[float]]
 
 

@@ -1,8 +1,9 @@
 """Time one program that continues texts, in a process of its own.
 
 A row's process loads a model, and continues prompts of random tokens greedily, without stopping at
-an end-of-text token. All prompts have one length, since transformers would have to pad shorter
-ones. For each number of prompts, the first continuation is a warm-up. Then two times are measured:
+an end-of-text token. All prompts have the same length, since transformers would have to pad shorter
+prompts. For each number of prompts, the first continuation is a warm-up. Then two times are
+measured:
 
 - prefill, until the first new token of all prompts is chosen,
 - decoding, from there to the last new token of all prompts.

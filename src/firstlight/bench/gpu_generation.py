@@ -54,7 +54,7 @@ NAME = "generation"
 _MODULE = "firstlight.bench.gpu_generation"
 
 #: Programs of each group of rows. A row's programs take turns, with transformers among them, so
-#: that the ratios to transformers are those of one time.
+#: that other work of the machine affects the ratios to transformers less.
 _GROUPS = {
     "as it is": ("transformers", "firstlight", "decoder"),
     "compiled": ("transformers", "firstlight, compiled", "decoder, compiled"),
@@ -364,8 +364,8 @@ def _transformers(shared: _Shared) -> Continue:
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         own = dict(theirs.named_parameters())
-        # Parameters only: the rotary buffers of transformers' model stay in fp32. Parameters that
-        # get no value are an error below; a tied head is none.
+        # Only parameters are copied: the rotary buffers of transformers' model stay in fp32. A
+        # parameter without a value is an error below, except for a tied head.
         for name, tensor in file_tensors(model).items():
             if name in own:
                 own.pop(name).copy_(tensor)

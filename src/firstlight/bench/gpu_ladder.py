@@ -142,7 +142,8 @@ _ADAPTER_RUNGS = (
     Rung("LoRA, compiled", {**_LORA, **_COMPILED}, slow=True, value=4),
     Rung("QLoRA", _QLORA, needs=_4_BITS, value=3),
     Rung("QLoRA, compiled", {**_QLORA, **_COMPILED}, needs=_4_BITS, slow=True, value=3),
-    # The backward pass of a whole compiled model would bring all activations back at once.
+    # By layers: in a model compiled as a whole, the backward pass would bring all activations back
+    # to the GPU at once.
     Rung(
         "QLoRA, layers compiled, activations offloaded",
         {**_QLORA, **_COMPILED, **_OFFLOADED, "efficiency.compile_regional": True},

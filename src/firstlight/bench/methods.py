@@ -15,7 +15,7 @@ are medians over the timed steps of all turns. A row that can't run on this mach
 the reason; a row that fails is shown with its error, and the ladder continues without it.
 
 MFU is relative to the same rate in all rows: the machine's rate of bf16 matrix products
-(`hardware.device.peak_flops`), or of fp32 ones if a CPU multiplies those faster. It is the higher
+(`hardware.device.peak_flops`), or of fp32 products if a CPU computes them faster. It is the higher
 of the values at the start and at the end. Operations that are computed twice, as with activation
 checkpointing, count once.
 """

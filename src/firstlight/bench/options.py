@@ -22,7 +22,7 @@ class FolderBench:
     """Options of the benchmarks that continue where an earlier call stopped.
 
     Attributes:
-        folder: folder of the results; those of earlier calls are gone on with.
+        folder: folder of the results; a call continues with the results of earlier calls.
     """
 
     folder: Path

@@ -71,7 +71,7 @@ def ask_trial(
         curves: curves of complete trials.
     """
     if place.exists():
-        # The folder of a killed call. Its process may still run, and ends once the folder is gone.
+        # The folder of a killed call, whose process may still run: it ends without the folder.
         remove_folder(place)
     make_folder(place.parent)
     request = {

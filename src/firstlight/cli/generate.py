@@ -133,7 +133,7 @@ _BAR = 20
 def _choice_rows(
     loaded: LoadedModel, choices: Sequence[Sequence[TokenChoice]]
 ) -> list[Sequence[str]]:
-    """A table of the likeliest tokens at each new token; the chosen one has an arrow."""
+    """A table of the likeliest tokens at each new token; an arrow marks the chosen token."""
     from firstlight.generation.engine import tokenizer_of
 
     tokenizer = tokenizer_of(loaded)
