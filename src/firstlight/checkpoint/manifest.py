@@ -133,7 +133,7 @@ def step_folders(run_folder: Path) -> list[Path]:
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
     """The complete checkpoints of a run in the order in which they were saved.
 
-    A checkpoint with a damaged manifest comes directly after the checkpoints of lower steps.
+    A checkpoint with a damaged manifest comes after the checkpoints of lower steps.
     Checkpoints of other runs in the folder (see `foreign_checkpoints`) are left out.
     """
     found = _complete(run_folder)

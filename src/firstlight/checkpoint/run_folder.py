@@ -97,7 +97,7 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
     into one run folder would destroy the run. The folder is created if it does not exist.
 
     The operating system releases the lock when the process ends, however it ends. If nothing was
-    written into the folder, the exit deletes the lock file and the folders that were created here.
+    written into the folder, the exit deletes a lock file and folders that were created here.
 
     Args:
         folder: the run folder.

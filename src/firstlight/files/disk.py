@@ -104,8 +104,8 @@ class OutputFile:
         with self._file:
             if error is None:
                 self._write_gathered()
-                # Through the same descriptor: Linux reports an earlier failed write of the kernel
-                # only to descriptors that were open at that time.
+                # Sync by the same descriptor: Linux may report an error of writing cached data only
+                # to descriptors that were open when it occurred.
                 disk.sync(self._file)
 
     def write(self, data: bytes | memoryview) -> None:

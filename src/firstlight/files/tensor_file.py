@@ -2,9 +2,11 @@
 
 The safetensors library opens and writes files by itself. Here the bytes go through an `OutputFile`
 (disk.py), which can hash them, and only one tensor at a time is copied to the CPU. The bytes are
-the same as the library's (huggingface/safetensors, `serialize` in tensor.rs): the header's length
-as 8 bytes, the header as compact JSON padded with spaces to a multiple of 8, then the tensors,
-sorted by dtype (see `_NAMES`) and then by name.
+the same as the library's (huggingface/safetensors, `serialize` in tensor.rs):
+
+- the header's length in bytes, as a little-endian integer of 8 bytes;
+- the header as compact JSON, padded with spaces to a multiple of 8 bytes;
+- the tensors, sorted by dtype (see `_NAMES`) and then by name.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ def write_tensors(
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    """The JSON header with dtype, shape and place of each tensor; places are in the given order."""
     entries: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():

@@ -180,7 +180,7 @@ class ZeroOptimizer(Optimizer):
         """Drop the gradients, by the same steps as DeepSpeed after an fp16 overflow."""
         inner = self._inner
         # DeepSpeed's zero_grad leaves ZeRO's own copies of the gradients in buffers and
-        # dictionaries, which the lines below it drop.
+        # dictionaries. The other lines of this method drop these.
         inner.zero_grad(set_to_none=True)
         is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
         if is_offloaded:

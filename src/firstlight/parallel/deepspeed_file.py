@@ -118,6 +118,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _read(leaves: dict[str, Any]) -> DeepSpeedFile:
+    """Read all values by dotted name; each reader removes from `leaves` the keys that it knows."""
     found = DeepSpeedFile(train_batch_size=_count(leaves.pop("train_batch_size", None)))
     _require_zero(leaves)
     for reader in (_precision, _optimizer):
@@ -146,6 +147,7 @@ def _count(value: Any) -> int | None:
 
 
 def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """The entry of `DeepSpeedFile.recipe` for the sections fp16 and bf16, if one is enabled."""
     own = {name: leaves.pop(name) for name in list(leaves) if name.split(".")[0] in _NARROW}
     enabled = [name for name in _NARROW if own.get(f"{name}.enabled", False) is True]
     if len(enabled) > 1:
@@ -167,6 +169,7 @@ _NARROW = ("fp16", "bf16")
 
 
 def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """The entry of `DeepSpeedFile.recipe` for `optimizer.type`, if the file has it."""
     kind = leaves.pop("optimizer.type", None)
     if kind is None:
         return

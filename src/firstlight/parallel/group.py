@@ -148,6 +148,7 @@ def group_of_one(device: torch.device) -> Iterator[None]:
 def _join(
     world: World, own: RankInfo, timeout_seconds: float
 ) -> tuple[PrefixStore, list[RankInfo]]:
+    """Connect to the store and hold the rendezvous; return the store and all ranks."""
     store = open_store(world, timeout_seconds)
     try:
         infos = rendezvous(store, own, timeout_seconds)

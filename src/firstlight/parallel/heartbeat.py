@@ -7,9 +7,9 @@ this rank's heartbeats to the store, and reads those of other ranks. The decidin
 whether a rank has failed; it never waits for the store, whose host may have stopped. Rank 0 watches
 all ranks, and all ranks watch rank 0, so that the traffic grows linearly with the number of ranks.
 
-The time without a heartbeat is added up in short intervals of this process' own running time: a
+The time without a heartbeat is added up in short intervals of this process' own running time. So a
 process that was itself stopped (SIGSTOP), or whose interpreter lock was held for a minute, does not
-blame the others for it.
+blame the others.
 """
 
 from __future__ import annotations

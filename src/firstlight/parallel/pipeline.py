@@ -275,6 +275,7 @@ class Pipeline:
     def _schedule(
         self, loss_sum: Callable[..., Tensor], count: int, rows: int, tokens: int
     ) -> PipelineScheduleSingle:
+        """torch's schedule for `count` micro-batches of shape [rows, tokens], kept for later."""
         key = (count, rows, tokens)
         if key not in self._schedules:
             # Imported only here, because it takes seconds.

@@ -263,6 +263,11 @@ def _tcp_store(host: str, port: int, seconds: float, *, hosted: bool = False) ->
 
 
 def _wait_for(store: Store, ranks: range, deadline: float, timeout_seconds: float) -> None:
+    """Wait until ranks have written their `RankInfo`.
+
+    Raises:
+        RankError: a rank has failed, or ranks are missing at the deadline.
+    """
     missing = list(ranks)
     while missing := [rank for rank in missing if not store.check([f"info/{rank}"])]:
         failure = failure_of(store)

@@ -138,6 +138,7 @@ def _require_own_keys(config: DistributedConfig, name: str) -> None:
 
 
 def _engine_of_stages(config: DistributedConfig, processes: int) -> str:
+    """`engine_name` for a pipeline, which has no other engine beside it."""
     others = {
         f"engine {config.engine}": config.engine not in ("auto", "none"),
         f"tensor_parallel {config.tensor_parallel}": config.tensor_parallel > 1,

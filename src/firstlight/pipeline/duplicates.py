@@ -78,8 +78,8 @@ def sketch(text: str) -> Hashes:
     if count < 1:
         return np.empty(0, np.uint64)
     powers, inverses = _powers()
-    # Polynomial hash: the hash of a window is the difference of the hashes of two prefixes, the one
-    # that ends with the window and the one that ends before it, divided by a power of the base.
+    # Polynomial hash: that of the prefix up to the window's end, less that of the prefix before the
+    # window, divided by a power of the base, so that it does not depend on the window's position.
     before = np.zeros(len(data) + 1, np.uint64)
     np.cumsum(np.frombuffer(data, np.uint8) * powers[: len(data)], out=before[1:])
     hashes = (before[_SHINGLE_BYTES:] - before[:count]) * inverses[:count]

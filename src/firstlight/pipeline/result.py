@@ -125,6 +125,7 @@ def first_words(prompt: str) -> str:
 def _next_commands(
     call: RunCall, request: Request, prompt: str, *, best: bool
 ) -> Iterator[tuple[str, str]]:
+    """Pairs (command, purpose) of commands that use the model, or train longer."""
     folder, inputs = shlex.quote(str(call.folder)), shlex.join(request.inputs)
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"

@@ -79,6 +79,7 @@ def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
 
 
 def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
+    """Settings of the `optimizer` section without effect."""
     config, name = recipe.optimizer, recipe.optimizer.name
     roles = {"embedding": "embedding", "head": "head", "vector": "norm or bias"}
     if recipe.lora is None:
@@ -104,6 +105,7 @@ def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
+    """Conflicts that depend neither on the engine nor on the hardware."""
     config, model = recipe.efficiency, recipe.model
     if config.optimizer_in_backward:
         yield from _conflicts_in_backward(recipe, recipe.data.seq_len)
@@ -135,6 +137,7 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
+    """Conflicts with an engine of several processes, most of them with sharding."""
     if engine is Engine:  # the engine of one process
         return
     if engine.shards_state and recipe.model.family.has_buffers:
@@ -211,6 +214,7 @@ def _conflicts_of_pairs(
 
 
 def _conflicts_with_deepspeed(recipe: ResolvedRecipe) -> Iterator[str]:
+    """Further conflicts with the engine deepspeed."""
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield (
@@ -300,6 +304,7 @@ def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
 
 
 def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str]:
+    """Conflicts with `efficiency.optimizer_in_backward`."""
     accumulation = recipe.batch.accumulation(seq_len)
     if recipe.batch.ramp_start_tokens is not None:
         yield (
@@ -328,6 +333,7 @@ def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str
 
 
 def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
+    """Methods that this hardware does not support."""
     config, device = recipe.efficiency, hardware.device.type
     unable = why_unable(recipe.model, config.attention, device)
     if unable:
@@ -367,6 +373,7 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
 
 
 def _missing_units(recipe: ResolvedRecipe, name: str, capability: tuple[int, int]) -> Iterator[str]:
+    """Methods that a GPU of this name and compute capability does not support."""
     config = recipe.efficiency
     if config.precision == "fp8" and capability < FP8_CAPABILITY:
         yield (

@@ -234,6 +234,7 @@ def attention_backend(
 def _resolve_efficiency(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts
 ) -> EfficiencyConfig:
+    """The `efficiency` section with precision, compile, loss_chunk_tokens and attention set."""
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":

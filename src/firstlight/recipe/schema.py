@@ -90,8 +90,8 @@ class BatchConfig(Section):
     """number of sequences of one forward pass on one device: more use the hardware better, and take
     more memory for activations. "auto" is the largest number that fits in memory, found before the
     run in a separate process by trying all of global_batch_tokens, then half of it, and so on. null
-    is 8; with global_batch_tokens the largest number up to 8 that divides a step evenly, and on a
-    CPU at most about 1,024 tokens, which are enough to keep it busy."""
+    is 8. With global_batch_tokens, null is the largest number up to 8 that divides a step evenly,
+    and on a CPU at most about 1,024 tokens, which are enough to keep it busy."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
     """number of forward and backward passes of a step: the gradient of a large batch with the
     memory of a small one."""

@@ -210,6 +210,7 @@ def _positive(line: Line) -> Line:
 
 
 def _scales(chart: Chart, lines: Sequence[Line], log: bool) -> tuple[Scale, Scale]:
+    """The x and the y axis, with ranges that contain all lines, error bars and marks."""
     xs = np.concatenate([line.series.x for line in lines] + [np.array([m.x for m in chart.marks])])
     lows, highs = [], []
     for line in lines:
@@ -268,6 +269,7 @@ def _x_ticks(x: Scale, count: int) -> Iterator[float]:
 
 
 def _drawn(line: Line, x: Scale, y: Scale) -> list[Markup]:
+    """The SVG elements of a curve: line, dots and error bars."""
     places = [
         (f"{x.place(a):.1f}".removesuffix(".0"), f"{y.place(b):.1f}".removesuffix(".0"))
         for a, b in zip(line.series.x.tolist(), line.series.y.tolist(), strict=True)

@@ -115,6 +115,7 @@ def run_page(run: RunRecord) -> str:
 
 
 def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
+    """The template's variables `state` (a CSS class) and `progress` (a text)."""
     step, most = run.last_step, run.max_steps
     kinds = [one.kind for one in findings]
     if "diverged" in kinds:
@@ -171,6 +172,7 @@ class KeyFigure:
 
 
 def _cards(numbers: Mapping[str, Any]) -> list[KeyFigure]:
+    """The key figures at the top of the page, from `final_numbers`; unknown ones are left out."""
     cards = []
     if numbers["val/loss"] is not None:
         best = (
@@ -222,6 +224,7 @@ def loss_lines(metrics: Metrics) -> list[Line]:
 
 
 def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
+    """The charts of losses, learning rate, batch, gradient norm, throughput and memory."""
     metrics, figures = run.metrics, []
     marks = [Mark(e["step"], kind_of(e), happening(e)) for e in run.what_happened]
     marks += [

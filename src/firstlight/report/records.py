@@ -203,6 +203,7 @@ def require_run(folder: Path) -> None:
 
 
 def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
+    """The values and the text of recipe.yaml; {} and "" if it is missing."""
     if not path.exists():
         return {}, ""
     try:
