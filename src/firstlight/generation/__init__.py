@@ -1,1 +1,1 @@
-"""Generation: sampling and the engine that runs a model token by token."""
+"""Text generation: sampling, decoding token by token, beam search, chat and JSON by a schema."""

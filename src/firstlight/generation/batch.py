@@ -1,5 +1,5 @@
-"""Sequences of unequal lengths, decoded together in one batch that they may join and leave, and the
-batch's decoding step through torch.compile and CUDA graphs."""
+"""Decoding of sequences of different lengths in one batch, which sequences join and leave at any
+step (continuous batching), and its decoding step through torch.compile and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,29 +17,35 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.few_rows import lay_out, ready_to_compile
 from firstlight.models import Cache, KVCache, Model, RaggedCache
 
-#: Attention reads a multiple of this number of cache positions: few shapes, few unused positions.
+#: Attention reads a multiple of this number of cache positions. A larger step gives fewer shapes to
+#: record as CUDA graphs, a smaller one reads fewer unused positions.
 _REACH_STEP = 64
 
-#: Logits that are held at a time while a prompt is scored.
+#: Greatest number of logits (elements) in memory at a time while a prompt is scored.
 _MOST_LOGITS = 2**22
 
 
 class BatchDecoder:
-    """The state of several sequences: the model's cache and their lengths. It does not choose
-    tokens.
+    """Runs a model over several sequences: holds their key-value cache and lengths. The caller
+    chooses the tokens.
 
-    The sequences are numbered 0 ... `len(decoder)` - 1. When one is removed, the last takes its
-    number.
+    The sequences are numbered from 0 to `len(decoder)` - 1. When a sequence is removed, the last
+    sequence gets its number.
 
     Args:
         model: a model in evaluation mode.
-        max_sequences: number of sequences at once.
-        max_tokens: tokens of each sequence, prompt and new tokens together.
-        reuse_prefixes: True if the common beginning of a text and an earlier one, as in a
-            conversation, is computed once. Two parts are rounded otherwise than one, in the last
-            digit.
-        compile: decode through torch.compile, see `CompiledStep`. The first step takes a
-            minute or so, unless `warm_up` was called.
+        max_sequences: greatest number of sequences at a time.
+        max_tokens: greatest length of each sequence, its prompt and new tokens together; at most
+            the model's context.
+        reuse_prefixes: reuse the cached keys and values of an earlier sequence that begins with the
+            same tokens, as in a conversation. A prompt that is computed in two parts is rounded
+            differently, in the last digit.
+        compile: decode through torch.compile, see `CompiledStep`. The first step takes about a
+            minute, unless `warm_up` was called.
+
+    Attributes:
+        lengths: tokens of each sequence so far.
+        cache: keys and values of all sequences.
 
     Raises:
         ConfigError: the model can't be compiled on this machine.
@@ -60,7 +66,8 @@ class BatchDecoder:
         lay_out(model)
         parameter = next(model.parameters())
         self._device = parameter.device
-        # A compiled step would be specialised to a reach that is the whole cache.
+        # The cache is longer than the greatest reach, because torch.compile would specialise the
+        # step to a reach that equals the size of the cache.
         cache_tokens = self.max_tokens + (_REACH_STEP if compile else 0)
         self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
         self._compiled: CompiledStep | None = None
@@ -68,7 +75,7 @@ class BatchDecoder:
             self._compiled = CompiledStep(model, self.cache)
         self.lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes
-        #: The tokens whose keys and values lie in each row, of sequences that left, too.
+        #: Tokens whose keys and values are in each row of the cache, also of removed sequences.
         self._stored: list[list[int]] = [[] for _ in range(max_sequences)]
 
     def __len__(self) -> int:
@@ -78,12 +85,13 @@ class BatchDecoder:
     def add(
         self, prompt_ids: Sequence[int], on_logits: Callable[[Tensor], None] | None = None
     ) -> Tensor:
-        """Take in a sequence, as the last; return the logits [V] of its next token.
+        """Compute a prompt and append it as the last sequence; return the logits [V] of its next
+        token.
 
         Args:
-            prompt_ids: ids of the prompt, at least one.
-            on_logits: called with the logits [T, V] after each of the prompt's tokens, a bounded
-                number of tokens at a time. The prompt may then fill the context.
+            prompt_ids: token ids of the prompt, at least one.
+            on_logits: function that is called with the logits [T, V] of the prompt's positions,
+                some positions at a time, in order. With it, the prompt may fill the context.
 
         Raises:
             ConfigError, ModelError: see `require_prompt`.
@@ -95,11 +103,11 @@ class BatchDecoder:
             cache.length = self._take_prefix(prompt_ids)
         cache.least_length = len(prompt_ids)
         input_ids = torch.tensor([list(prompt_ids[cache.length :])], device=self._device)
-        self._stored[len(self)] = []  # until the whole of it is there
+        self._stored[len(self)] = []  # until the whole prompt is computed
         if on_logits is None:
             logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
         else:
-            # All logits of a long prompt would be gigabytes.
+            # In parts: all logits of a long prompt would take gigabytes.
             tokens = max(_MOST_LOGITS // self.model.config.vocab_size, 1)
             for ids in torch.split(input_ids, tokens, dim=1):
                 logits_TV = self.model(ids, cache=cache)[0]
@@ -110,8 +118,9 @@ class BatchDecoder:
         return logits_V
 
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
-        """Copy the longest beginning of a prompt that is cached in any row into the next row;
-        return its length. The last token is left out: its logits are wanted."""
+        """Copy the longest prefix of a prompt that is cached in any row to the next row, and return
+        its length. The prefix never has the prompt's last token, which must be computed for its
+        logits."""
         shared = [
             _common(stored, prompt_ids[:-1])
             if self._is_long(stored) == self._is_long(prompt_ids)
@@ -119,7 +128,7 @@ class BatchDecoder:
             for stored in self._stored
         ]
         if self.cache.has_states:
-            # A state is of all its row's tokens, and of no fewer.
+            # A state includes all tokens of its row, so that only a whole row is a usable prefix.
             whole = zip(shared, self._stored, strict=True)
             shared = [count if count == len(stored) else 0 for count, stored in whole]
         row, length = max(enumerate(shared), key=lambda entry: entry[1])
@@ -127,27 +136,28 @@ class BatchDecoder:
         return length
 
     def _is_long(self, token_ids: Sequence[int]) -> bool:
-        """True if a text's rotary positions are those of long texts."""
+        """True if a text has the rotary frequencies of long texts, see `FamilyConfig.long_from`."""
         first = self.model.config.long_from
         return first is not None and len(token_ids) >= first
 
     def _copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` tokens' keys and values of one row into another."""
+        """Copy the keys and values of the first `length` tokens of one row to another."""
         if source != target:
             self.cache.copy_row(source, target, length)
 
     @torch.inference_mode()
     def step(self, token_ids: Sequence[int]) -> Tensor:
-        """Give each sequence its next token; return the logits [B, V] of the ones after.
+        """Append one token to each sequence; return the logits [B, V] of the tokens after them.
 
         Args:
-            token_ids: new token of each sequence, in their order.
+            token_ids: the new token of each sequence, in the order of their numbers.
         """
         assert len(token_ids) == len(self) > 0
         assert max(self.lengths) < self.max_tokens, "a sequence is full"
         for number, length in enumerate(self.lengths):
             if length + 1 == self.model.config.long_from:
-                # As in transformers' Phi-3: the cached keys have the positions of short texts.
+                # The cached keys were rotated by the frequencies of short texts, so all are
+                # computed again, as in transformers' Phi-3.
                 input_ids = torch.tensor([self._stored[number]], device=self._device)
                 cache = self.cache.sequence(number)
                 cache.least_length = length + 1
@@ -162,7 +172,7 @@ class BatchDecoder:
         input_ids_B1 = torch.tensor(token_ids, device=self._device)[:, None]
         cache: Cache
         if len(lengths) == 1 and self._compiled is None:
-            # One sequence needs neither a mask nor an index of cache positions.
+            # A single sequence needs neither a mask nor indices of cache positions.
             cache = self.cache.sequence(0)
             cache.length = lengths[0]
         else:
@@ -176,7 +186,8 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile, where that is asked for, before the first text comes."""
+        """With `compile`, compile the step now, for one sequence and for several. Call it before
+        the first sequence is added; without `compile` it does nothing."""
         assert not any(self._stored), "there are texts already"
         for count in {1, min(2, self.max_sequences)} if self._compiled is not None else ():
             self._logits([0] * count, [0] * count)
@@ -186,7 +197,7 @@ class BatchDecoder:
         return self.max_tokens - self.lengths[number]
 
     def remove(self, number: int) -> None:
-        """Forget a sequence; the last one gets its number."""
+        """Remove a sequence; the last sequence gets its number."""
         last, length = len(self) - 1, self.lengths[-1]
         if number != last:
             self._copy(last, number, length)
@@ -202,11 +213,12 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) -> None:
-    """Refuse a prompt that the model can't go on from.
+    """Refuse a prompt that the model can't continue.
 
     Args:
-        prompt_ids: ids of the prompt.
-        room: tokens that the context must have room for after it.
+        model: the model.
+        prompt_ids: token ids of the prompt.
+        room: number of tokens that must fit in the context after the prompt.
 
     Raises:
         ConfigError: the prompt is empty or fills the context.
@@ -227,28 +239,28 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         )
 
 
-#: Recorded steps that are kept: each takes some hundred KiB of the GPU's memory for its kernels.
+#: Greatest number of recorded steps; each takes some hundred KiB of GPU memory for its kernels.
 _MOST_RECORDED = 64
 
 
 class CompiledStep:
     """A model's forward pass over one new token of each sequence, compiled.
 
-    On a CPU, torch.compile's inductor takes the weights as constants (its "freezing") and copies
-    them into another layout for its matrix products. It compiles once for one sequence and once for
-    several, whatever their number and lengths, when the first such step is taken; and once more for
-    more of them than `few_rows` takes.
+    On a CPU, torch.compile's inductor treats the weights as constants ("freezing") and copies them
+    into another layout for its matrix products. The step is compiled when it is first called for
+    one sequence, for several sequences (of any number and lengths), and for more sequences than
+    `few_rows.MOST_ROWS`.
 
-    On a CUDA GPU, a step whose number of sequences and reach came before is replayed as a CUDA
-    graph: starting its kernels one by one would take longer than they do. Mixtures of experts are
-    not recorded.
+    On a CUDA GPU, a step whose number of sequences and reach have occurred before is replayed as a
+    CUDA graph, because launching its kernels one by one takes longer than running them. Steps of
+    mixtures of experts are not recorded.
 
     Args:
-        model: a model in evaluation mode; its weights must not change any more.
+        model: a model in evaluation mode, whose weights do not change afterwards.
         cache: key-value cache of all sequences.
 
     Raises:
-        ConfigError: there is no compiler, or the model keeps states beside keys and values.
+        ConfigError: there is no compiler, or the model has layers with linear attention.
     """
 
     def __init__(self, model: Model, cache: KVCache) -> None:
@@ -267,24 +279,24 @@ class CompiledStep:
         ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)
         self._recorded: RecordedSteps | None = None
-        # Without a grouped kernel for experts, the host reads the number of rows of each expert,
-        # which a CUDA graph can't do.
+        # Without a grouped kernel for experts, the CPU reads the number of rows of each expert,
+        # which a CUDA graph can't record.
         if self._device.type == "cuda" and not model.config.expert_count:
             self._recorded = RecordedSteps(self._step)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """The logits [B, V] after one more token.
+        """The logits [B, V] after one more token of each sequence.
 
         Args:
-            input_ids_B1: the new tokens.
-            lengths_B: length of each sequence before it.
+            input_ids_B1: the new tokens, int64.
+            lengths_B: length of each sequence before its new token, int64.
             reach: see `RaggedCache`.
         """
         step = self._step if self._recorded is None else self._recorded
         return step(input_ids_B1, lengths_B, reach)
 
     def _step(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        # Its shape carries the reach into the compiled function as a size that may change.
+        # An empty tensor, whose shape passes the reach to the compiled function as a dynamic size.
         reach_S = torch.empty(reach, 0, device=self._device)
         torch._dynamo.mark_dynamic(reach_S, 0)
         if len(lengths_B) > 1:
@@ -311,8 +323,8 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded step, and the memory that it reads from and writes to: the new tokens [B, 1], the
-    lengths [B] and the logits [B, V]."""
+    """A step as a CUDA graph, and the tensors that it reads and writes: the new tokens [B, 1], the
+    lengths [B], and the logits [B, V]."""
 
     graph: torch.cuda.CUDAGraph
     input_ids: Tensor
@@ -321,15 +333,15 @@ class _Recorded:
 
 
 class RecordedSteps:
-    """A decoding step as CUDA graphs, one for each number of sequences and reach.
+    """A decoding step as CUDA graphs, one for each shape, that is number of sequences and reach.
 
-    The first step of such a shape is computed without recording, because compiling, loading and
-    lasting allocations can't be recorded; the second is recorded; it and all later ones are
-    replayed. The least recently used recording makes room for a new one.
+    The first step of a shape is computed without recording, because compilation, loading of kernels
+    and persistent allocations can't be recorded. The second step is recorded and replayed; later
+    steps are replayed. The least recently used recording is dropped to make room for a new one.
 
     Args:
-        compute: the step: (input_ids_B1, lengths_B, reach) -> logits [B, V]. The other tensors that
-            it reads and writes, weights and cache, keep their places in memory.
+        compute: the step: (input_ids_B1, lengths_B, reach) -> logits [B, V]. The weights and the
+            cache, which it also reads and writes, must keep their addresses.
     """
 
     def __init__(self, compute: Callable[[Tensor, Tensor, int], Tensor]) -> None:
@@ -338,7 +350,7 @@ class RecordedSteps:
         self._pool: Any = None
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """The logits [B, V] after one more token: arguments as in `CompiledStep`."""
+        """See `CompiledStep.__call__`."""
         shape = len(lengths_B), reach
         if shape not in self._by_shape:
             self._by_shape[shape] = None
@@ -354,15 +366,16 @@ class RecordedSteps:
             recorded.input_ids.copy_(input_ids_B1)
             recorded.lengths.copy_(lengths_B)
         recorded.graph.replay()
-        # The next step of any shape may write over it.
+        # A copy, because the next step of any shape may overwrite the logits.
         return recorded.logits.clone()
 
     def _record(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> _Recorded:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            # No two steps are replayed at a time: their intermediate results may share memory.
+            # One memory pool for all graphs: they are never replayed at the same time, so that
+            # their intermediate results can share memory.
             self._pool = torch.cuda.graph_pool_handle()
-        # Other threads may go on using the GPU.
+        # "thread_local", so that other threads can use the GPU during the recording.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits_BV = self._compute(input_ids_B1, lengths_B, reach)
         return _Recorded(graph, input_ids_B1, lengths_B, logits_BV)
@@ -370,11 +383,12 @@ class RecordedSteps:
 
 @contextlib.contextmanager
 def _settings(device: torch.device) -> Iterator[None]:
-    # Importing inductor takes a second, which plain decoding does not need.
+    """A context with the compiler's settings for decoding."""
+    # Imported here, because importing inductor takes a second and plain decoding does not need it.
     import torch._inductor.config as inductor_config
 
-    # Freezing, as an option of torch.compile, would come too late: the weights are arguments by
-    # then. And torch counts what it compiles by the code of a function, over all models of a
+    # Freezing as an option of torch.compile would come too late: the weights are arguments by then.
+    # The limits are raised because torch counts recompilations of a function over all models of a
     # process.
     with (
         inductor_config.patch(freezing=device.type == "cpu"),

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuation that a bounded search finds."""
+"""Beam search: a search for a likely continuation among a bounded number of candidates."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from firstlight.weights.huggingface import LoadedModel
 
 @dataclass(frozen=True)
 class _Beam:
-    """A continuation and the sum of its tokens' log-probabilities."""
+    """A continuation and the sum of its tokens' log-probabilities (natural logarithms)."""
 
     token_ids: list[int]
     logprob: float
 
     def score(self, is_ended: bool) -> float:
-        """Mean log-probability of a token; of an ended text, its end token counts, too."""
+        """Mean log-probability per token; the end token of an ended text counts as a token."""
         return self.logprob / max(len(self.token_ids) + is_ended, 1)
 
 
 def search(
     loaded: LoadedModel, prompt: str, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Generation:
-    """The best continuation of `config.beams` beams.
+    """The best continuation that a beam search finds.
 
     Args:
         loaded: model and tokenizer.
-        prompt: the prompt as given.
-        prompt_ids: its ids.
-        config: `beams`, `max_new_tokens`, penalties and biases are followed.
+        prompt: text of the prompt.
+        prompt_ids: token ids of the prompt.
+        config: settings, of which `beams`, `max_new_tokens`, penalties and biases are used.
 
     Raises:
-        ConfigError: the prompt fills the context, or a bias names no token.
+        ConfigError: the prompt fills the context, or a bias is for an id beyond the vocabulary.
         ModelError: the logits are not finite numbers.
     """
     found, reason = beam_search(loaded.model, prompt_ids, config, loaded.eos_token_ids)
@@ -59,18 +59,22 @@ def beam_search(
     config: SamplingConfig,
     eos_token_ids: Collection[int],
 ) -> tuple[list[int], str]:
-    """Ids of the best continuation without its end token, and "stop" or "length".
+    """Beam search, as in transformers with length_penalty 1.
 
-    In each step the likeliest tokens of all beams compete by the sum of log-probabilities; ended
-    texts are kept by their mean log-probability for each token. The search ends when no beam can
-    exceed the worst of the same number of ended texts (transformers' beam search with
-    length_penalty 1).
+    In each step the `config.beams` continuations with the greatest sum of log-probabilities are
+    kept. Texts that have ended are kept apart, ranked by their mean log-probability per token. The
+    search stops when there are `config.beams` ended texts and the best beam's mean, at its present
+    length, is not above that of the worst ended text.
 
     Args:
         model: a model in evaluation mode.
-        prompt_ids: ids of the prompt.
+        prompt_ids: token ids of the prompt.
         config: see `search`.
         eos_token_ids: tokens that end a text.
+
+    Returns:
+        Token ids of the best continuation without its end token, and its finish reason, "stop" or
+        "length".
 
     Raises:
         ConfigError, ModelError: see `search`.
@@ -82,12 +86,14 @@ def beam_search(
     parameter = next(model.parameters())
     device = parameter.device
     cache = model.make_cache(count, len(prompt_ids) + most, parameter.dtype)
-    # All beams begin as one: the prompt is computed once for each, since it fills each one's cache.
+    # There is one beam at first; the prompt is computed in all rows, so that each row's cache has
+    # it.
     ids_BT = torch.tensor([list(prompt_ids)] * count, device=device)
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
         if cache.length + 1 == model.config.long_from:
-            # The cached keys have the rotary positions of short texts, so all are computed again.
+            # The cached keys were rotated by the frequencies of short texts, so all are computed
+            # again.
             rows_BT = [[*prompt_ids, *beam.token_ids[:-1]] for beam in beams]
             rows_BT += rows_BT[:1] * (count - len(rows_BT))
             cache.least_length, cache.length = cache.length + 1, 0
@@ -115,13 +121,16 @@ def _next_beams(
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:
-    """The beams after one more token, the likeliest first, and the beam that each continues.
+    """The beams after one more token, likeliest first, and for each the index of the beam that it
+    continues.
 
     Args:
         beams: the beams so far.
-        logits_BV: logits [B, V] of their next tokens; rows beyond the beams are left out.
-        prompt_ids, config, ends: see `beam_search`.
-        ended: texts that have ended; those that end now are added.
+        logits_BV: logits of their next tokens; rows beyond the number of beams are ignored.
+        prompt_ids, config: see `beam_search`.
+        ends: tokens that end a text.
+        ended: ended texts, best first; texts that end in this step are added, and only the best
+            `config.beams` are kept.
     """
     scores = [
         _logprobs(logits_V, beam, prompt_ids, config) + beam.logprob
@@ -129,7 +138,8 @@ def _next_beams(
     ]
     scores_N = torch.cat(scores)
     vocab_size = logits_BV.shape[1]
-    # Each beam may end in every end token, and there must be beams left.
+    # As many candidates as all beams' end tokens and `config.beams` more, so that enough beams are
+    # left if all end tokens are among the likeliest.
     wanted = min((1 + max(len(ends), 1)) * config.beams, len(scores_N))
     values, places = scores_N.topk(wanted)
     following, rows = list[_Beam](), list[int]()
@@ -138,7 +148,7 @@ def _next_beams(
         if value == float("-inf"):
             break
         if token_id in ends:
-            # An ended text that is not among the best is not better than its continuations.
+            # An ended text counts only if it is among the `config.beams` best candidates.
             if rank < config.beams:
                 ended.append(_Beam(beams[row].token_ids, value))
         elif len(following) < config.beams:
@@ -152,15 +162,17 @@ def _next_beams(
 def _logprobs(
     logits_V: Tensor, beam: _Beam, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Tensor:
+    """Log-probabilities of a beam's next token after penalties and biases, fp64 [V] on the CPU."""
     if not logits_V.max().isfinite():
         raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
     if config.repetition_penalty != 1:
         logits_V = penalize(logits_V, config.repetition_penalty, {*prompt_ids, *beam.token_ids})
     counts = {token_id: beam.token_ids.count(token_id) for token_id in set(beam.token_ids)}
-    # On the CPU: Apple's GPUs have no 64-bit numbers.
+    # On the CPU, because Apple's GPUs do not support fp64.
     return shift(logits_V, config, counts).cpu().double().log_softmax(-1)
 
 
 def _is_settled(best: _Beam, ended: Sequence[_Beam], count: int) -> bool:
-    """True if no beam can come above the worst of the ended texts, at its present length."""
+    """True if there are `count` ended texts and the best beam, at its present length, has no
+    greater mean than the worst of them."""
     return len(ended) == count and ended[-1].score(True) >= best.score(False)

@@ -1,5 +1,5 @@
-"""Conversations with a model: the messages, the part of them that is the model's input, and the
-next answer."""
+"""Conversations with a model: holds the messages, renders them as the model's input, and generates
+answers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ __all__ = [
 #: Default settings of answers.
 CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 
-#: Memory for keys and values is taken in powers of two from here on.
+#: Least number of tokens of a `ConversationDecoder`'s cache; larger caches are powers of two.
 _SMALLEST_DECODER = 1024
 
+#: A message: "role" ("system", "user" or "assistant") and "content".
 Message = dict[str, str]
 
 
@@ -41,8 +42,12 @@ def _message(role: str, content: str) -> Message:
 
 
 def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
-    """The greatest n up to `count` for which `fits(n)`, where `fits(0)` holds and what fits with
-    more turns fits with fewer. Never asks for much more than the answer."""
+    """The greatest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true, and
+    `fits` must be monotonic: if n turns fit, fewer turns do, too.
+
+    The search doubles n and then bisects, so that `fits` is never called with more than twice the
+    result (or 1), because its time grows with n.
+    """
     known, beyond = 0, 1
     while beyond <= count and fits(beyond):
         known, beyond = beyond, 2 * beyond
@@ -54,16 +59,15 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 class ConversationDecoder:
-    """The key-value cache of the last conversation: of the next text, only the tokens after the
-    common beginning are computed. It takes more memory as the texts become longer, and then
-    computes them again.
+    """A decoder for one text at a time, which keeps the key-value cache of the last text. For the
+    next text, only tokens after the common prefix are computed. Several conversations can share it.
 
-    May serve several conversations in turn, one text at a time.
+    The cache grows with the texts; after each growth, the whole text is computed again.
 
     Args:
         model: a model in evaluation mode.
-        compile: see `BatchDecoder`; the memory of the whole context is taken at once then, and
-            `with_room` compiles when it is called first.
+        compile: see `BatchDecoder`. With it, the cache has the size of the model's context from the
+            beginning, and the first call of `with_room` compiles.
     """
 
     def __init__(self, model: Model, *, compile: bool = False) -> None:
@@ -71,18 +75,18 @@ class ConversationDecoder:
         self._decoder: BatchDecoder | None = None
 
     def with_room(self, tokens: int) -> BatchDecoder:
-        """A decoder without sequences with room for a text of this number of tokens, at most the
-        context's."""
+        """A decoder without sequences, with room for a text of `tokens` tokens; at most the model's
+        context."""
         if self._decoder is None or self._decoder.max_tokens < tokens:
-            self._decoder = None  # its memory is free before more is taken
+            self._decoder = None  # frees its memory before the new cache is allocated
             size = max(_SMALLEST_DECODER, 1 << (tokens - 1).bit_length())
-            if self._compile:  # a larger one would be compiled anew
+            if self._compile:  # a larger decoder would be compiled again
                 size = self._model.config.max_position_embeddings
             self._decoder = BatchDecoder(
                 self._model, 1, size, reuse_prefixes=True, compile=self._compile
             )
             self._decoder.warm_up()
-        while len(self._decoder):  # an exception between two lines, as Ctrl-C is, left it there
+        while len(self._decoder):  # left by an exception, such as a KeyboardInterrupt
             self._decoder.remove(0)
         return self._decoder
 
@@ -94,11 +98,13 @@ class AnswerStats:
     Attributes:
         prompt_tokens: number of tokens in the prompt.
         new_tokens: number of tokens in the answer, without the end token.
-        dropped: turns that no longer fit; of a model without a chat template, tokens.
+        dropped: number of oldest turns that did not fit into the context and were left out; for a
+            model without a chat template, number of tokens.
         first_token_seconds: seconds until the first token.
         seconds: seconds of the whole answer.
-        finish_reason: "stop" at the end of the turn, "length" at a limit, "interrupted".
-        seed: gives the same answer to the same prompt.
+        finish_reason: "stop" at the end of the turn, "length" at a limit, "interrupted" if the
+            answer was stopped or failed.
+        seed: seed that gives the same answer to the same prompt.
     """
 
     prompt_tokens: int
@@ -111,15 +117,21 @@ class AnswerStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """After the first token; 0 where there was no other."""
+        """New tokens per second after the first token; 0 for an answer of one token or none."""
         seconds = self.seconds - self.first_token_seconds
         return (self.new_tokens - 1) / seconds if self.new_tokens > 1 and seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Input of the model: `ids` are the tokens of the messages in `history` without the first
-    `dropped` turns (or tokens), and of `text`, the user's message."""
+    """The model's input for an answer.
+
+    Attributes:
+        ids: token ids of the history, without what was dropped, and the user's message.
+        history: the messages before the user's message.
+        text: the user's message.
+        dropped: see `AnswerStats`.
+    """
 
     ids: list[int]
     history: list[Message]
@@ -128,30 +140,33 @@ class _Prompt:
 
 
 class ChatSession:
-    """A conversation with a model, through the chat template of its tokenizer. Without one, a
-    text that the user and the model write in turn.
+    """A conversation with a model, rendered by the chat template of its tokenizer. If the tokenizer
+    has no template, the conversation is one text to which the user and the model add in turn.
 
-    The messages are rendered again for each answer, their text never becomes a control token, and
-    only tokens that are not in the cache are computed. Turns that don't fit into the context
-    without `answer_room` are left out, the oldest (a question with its answer) first; the system
-    message stays. `messages` keeps all. Only `stop` may be called from another thread.
+    The messages are rendered again for each answer, but only tokens that are not in the cache are
+    computed. The text of messages never becomes a control token. A prompt may fill the context
+    except `answer_room`: the oldest turns (a question with its answer) that do not fit are left out
+    of it, but not the system message. `messages` keeps all messages.
+
+    Only `stop` may be called from another thread.
 
     Args:
         loaded: a model from `firstlight.load`.
-        system: the system message, if any.
-        settings: sampling settings; may be replaced between answers. With a seed, the n-th
-            answer is drawn with seed + n, from 0 on.
-        decoder: shared with other conversations on the same model, to save memory.
+        system: the system message; None for none.
+        settings: sampling settings; see the property. With a seed, the n-th answer, counted from 0,
+            is sampled with the seed plus n.
+        decoder: decoder that several conversations on the same model share, to save memory; None
+            creates one.
 
     Attributes:
-        messages: the conversation: objects with `role` and `content`, the system message first. A
-            user's message always has its answer after it.
-        stats: figures of the last answer.
+        messages: the conversation, dicts with "role" and "content", the system message first. A
+            user's message is always followed by its answer.
+        stats: statistics of the last answer; None before the first.
 
     Raises:
         ModelError: the model has no tokenizer.
-        ConfigError: a system message for a model without a chat template.
-        InputError, TokenizerError: the template can't be used, or takes no system message.
+        ConfigError: there is a system message, and the model has no chat template.
+        InputError, TokenizerError: the template can't be used, or does not support system messages.
     """
 
     def __init__(
@@ -170,29 +185,30 @@ class ChatSession:
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
         self._end_ids = tuple(dict.fromkeys(ends))
         if self.has_template:
-            self._encoded([_message("user", "1")])  # a broken template is said now
+            self._encoded([_message("user", "1")])  # raises now if the template is broken
         if system:
             self.set_system(system)
 
     @property
     def has_template(self) -> bool:
-        """True if the conversation has turns; False if it is one text that the model continues."""
+        """True if the tokenizer has a chat template; False if the conversation is one text that the
+        model continues."""
         return self._tokenizer.chat_template is not None
 
     @property
     def context(self) -> int:
-        """The model's limit of tokens."""
+        """The model's context, in tokens."""
         return self._loaded.model.config.max_position_embeddings
 
     @property
     def answer_room(self) -> int:
-        """Tokens of the context that the history leaves free: `max_new_tokens`, but at most a
-        quarter of the context. An answer may take more room if there is more."""
+        """Tokens of the context that are reserved for the answer: `max_new_tokens`, but at most a
+        quarter of the context. An answer can be longer if the prompt leaves more room."""
         return min(self.settings.max_new_tokens, max(self.context // 4, 1))
 
     @property
     def settings(self) -> SamplingConfig:
-        """Sampling settings of the next answers."""
+        """Sampling settings of the next answers; another seed restarts their numbering."""
         return self._settings
 
     @settings.setter
@@ -203,16 +219,16 @@ class ChatSession:
 
     @property
     def system(self) -> str | None:
-        """The system message."""
+        """The system message; None if there is none."""
         first = self.messages[:1]
         return first[0]["content"] if first and first[0]["role"] == "system" else None
 
     def set_system(self, text: str | None) -> None:
-        """Replace the system message; None or "" removes it. The turns stay.
+        """Replace the system message; None or "" removes it. The other messages stay.
 
         Raises:
             ConfigError: the model has no chat template.
-            InputError: the template refuses system messages, or leaves them out in silence.
+            InputError: the template refuses system messages, or renders nothing for them.
         """
         turns = self.messages[self.system is not None :]
         if not text:
@@ -232,13 +248,14 @@ class ChatSession:
         self.messages[:] = [system, *turns]
 
     def reset(self) -> None:
-        """Forget the conversation, except the system message."""
+        """Remove all messages except the system message."""
         del self.messages[self.system is not None :]
         self._answers = 0
         self.stats = None
 
     def undo(self) -> str | None:
-        """Take back the last message and its answer; return the message, None if there is none."""
+        """Remove the last user's message and its answer; return the message, or None if there is
+        none."""
         if not self._has_turns:
             return None
         text = self.messages[-2]["content"]
@@ -250,31 +267,34 @@ class ChatSession:
         return len(self.messages) > (self.system is not None)
 
     def stop(self) -> None:
-        """End the answer that is being made, if any, after the token at hand. From any thread."""
+        """End the answer that is being generated, if any, after its current token. May be called
+        from any thread."""
         self._stopping = True
 
     def answer(self, text: str) -> Iterator[str]:
-        """Answer a message, piece by piece. Message and answer are among `messages` from the
-        first piece on; an answer that is not taken to its end stays as far as it came, and one
-        that fails is as if it had not been asked for.
+        """Answer a message; returns an iterator over the pieces of the answer.
+
+        From the first piece on, `messages` has the message and the answer so far. If the iterator
+        is closed early, the answer stays as it is; if generation fails, message and answer are
+        removed again.
 
         Args:
-            text: the user's message; without a chat template it may be empty, and the model
+            text: the user's message. Without a chat template, it may be empty: the model then
                 continues the text.
 
         Raises:
             InputError: the message is blank, or the template refuses the conversation.
-            ConfigError: message and system message alone don't fit.
+            ConfigError: the message with the system message does not fit into the context.
             ModelError: the model can't be used.
         """
         self._stopping = False
         return self._answered(self._prompt(self.messages, text))
 
     def retry(self) -> Iterator[str]:
-        """Answer the last message again, in place of its answer.
+        """Answer the last message again and replace its answer; see `answer`.
 
         Raises:
-            ConfigError: there is none, or see `answer`.
+            ConfigError: there is no message, or see `answer`.
             InputError, ModelError: see `answer`.
         """
         if not self._has_turns:
@@ -354,7 +374,8 @@ class ChatSession:
         return [*lead, *ids[len(ids) - (limit - len(lead)) :]], len(ids) - limit
 
     def _require_fit(self, tokens: int, what_else: str) -> int:
-        """The tokens that there are for a prompt; refuse a message that takes more."""
+        """Greatest number of tokens of a prompt. Raises `ConfigError` if `tokens`, those of the
+        message (and `what_else`), are more."""
         limit = self.context - self.answer_room
         if tokens > limit:
             raise ConfigError(

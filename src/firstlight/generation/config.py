@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from firstlight.errors import ConfigError
 
-#: Each beam has a key-value cache of its own.
+#: Greatest number of beams. It is limited because each beam has a key-value cache of its own.
 _MOST_BEAMS = 64
 
 
@@ -17,36 +17,36 @@ class SamplingConfig:
 
     Attributes:
         max_new_tokens: greatest number of new tokens.
-        temperature: divisor of the logits: a higher one spreads the choice; 0 takes the likeliest
-            token.
-        top_k: number of likeliest tokens to choose from, and any as likely as the last of them; 0
-            is off.
-        top_p: probability that the likeliest tokens to choose from have together; 1 is off
-            (Holtzman et al. 2020). Applied after temperature and top_k.
-        seed: seed of the random numbers: the same seed gives the same text. Without it, a seed is
+        temperature: divisor of the logits; a higher temperature gives unlikely tokens more
+            probability; 0 always chooses the likeliest token.
+        top_k: number of likeliest tokens to choose from, together with any that are as likely as
+            the last of them; 0 is off.
+        top_p: choose from the fewest likeliest tokens whose probabilities sum to at least this; 1
+            is off (Holtzman et al. 2020). Applied after temperature and top_k.
+        seed: seed of the random numbers; the same seed gives the same text. Without a seed, one is
             drawn.
-        min_p: least probability of a token in relation to the likeliest one's; 0 is off (Nguyen et
-            al. 2024). Applied after temperature, to the probabilities before top_k and top_p.
-        repetition_penalty: divisor of the positive logits, factor of the negative ones, of tokens
-            that the prompt or the new text has already; 1 is off (Keskar et al. 2019).
+        min_p: least probability of a token relative to that of the likeliest token; 0 is off
+            (Nguyen et al. 2024). Applied after temperature and before top_k and top_p.
+        repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
+            tokens that the prompt or the new text contains; 1 is off (Keskar et al. 2019).
         stop: texts that end the continuation; they are not part of it.
-        logprobs: number of likeliest tokens whose log-probabilities are noted for each new token,
-            beside its own; None notes none.
+        logprobs: number of likeliest tokens whose log-probabilities are returned for each new
+            token, besides its own; None returns none.
         frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each
-            time that it was chosen; 0 is off. The penalties are those of OpenAI's API.
+            time that it was chosen; 0 is off. Defined as in OpenAI's API.
         presence_penalty: number from -2 to 2 that is subtracted from the logit of each token that
-            was chosen before; 0 is off.
+            was chosen before; 0 is off. Defined as in OpenAI's API.
         logit_bias: numbers from -100 to 100 by token id, added to the logits of these tokens.
-        prompt_logprobs: number of likeliest tokens whose log-probabilities are noted for each
-            token of the prompt, beside its own; None notes none. With it, `max_new_tokens` may
+        prompt_logprobs: number of likeliest tokens whose log-probabilities are returned for each
+            token of the prompt, besides its own; None returns none. With it, `max_new_tokens` may
             be 0.
-        slide: go on beyond the model's context: when the context is full, its latest half is read
-            again as the new prompt, and older text is forgotten.
-        beams: number of beams of a beam search, which draws nothing, and returns the text with the
-            greatest mean log-probability of a token that it finds; 1 is off.
-        choices: number of likeliest tokens that are noted for each new token with the probability
-            by the model and the one in the choice, after penalties, biases, temperature, top_k,
-            top_p and min_p; None notes none.
+        slide: continue beyond the model's context: when the context is full, its latest half
+            becomes the new prompt, and older text is forgotten.
+        beams: number of beams of a beam search, which does not sample, and returns the text with
+            the greatest mean log-probability per token that it finds; 1 is off.
+        choices: number of likeliest tokens that are returned for each new token, with their
+            probability by the model and their probability in the choice (after penalties, biases,
+            temperature, top_k, top_p and min_p); None returns none.
 
     Raises:
         ConfigError: a value is out of range.

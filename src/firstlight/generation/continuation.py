@@ -1,4 +1,5 @@
-"""One text that is being continued: tokens drawn from logits, their text, and the end."""
+"""The continuation of one text: chooses its tokens from logits, decodes them to text, and finds
+its end."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ class Generation:
     """A finished continuation.
 
     Attributes:
-        prompt: the prompt as given.
-        text: the new text, up to a stop text.
-        token_ids: ids of the new tokens, without the end token; with a stop text, up to the token
-            that completed it.
-        prompt_tokens: number of tokens of the prompt, bos included.
+        prompt: text of the prompt.
+        text: the new text, before any stop text.
+        token_ids: ids of the new tokens, without the end token; if a stop text occurred, up to the
+            token that completed it.
+        prompt_tokens: number of tokens of the prompt, including the beginning-of-text token.
         finish_reason: "stop" at an end token or stop text, "length" at a limit.
-        seed: gives the same text again.
-        logprobs: log-probability of each of `token_ids`, where the config asks for them.
-        choices: likeliest tokens at each of `token_ids`, where the config asks for them.
+        seed: seed that gives the same text again.
+        logprobs: log-probability of each of `token_ids`; None if the config does not ask for them.
+        choices: likeliest tokens at each of `token_ids`; None if the config does not ask for them.
     """
 
     prompt: str
@@ -44,24 +45,27 @@ class Generation:
 
 
 class Continuation:
-    """Chooses the tokens of one text from the model's logits, and turns them into text.
+    """Chooses the tokens of one text from the model's logits, and decodes them to text.
 
     Args:
-        prompt_ids: ids of the text that is continued.
+        prompt_ids: token ids of the prompt.
         config: sampling settings; without a seed, one is drawn.
-        context: the model's limit of tokens.
+        context: the model's context, in tokens.
         eos_token_ids: tokens that end the text.
-        tokenizer: None makes no text of the tokens, and knows no stop texts.
-        constraint: limit of the allowed tokens; the text ends when the constraint is complete.
+        tokenizer: tokenizer that decodes the tokens; with None, pieces of text are empty and stop
+            texts have no effect.
+        constraint: constraint on the tokens; the text ends when the constraint is complete. None
+            allows all tokens.
 
     Attributes:
-        config: sampling settings with the seed.
-        token_ids: chosen so far, without the end token.
+        config: sampling settings, always with a seed.
+        prompt_ids: token ids of the prompt.
+        token_ids: tokens chosen so far, without the end token.
         finish_reason: None while the text is being generated; see `Generation`.
-        logprobs: log-probabilities of `token_ids`, where the config asks for them.
-        prompt_logprobs: log-probabilities of all prompt tokens but the first, where the config asks
-            for them.
-        choices: likeliest tokens at each of `token_ids`, where the config asks for them.
+        logprobs: see `Generation`.
+        prompt_logprobs: log-probabilities of all prompt tokens but the first; None if the config
+            does not ask for them.
+        choices: see `Generation`.
     """
 
     def __init__(
@@ -97,8 +101,8 @@ class Continuation:
 
     @property
     def score_prompt(self) -> Callable[[Tensor], None] | None:
-        """The receiver of the prompt's logits [T, V] for `BatchDecoder.add`; None where the config
-        asks for no log-probabilities of the prompt."""
+        """Argument `on_logits` of `BatchDecoder.add`, which gets the prompt's logits [T, V]; None
+        if the config does not ask for log-probabilities of the prompt."""
         return None if self.prompt_logprobs is None else self._score_prompt
 
     def _score_prompt(self, logits_TV: Tensor) -> None:
@@ -111,20 +115,21 @@ class Continuation:
             self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
 
     def push(self, logits_V: Tensor) -> str:
-        """Choose the next token, if the text may have one more; return the text that has become
-        certain, often none.
+        """Choose the next token, or end the text; return the text that is final with it, which is
+        often empty.
 
-        While `finish_reason` is None, the model is to be given the last of `token_ids`.
+        If `finish_reason` is None afterwards, the caller computes the logits after the last of
+        `token_ids` and calls `push` again.
 
         Args:
-            logits_V: logits [V] of the next token, on the CPU or a GPU.
+            logits_V: logits of the next token, on any device.
 
         Raises:
             ModelError: the logits are not finite numbers.
             SchemaError: the constraint takes too long to follow.
         """
         assert self.finish_reason is None
-        if len(self.token_ids) >= self._most:  # the prompt alone was asked for
+        if len(self.token_ids) >= self._most:  # only if max_new_tokens is 0
             return self._end("length")
         allowed_V = None if self._constraint is None else self._constraint.allowed(len(logits_V))
         token_id = sample(
@@ -163,13 +168,14 @@ class Continuation:
 
 
 class StopTexts:
-    """Passes pieces of a text on until one of some texts comes, and never a part of that.
+    """Passes on the pieces of a text until a stop text occurs. Text that may be the beginning of a
+    stop text is held back until this is decided.
 
     Args:
-        texts: none of them empty.
+        texts: the stop texts, none of them empty.
 
     Attributes:
-        found: True once one of them has come.
+        found: True after a stop text has occurred.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -178,7 +184,7 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Add a piece; return the text that is now certain to come before any of the stop texts."""
+        """Add a piece; return the text that is now certain not to be part of a stop text."""
         if not self._texts:
             return piece
         text = self._held + piece
@@ -191,26 +197,27 @@ class StopTexts:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """The text that was held back, when no more comes."""
+        """End the text; return what was held back."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Number of characters at the end of the text that are a beginning of `stop`."""
+        """Greatest number of characters at the end of the text that are a proper prefix of
+        `stop`."""
         longest = min(len(text), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """A token that could be chosen.
+    """A candidate for one position.
 
     Attributes:
-        token_id: the token.
-        model: its probability by the model alone.
-        sampled: its probability in the choice: after penalties, biases, temperature, min_p, top_k
-            and top_p; 1 for the token that greedy decoding takes.
+        token_id: id of the token.
+        model: its probability by the model.
+        sampled: its probability in the choice, after penalties, biases, temperature, min_p, top_k
+            and top_p; with temperature 0, 1 for the chosen token and 0 for others.
         is_chosen: True for the token that was chosen.
     """
 
@@ -223,11 +230,12 @@ class TokenChoice:
 def choices_of(
     logits_V: Tensor, shifted_V: Tensor, token_id: int, config: SamplingConfig
 ) -> list[TokenChoice]:
-    """The likeliest tokens of logits [V] and the chosen one, the likeliest first.
+    """The likeliest tokens of a position, likeliest first. If the chosen token is not among them,
+    it is appended.
 
     Args:
-        logits_V: the model's logits of one position.
-        shifted_V: logits [V] after penalties and biases.
+        logits_V: the model's logits of the position.
+        shifted_V: the logits after penalties and biases, see `sampling.shifted`.
         token_id: the chosen token.
         config: sampling settings, with `choices`.
     """
@@ -245,13 +253,12 @@ def choices_of(
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a token by the model itself: before temperature and all other settings
-    that change the choice.
+    """Log-probability of a token by the model, before temperature and all other sampling settings.
 
     Attributes:
-        token_id: the token chosen.
+        token_id: id of the token.
         logprob: natural logarithm of its probability.
-        top: (id, logprob) of the likeliest tokens, the likeliest first.
+        top: (id, log-probability) of the likeliest tokens, likeliest first.
     """
 
     token_id: int
@@ -260,16 +267,20 @@ class TokenLogprob:
 
 
 def logprob_of(logits_V: Tensor, token_id: int, top: int) -> TokenLogprob:
-    """The log-probability of a token, and those of the `top` likeliest, from logits [V]."""
+    """The log-probabilities of a token and of the `top` likeliest tokens, from logits [V]."""
     return logprobs_of(logits_V[None], [token_id], top)[0]
 
 
 def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """The log-probabilities of tokens, and those of the `top` likeliest, from logits [T, V] of as
-    many positions.
+    """For each of T positions, the log-probabilities of its token and of the `top` likeliest.
+
+    Args:
+        logits_TV: logits of the positions.
+        token_ids: T token ids.
+        top: number of likeliest tokens.
 
     Raises:
-        ModelError: the logits are not numbers.
+        ModelError: a logit is NaN or infinite.
     """
     logprobs_TV = logits_TV.float().log_softmax(-1)
     if logprobs_TV.isnan().any():

@@ -1,4 +1,4 @@
-"""Texts from a model: load it, then continue one text piece by piece, or many at a time."""
+"""Loads a model for generation, and continues one text piece by piece or many texts in a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel, load_model
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
-#: Names of `load`'s dtypes, and the dtype that is read; None is that of the file.
+#: Name of a dtype for `load` -> dtype in which weights are loaded; None is the file's.
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -41,23 +41,24 @@ def load(
     way: LoadingMode = "auto",
     best: bool = False,
 ) -> LoadedModel:
-    """Load a model: a run folder (its newest complete checkpoint), a checkpoint folder, any
-    Hugging Face model folder, or a hub id.
+    """Load a model for generation.
 
     Args:
-        checkpoint: model to load.
+        checkpoint: a run folder (for its newest complete checkpoint), a checkpoint folder, a
+            Hugging Face model folder, or a hub id.
         device: device of the weights: "cpu", "cuda", ...
-        dtype: "auto" (that of the file), "float32", "bfloat16" or "float16"; "int8" gives the
-            linear layers weights of 8 bits (`Int8Linear`), and all else is bfloat16: for
-            generation only.
-        way: "mmap" maps the file into memory: at once, but the file must not be overwritten in
-            place while the model lives; "sequential" reads each tensor straight into its place;
-            "straight" takes twice the memory; "auto" maps on the CPU where nothing is converted,
-            else reads.
-        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+        dtype: "auto" (the file's), "float32", "bfloat16", "float16", or "int8". "int8" rounds the
+            weights of linear layers to 8 bits (`Int8Linear`) and casts all other weights to
+            bfloat16; such a model is for generation only.
+        way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
+            overwritten in place while the model exists; "sequential" reads each tensor directly
+            into its parameter; "straight" reads the whole file first, which takes twice the memory;
+            "auto" is "mmap" on the CPU if no weight is converted, else "sequential".
+        best: load the checkpoint of a run folder with the lowest validation loss, not the newest.
 
     Raises:
-        ConfigError: `dtype` or `way` is unknown, or `best` is not of a run folder.
+        ConfigError: `dtype` or `way` is unknown, or `best` is set and `checkpoint` is not a run
+            folder.
         ModelError, CheckpointError, TokenizerError: the model is missing, damaged or of an unknown
             kind.
     """
@@ -79,18 +80,21 @@ def load(
 
 
 def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
-    """Continue a text to its end, or until the caller stops: yields the text that each new token
-    makes certain, which is often empty.
+    """Continue a text to its end, or until the caller closes the generator.
 
     Args:
-        text: nothing of it is in the decoder yet.
-        decoder: a decoder without sequences, before and afterwards.
+        text: a new continuation.
+        decoder: a decoder without sequences; it has none afterwards, either.
+
+    Yields:
+        For each new token, the text that is final with it; it is often empty.
 
     Raises:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     assert len(decoder) == 0
-    # Half of the context: less would forget more than needed, more would read again too often.
+    # Half of the context is kept when it is full: with less the model would forget more than
+    # needed, with more it would compute the kept text again more often.
     half = max(decoder.max_tokens // 2, 1)
     prompt_ids = text.prompt_ids
     if text.config.slide and len(prompt_ids) >= decoder.max_tokens:
@@ -102,7 +106,7 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
             if decoder.room(0):
                 logits_V = decoder.step(text.token_ids[-1:])[0]
             else:
-                # Positions count from the beginning of the kept text, as in training.
+                # Computed again, because positions now count from the beginning of the kept text.
                 decoder.remove(0)
                 logits_V = decoder.add([*text.prompt_ids, *text.token_ids][-half:])
             yield text.push(logits_V)
@@ -113,15 +117,18 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
 def pieces_of_many(
     texts: Sequence[Continuation], decoder: BatchDecoder
 ) -> Iterator[tuple[int, str]]:
-    """Continue texts to their ends, as many at a time as the decoder has room for: one that ends
-    makes room for the next at once. Yields each token's text as (index of its text, piece).
+    """Continue texts to their ends, `decoder.max_sequences` at a time. When a text ends, the next
+    one takes its place at once.
 
     Args:
-        texts: nothing of them is in the decoder yet.
+        texts: new continuations.
         decoder: a decoder without sequences.
 
+    Yields:
+        For each new token, the index of its text and the piece of text that is final with it.
+
     Raises:
-        ConfigError: a text is to slide or to be searched for with beams.
+        ConfigError: the config of a text has `slide` or `beams`.
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     if any(text.config.slide or text.config.beams > 1 for text in texts):
@@ -153,7 +160,8 @@ def pieces_of_many(
 def continuation(
     loaded: LoadedModel, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Continuation:
-    """A text that a model is to continue.
+    """Create the `Continuation` of a prompt with the context limit, end tokens and tokenizer of a
+    model.
 
     Raises:
         ModelError: the model folder has no tokenizer.
@@ -179,14 +187,17 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 
 
 class GenerationStream:
-    """The pieces of a continuation as they become certain; afterwards, the whole in `result`.
+    """An iterable over the pieces of a continuation, which it generates while it is iterated.
 
     Args:
         loaded: a model from `load`.
         prompt: text to continue.
         config: see `SamplingConfig`.
-        compile: decode through torch.compile: a minute or so of compiling, then faster; see
-            `firstlight.generation.batch`.
+        compile: decode through torch.compile, which is faster after about a minute of compiling;
+            see `firstlight.generation.batch`.
+
+    Attributes:
+        result: the whole continuation, after the last piece; None before.
 
     Raises:
         ModelError: the model folder has no tokenizer.
@@ -256,33 +267,34 @@ def generate(
     choices: int | None = None,
     compile: bool = False,
 ) -> Generation:
-    """Continue a text.
+    """Continue a text. `SamplingConfig` describes the settings in more detail.
 
     Args:
-        checkpoint: a folder or hub id as for `load`, or what `load` returned.
-        prompt: text to continue; empty starts from the model's beginning-of-text token.
+        checkpoint: a folder or hub id as for `load`, or a model that `load` returned.
+        prompt: text to continue; an empty one starts from the model's beginning-of-text token.
         max_new_tokens: greatest number of new tokens.
         temperature: divisor of the logits; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to choose among; 0 is all.
-        top_p: probability that the tokens to choose among reach together.
-        seed: seed of the random choice.
-        min_p: least probability of a token, relative to the likeliest one's.
-        repetition_penalty: divisor of the logits of tokens seen before.
-        stop: texts that end the text.
-        logprobs: number of likeliest tokens whose log probabilities are given.
-        frequency_penalty: amount taken from a token's logit for each time it was seen.
-        presence_penalty: amount taken from the logit of each token seen before.
-        logit_bias: additions to the logits by token id.
-        slide: go on beyond the model's context.
+        top_k: number of likeliest tokens to choose from; 0 is all.
+        top_p: least total probability of the likeliest tokens to choose from; 1 is all.
+        seed: seed of the random choice; None draws one.
+        min_p: least probability of a token, relative to the likeliest token's; 0 is off.
+        repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
+            tokens that the prompt or the new text contains; 1 is off.
+        stop: texts that end the continuation.
+        logprobs: number of likeliest tokens whose log-probabilities are returned; None is off.
+        frequency_penalty: number subtracted from a token's logit for each time that it was chosen.
+        presence_penalty: number subtracted from the logit of each token that was chosen before.
+        logit_bias: token id -> number added to its logit.
+        slide: continue beyond the model's context.
         beams: number of beams of a beam search; 1 is no beam search.
-        choices: number of likeliest tokens that are given with their probabilities.
+        choices: number of likeliest tokens that are returned with their probabilities; None is off.
         compile: see `GenerationStream`.
 
     Raises:
         ConfigError: a value is out of range, or the prompt fills the context.
         ModelError, CheckpointError, TokenizerError: the model can't be used.
     """
-    # The arguments, before any other name is bound.
+    # `locals()` has only the arguments here, because no other name is bound yet.
     given = {**locals(), "logit_bias": logit_bias or {}}
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     names = [field.name for field in dataclasses.fields(SamplingConfig) if field.name in given]
@@ -303,26 +315,27 @@ def generate_batch(
     batch_size: int = 8,
     compile: bool = False,
 ) -> list[Generation]:
-    """Continue several texts at a time, each as if it were alone.
+    """Continue several texts in a batch. Each continuation is as from `generate`, up to rounding.
 
-    A text that ends makes room for the next one at once. With a seed in the config every text is
-    sampled with this seed, as by `generate`; without one, each text has another seed. Computing in
-    a batch rounds differently from computing alone, in the last digit of fp32: of two tokens that
-    are equally likely to this digit, the other one may be chosen.
+    When a text ends, the next one takes its place at once. With a seed in the config, every text is
+    sampled with this seed; without one, each text has another seed. A batch rounds differently from
+    a single text, in the last digit of fp32: if two tokens are equally likely up to this digit, the
+    other token may be chosen.
 
     Args:
         loaded: a model from `load`.
         prompts: texts to continue.
         config: see `SamplingConfig`.
-        batch_size: texts at a time.
+        batch_size: greatest number of texts that are generated at a time.
         compile: see `GenerationStream`.
 
     Returns:
         The continuations, in the order of the prompts.
 
     Raises:
-        ConfigError: a prompt fills the context, or `batch_size` is below 1.
-        ModelError: the model has no tokenizer, or its outputs are no numbers.
+        ConfigError: a prompt fills the context, the config has `slide` or `beams`, or `batch_size`
+            is below 1.
+        ModelError: the model has no tokenizer, or its logits are not finite.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")

@@ -1,10 +1,10 @@
-"""Linear layers over few rows on a CPU: a token of each text, and nothing else to compute.
+"""Linear layers for few rows on a CPU, as in decoding, where each text has one new token.
 
-Reading the weights is what takes the time. torch's own kernels for one row were measured at a
-third of the rate that memory gives: they read several rows of the matrix at once, and do not
-prefetch beyond a page. `few_rows.cpp` does; it is compiled when it is first needed, in a second or
-two, and kept in the user's cache folder. Weights may be rounded to 8 bits, which halves the bytes
-that are read.
+Such a layer is limited by memory bandwidth: its time is that of reading the weights. torch's
+kernels for one row were measured at a third of the memory bandwidth, because they read several rows
+of the matrix at once and do not prefetch across pages. The kernels in `few_rows.cpp` do. They are
+compiled when they are first needed, in one or two seconds, and kept in the user's cache folder.
+Weights can be rounded to 8 bits (`Int8Linear`), which halves the bytes to read.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.moe import Router
 
-#: Number of rows from which on computing takes the time, which torch's kernels do faster.
+#: Greatest number of rows for the kernels. With more rows, arithmetic takes more time than reading
+#: the weights, and torch's kernels are faster.
 MOST_ROWS = 8
 
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 _SOURCE = Path(__file__).with_suffix(".cpp")
-#: Most time of the compiler: on free cores it takes some seconds.
+#: Time limit of the compiler, which takes some seconds on idle cores.
 _COMPILER_SECONDS = 120.0
 
 _Product = Callable[..., None]
 
 
 class FewRowsLinear(nn.Linear):
-    """`nn.Linear`, [..., in] to [..., out], that takes the kernel for few rows when nothing is
-    differentiated."""
+    """`nn.Linear`, [..., in] to [..., out], that uses the kernel for few rows if `takes_few_rows`
+    is true."""
 
     def forward(self, x: Tensor) -> Tensor:
         if takes_few_rows(x, self.weight):
@@ -52,11 +53,9 @@ class FewRowsLinear(nn.Linear):
 
 
 class FewRowsConv1D(Conv1D):
-    """GPT-2's `Conv1D`, [..., in] to [..., out], that takes the kernel for few rows when nothing is
-    differentiated.
-
-    Only if its weight [in, out] is stored in memory as [out, in]; see `lay_out`.
-    """
+    """GPT-2's `Conv1D`, [..., in] to [..., out], that uses the kernel for few rows if
+    `takes_few_rows` is true and its weight [in, out] has the memory layout [out, in] (see
+    `lay_out`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t()
@@ -66,14 +65,15 @@ class FewRowsConv1D(Conv1D):
 
 
 def use_few_rows(model: Model) -> None:
-    """Let a model's linear layers take the kernel for few rows once `lay_out` was called. Nothing
-    else changes: names, values, gradients.
+    """Replace the classes of a model's linear layers, in place, by `FewRowsLinear` and
+    `FewRowsConv1D`. Names, values and gradients of parameters stay the same. `FewRowsConv1D` uses
+    the kernel only after `lay_out`.
 
     Args:
         model: a model for generation.
     """
     for module in model.modules():
-        # Exactly these: a class derived from them may have another forward pass.
+        # Exactly these classes: a subclass may have another forward pass.
         if type(module) is nn.Linear:
             module.__class__ = FewRowsLinear
         elif type(module) is Conv1D:
@@ -81,11 +81,12 @@ def use_few_rows(model: Model) -> None:
 
 
 def lay_out(model: Model) -> None:
-    """Copy the weights of `FewRowsConv1D` layers into the order that the kernel reads, if there is
-    one for them. Names, shapes and values stay; sums over them may be rounded otherwise.
+    """Copy the weights of `FewRowsConv1D` layers on the CPU into the memory layout [out, in], if
+    there is a kernel for their dtype. Names, shapes and values stay the same; sums over weights may
+    be rounded differently.
 
     Args:
-        model: a model after `use_few_rows`; any other is left alone.
+        model: a model after `use_few_rows`; another model has no such layers.
     """
     for module in model.modules():
         if isinstance(module, FewRowsConv1D):
@@ -95,8 +96,8 @@ def lay_out(model: Model) -> None:
 
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """True if `few_rows_linear` can be called: the kernel is there, the rows are few, on a CPU, and
-    no gradient is wanted.
+    """True if `few_rows_linear` can be used: `x` has at most `MOST_ROWS` rows and is on the CPU,
+    there is a kernel for the dtypes, and neither gradients nor autocast are enabled.
 
     Args:
         x: [..., in].
@@ -114,13 +115,13 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x @ weight.T, times the scale, plus the bias; sums in fp32, rounded once. A row's result is
-    the same bits whatever other rows there are.
+    """x @ weight.T, times the scale, plus the bias: summed in fp32 and rounded once. The bits of a
+    row's result do not depend on the other rows.
 
     Args:
-        x: [..., in], float32 or bfloat16.
-        weight: [out, in], contiguous, of x's dtype; or int8, with x in bfloat16.
-        scale, bias: [out] in x's dtype.
+        x: [..., in], float32 or bfloat16, with at most `MOST_ROWS` rows.
+        weight: [out, in], contiguous, in x's dtype; or int8, if x is bfloat16.
+        scale, bias: [out] in x's dtype; None is 1 and 0.
 
     Returns:
         [..., out] in x's dtype.
@@ -151,7 +152,7 @@ def _few_rows_linear(
     return out
 
 
-# Not `torch.library.custom_op`: what that puts around each call takes longer than small products.
+# Not `torch.library.custom_op`, whose overhead for each call takes longer than a small product.
 _library = torch.library.Library("firstlight", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "few_rows_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor",
@@ -176,17 +177,17 @@ def has_kernels() -> bool:
 
 
 def ready_to_compile() -> None:
-    """Let torch.compile take what `takes_few_rows` finds out as a constant.
+    """Make torch.compile treat the result of `has_kernels` as a constant.
 
-    A call, not a decorator: the compiler takes a second to import, and most programs that generate
-    do without.
+    It is not a decorator, because importing torch's compiler takes a second and most programs that
+    generate do not use it.
     """
     torch.compiler.assume_constant_result(has_kernels)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
 def _products() -> dict[torch.dtype, _Product]:
-    """The kernel for each dtype of weights; empty without a compiler for them."""
+    """Dtype of weights -> kernel; empty if the kernels can't be compiled or loaded."""
     try:
         library = ctypes.CDLL(str(_compiled()))
     except (OSError, StorageError, subprocess.SubprocessError):
@@ -201,7 +202,7 @@ def _products() -> dict[torch.dtype, _Product]:
 
 
 def _compiled() -> Path:
-    """The library of the kernels, compiled where it is not yet.
+    """Path of the kernels' shared library, which is compiled if it does not exist yet.
 
     Raises:
         OSError, StorageError, SubprocessError: the library can't be compiled.
@@ -209,7 +210,8 @@ def _compiled() -> Path:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler")
-    # A home folder may be shared by machines with other instructions.
+    # The name depends on the processor, because machines with different instructions may share a
+    # home folder.
     parts = (_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = _cache_folder()
@@ -219,16 +221,18 @@ def _compiled() -> Path:
             built = Path(temporary) / library.name
             command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILER_SECONDS)
-            # Synced before it has its name: a power cut must not leave a library of zeros.
+            # `write_file` syncs the file before it gets its name: after a power failure there must
+            # be no library with missing content.
             write_file(library, built.read_bytes())
     return library
 
 
 def _cache_folder() -> Path:
-    """A folder of the user's own that nobody else may write into, because its code is run.
+    """The user's cache folder for libraries, which only the user may write to, because code in it
+    is executed.
 
     Raises:
-        OSError: there is none.
+        OSError: the folder can't be created, or others can write to it.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "firstlight"
@@ -240,7 +244,7 @@ def _cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """The vector instructions that this machine has."""
+    """Text that identifies this machine's processor and its vector instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -251,26 +255,28 @@ def _processor() -> str:
 
 # Weights of 8 bits
 
-#: Rows from which on a CPU is faster with the weights converted to bf16 first.
+#: Greatest number of rows for torch's int8 kernel on a CPU; with more rows it is faster to convert
+#: the weights to bf16 first.
 _INT8_ROWS = 16
-#: torch's kernel reads past the end of rows of other lengths: those are filled up with zeros.
+#: torch's kernel reads past the end of rows whose length is not a multiple of this number, so rows
+#: are padded with zeros.
 _ROW_MULTIPLE = 32
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weights are integers from -127 to 127, with a scale for each output:
-    half the bytes of bf16. Computations with them are in bf16.
+    """A linear layer, [..., in] to [..., out], with int8 weights from -127 to 127 and a scale for
+    each output: half the bytes of bf16. Inputs and outputs are bf16.
 
-    Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8); rounding to nearest, the
-    largest weight of an output being 127.
+    Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8). Weights are rounded to nearest;
+    the weight of an output with the greatest absolute value becomes 127 or -127.
 
     Args:
-        weight: [out, in].
-        bias: [out].
+        weight: weights to quantise, [out, in].
+        bias: [out], or None.
 
     Attributes:
-        weight_int8: [out, in], `in` filled up to a multiple of 32.
-        scale: value of the integer 1, by output, [out].
+        weight_int8: [out, in], with `in` padded by zeros to a multiple of 32.
+        scale: weight that the integer 1 stands for, bf16 [out].
     """
 
     weight_int8: Tensor
@@ -300,7 +306,7 @@ class Int8Linear(nn.Module):
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [out, in] as int8 of the same shape, and their scale [out] in bf16."""
+    """Quantise weights [out, in]: int8 of the same shape, and their scale, bf16 [out]."""
     scale = weight.float().abs().amax(1).div(127).clamp(min=torch.finfo(torch.bfloat16).tiny)
     scale = scale.to(torch.bfloat16)
     integers = (weight.float() / scale.float()[:, None]).round().clamp(-127, 127)
@@ -309,10 +315,10 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def quantize_int8(model: Model) -> None:
-    """Give a model's linear layers, its head with them, weights of 8 bits, in place.
+    """Replace a model's linear layers, including its head, by `Int8Linear`, in place.
 
-    Embeddings, norms, routers and stacked experts stay as they are. The model can't be trained or
-    saved any more.
+    Embeddings, norms, routers and stacked experts do not change. The model can't be trained or
+    saved afterwards.
 
     Args:
         model: a model in bf16.

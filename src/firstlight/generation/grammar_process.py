@@ -1,11 +1,12 @@
-"""A process that says which tokens a JSON Schema allows next; run as a script by `structured`.
+"""A process that computes which tokens a JSON Schema allows next. `structured` runs it as a script.
 
-A separate process, because the time and the memory that llguidance takes for a stranger's schema
-have no bound, and work that takes too much can only be ended from outside. It imports nothing of
-firstlight, so that it starts in a fraction of a second.
+It is a separate process because llguidance has no bound on time and memory for an arbitrary schema,
+and work that takes too much can only be stopped from outside. It imports nothing of firstlight, so
+that it starts in a fraction of a second.
 
-A request is a line of JSON, and so is its answer, which `mask` bytes follow where it has any. The
-first request is the vocabulary.
+Protocol: requests come from stdin, one line of JSON each. The first request is the vocabulary (see
+`Matchers`) with the limit `memory` in bytes; for the others, see `Matchers.answer`. Each answer to
+stdout is a line of JSON, followed by as many bytes as its entry `mask` says.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import random
 import sys
 from typing import Any
 
-#: One space at most between the parts of an object or array, so that no model writes white space
-#: without end.
+#: At most one space between the parts of an object or array, so that a model can't write endless
+#: white space.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-#: A schema's own wishes (`x-guidance`) are overridden: nothing in it may be ignored.
+#: Options that override those in a schema (`x-guidance`). Not `lenient`: keywords that llguidance
+#: does not support are errors.
 _OPTIONS = {**_SEPARATORS, "whitespace_pattern": None, "lenient": False, "coerce_one_of": False}
 
+#: llguidance's limits for one schema, see its `ParserLimits`.
 _LIMITS = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 200_000,
@@ -34,11 +37,12 @@ _LIMITS = {
 
 
 class _Vocabulary:
-    """The tokens as llguidance asks for them.
+    """The vocabulary, with the attributes that llguidance reads.
 
     Args:
-        tokens: bytes of each id, in hexadecimal; the last is an end token of no model.
-        special: ids of control tokens, which are no text.
+        tokens: bytes of each token, in hexadecimal, by id. The last is an additional end token,
+            which is not in the model's vocabulary.
+        special: ids of control tokens, which are not text.
     """
 
     def __init__(self, tokens: list[str], special: list[int]) -> None:
@@ -52,7 +56,8 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Any ids that are a text: llguidance checks how it could be made of tokens."""
+        """Token ids of a text, by the longest token at each position. llguidance does not need the
+        tokenizer's own ids."""
         content = text.encode() if isinstance(text, str) else text
         found, place = [], 0
         while place < len(content):
@@ -61,16 +66,17 @@ class _Vocabulary:
                     found.append(self._ids[content[place:end]])
                     break
             else:
-                end = place + 1  # no token has this byte
+                end = place + 1  # no token begins here: skip one byte
             place = end
         return found
 
 
 class Matchers:
-    """The texts that follow a schema, by number.
+    """llguidance's matchers of the texts that follow a schema, by the number of the text.
 
     Args:
-        request: `tokens`, `special`, and `ends`: ids that end a text.
+        request: the first request: `tokens` and `special` (see `_Vocabulary`), and `ends`, ids that
+            end a text.
     """
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -89,7 +95,17 @@ class Matchers:
         self._matchers: dict[int, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """The result of a request, and the mask of the next token, a bit for each id."""
+        """Answer a request.
+
+        Args:
+            request: `text`, the number of the text; `tokens`, its new tokens. Optional are
+                `schema`, the schema as JSON if the text is new to this process; `walk`, a number of
+                tokens to try at random; and `forget`, numbers of texts that have ended.
+
+        Returns:
+            `{"complete": bool}` or `{"error": str}`, and the mask of the allowed next tokens, one
+            bit for each id, the lowest bit of a byte first; empty if no token can follow.
+        """
         for number in request.get("forget", ()):
             self._matchers.pop(number, None)
         number, tokens = request["text"], request["tokens"]
@@ -109,12 +125,13 @@ class Matchers:
             del self._matchers[number]
             return {"error": matcher.get_error()}, b""
         stopped = matcher.is_stopped()
-        # A text that can't go on and is not complete shows that nothing satisfies the schema.
+        # Stopped without being complete: no text satisfies the schema.
         if stopped and not matcher.is_accepting():
             return {"error": "nothing satisfies the schema"}, b""
         return {"complete": stopped}, b"" if stopped else mask
 
     def _opened(self, schema: str) -> Any:
+        """Create the matcher of a schema."""
         library = self._library
         grammar = library.LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
         limits = library.LLParserLimits(**_LIMITS)
@@ -122,7 +139,7 @@ class Matchers:
 
 
 def _limit_memory(more: int) -> None:
-    """Limit this process to this number of bytes more than it has."""
+    """Limit this process' memory to what it has now plus `more` bytes; no limit on Windows."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -134,7 +151,7 @@ def _limit_memory(more: int) -> None:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until stdin is closed."""
     requests, answers = sys.stdin.buffer, open(1, "wb", closefd=False)  # noqa: SIM115
     first = json.loads(requests.readline())
     matchers = Matchers(first)

@@ -1,4 +1,4 @@
-"""The choice of one token from a model's logits."""
+"""Sampling: the choice of one token from a model's logits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,17 @@ def sample(
     counts: Mapping[int, int] | None = None,
     allowed_V: Tensor | None = None,
 ) -> int:
-    """Choose one token id from the logits [V] of one position; for the other arguments and the
-    errors see `shifted`."""
+    """Choose one token id from the logits [V] of one position.
+
+    Args:
+        logits_V: logits of the position.
+        config: sampling settings.
+        generator: CPU generator of the random numbers; not used with temperature 0.
+        seen, counts, allowed_V: see `shifted`.
+
+    Raises:
+        ConfigError, ModelError: see `shifted`.
+    """
     shifted_V = shifted(logits_V, config, seen, counts, allowed_V)
     if config.temperature == 0:
         return int(shifted_V.argmax())
@@ -35,13 +44,15 @@ def shifted(
     counts: Mapping[int, int] | None = None,
     allowed_V: Tensor | None = None,
 ) -> Tensor:
-    """Logits [V] with penalties and biases, and without the tokens that are not allowed.
+    """Logits [V] after penalties and biases, with -inf for tokens that are not allowed.
 
     Args:
-        seen: ids that the repetition penalty is for.
-        counts: occurrences of each id among the new tokens, for the frequency and the presence
-            penalty.
-        allowed_V: True for each token that may be chosen, bool [V]; None allows all.
+        logits_V: the model's logits of one position.
+        config: sampling settings.
+        seen: ids to which the repetition penalty applies.
+        counts: token id -> its occurrences among the new tokens, for the frequency and presence
+            penalties.
+        allowed_V: True for tokens that may be chosen, bool; None allows all.
 
     Raises:
         ConfigError: `logit_bias` names a token that the model doesn't have.
@@ -58,23 +69,24 @@ def shifted(
 
 
 def draw(probabilities_V: Tensor, generator: torch.Generator) -> int:
-    """An index, drawn with probabilities [V] that need not sum to 1; never one of 0.
+    """Draw an index with probabilities [V], which need not sum to 1. An index with probability 0 is
+    never drawn.
 
-    Sampling by the inverse of the cumulative distribution, because torch.multinomial draws a number
-    for every index, which takes twenty times as long with a vocabulary of 50,000. The generator is
-    the CPU's, so that a seed means the same text on every device.
+    It uses the inverse of the cumulative distribution. torch.multinomial draws a number for every
+    index, which takes twenty times as long with a vocabulary of 50,000. The generator is on the
+    CPU, so that a seed gives the same text on every device.
     """
     cumulative_V = probabilities_V.cpu().cumsum(0, dtype=torch.float64)
     total = float(cumulative_V[-1])
     drawn = float(torch.rand((), dtype=torch.float64, generator=generator)) * total
-    # Below the total also where the product was rounded up to it.
+    # Rounding may have made the product equal to the total, which no index has.
     below = min(drawn, math.nextafter(total, 0.0))
     return int(torch.searchsorted(cumulative_V, below, right=True))
 
 
 def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
-    """Logits [V] (fp32) with those of the tokens seen divided by the penalty where they are
-    positive, else multiplied (Keskar et al. 2019, CTRL)."""
+    """Apply the repetition penalty (Keskar et al. 2019, CTRL, arXiv 1909.05858): logits of the seen
+    tokens are divided by the penalty if they are positive, else multiplied. Returns fp32 [V]."""
     ids = torch.tensor(sorted(set(seen)), device=logits_V.device)
     logits_V = logits_V.float()
     values = logits_V[ids]
@@ -82,12 +94,16 @@ def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
 
 
 def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -> Tensor:
-    """Logits [V] (fp32 where any is changed) less the frequency and the presence penalty, plus the
-    bias, as OpenAI's interface defines them: logit - count * frequency_penalty - (count > 0) *
-    presence_penalty + bias.
+    """Apply frequency penalty, presence penalty and biases, as OpenAI's API defines them: logit -
+    count * frequency_penalty - (count > 0) * presence_penalty + bias.
 
     Args:
-        counts: occurrences of each id among the new tokens.
+        logits_V: logits of one position.
+        config: sampling settings.
+        counts: token id -> its occurrences among the new tokens.
+
+    Returns:
+        fp32 [V], or `logits_V` itself if nothing changes.
 
     Raises:
         ConfigError: `logit_bias` names a token that the model doesn't have.
@@ -105,10 +121,10 @@ def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -
 
 
 def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
-    """Refuse a bias for a token beyond the vocabulary.
+    """Refuse biases for ids beyond the vocabulary.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: `logit_bias` has such an id.
     """
     highest = max(config.logit_bias, default=-1)
     if highest >= vocab_size:
@@ -119,12 +135,13 @@ def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
 
 
 def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
-    """The probabilities [V] to draw from (fp32): temperature, min-p, then top-k, then top-p."""
+    """Probabilities to draw from, fp32 [V], from logits [V]: temperature, min-p, top-k and top-p
+    (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
     logits_V = logits_V.float()
-    # From the largest down, so that no temperature, however small, overflows.
+    # The greatest logit becomes 0, so that a small temperature can't overflow.
     logits_V = (logits_V - logits_V.max()) / max(config.temperature, 1e-30)
     if config.min_p > 0:
-        # The likeliest is at 0: p / p_max >= min_p, without a softmax.
+        # The likeliest token has logit 0, so that log(p / p_max) is the logit itself.
         logits_V = logits_V.masked_fill(logits_V < math.log(config.min_p), float("-inf"))
     if 0 < config.top_k < len(logits_V):
         smallest_kept = logits_V.topk(config.top_k).values[-1]
@@ -133,7 +150,7 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
     if config.top_p < 1:
         ordered, order = probabilities_V.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        # The likeliest has 0 before it, and stays also where top_p rounds to 0 in fp32.
+        # `before > 0` keeps the likeliest token also if top_p is rounded to 0 in fp32.
         dropped = (before >= config.top_p) & (before > 0)
         probabilities_V = probabilities_V.index_fill(0, order[dropped], 0.0)
         probabilities_V = probabilities_V / probabilities_V.sum()

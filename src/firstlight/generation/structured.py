@@ -1,8 +1,8 @@
-"""Texts that follow a JSON Schema: each next token is chosen among those that the schema allows.
+"""Constrained decoding: each token of a text is chosen among the tokens that a JSON Schema allows.
 
-The schema is llguidance's work, in processes of their own (`grammar_process`): one tries each new
-schema before its text is begun, another follows the texts, so that no text waits for a schema that
-takes too long.
+The library llguidance computes the allowed tokens, in two separate processes (`grammar_process`):
+the first tries each new schema before its text is begun; the second follows the texts that are
+being generated. Running texts therefore never wait for a new schema that takes too long.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from torch import Tensor
 
 from firstlight.errors import FirstlightError, MissingDependencyError
 
-#: Seconds of processor time that a schema may take until its first tokens are known, and then a
-#: token; seconds by the clock, where the machine has other things to do; bytes of memory.
+#: Limits: seconds of processor time to try a new schema, seconds of processor time for a token, and
+#: seconds of wall-clock time for either (on a busy machine).
 _SCHEMA_SECONDS, _TOKEN_SECONDS, _LONGEST_SECONDS = 1.0, 1.0, 20.0
+#: Limit of a process' memory, in bytes beyond what it has with the vocabulary loaded.
 _MEMORY = 256 * 2**20
-#: A schema's characters, and the tokens that are tried of a new one.
+#: Greatest number of characters of a schema, and number of tokens that are tried with a new schema.
 _LONGEST_SCHEMA, _TRIED_TOKENS = 2**16, 24
+#: Greatest number of characters of llguidance's text in an error message.
 _LONGEST_ERROR = 200
 
 
 class SchemaError(FirstlightError):
-    """A JSON Schema that can't be followed: not understood, or too much work."""
+    """A JSON Schema is not supported, or takes too much time or memory to follow."""
 
 
 class Constraint(Protocol):
-    """A constraint on the tokens of a text."""
+    """Interface of constraints on the tokens of one text."""
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """Mask of the tokens that may come next, bool [V] on the CPU; end tokens may if the text
-        is complete."""
+        """True for the tokens that may come next, bool [V] on the CPU; for end tokens if the text
+        may end here."""
 
     def push(self, token_id: int) -> bool:
-        """Count a token that was chosen; return whether the text is complete, and nothing can come
-        after it."""
+        """Add the token that was chosen; return True if the text is complete, so that no token can
+        follow."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Vocabulary:
     """The tokens of a model.
 
     Attributes:
-        tokens: the bytes of each id.
+        tokens: bytes of each token, by id.
         special: ids of control tokens.
         ends: ids that end a text.
     """
@@ -77,7 +79,10 @@ def can_structure() -> bool:
 
 
 class Grammars:
-    """Makes the constraints of texts with one vocabulary.
+    """Creates constraints for texts of one vocabulary, and runs the two processes.
+
+    Args:
+        vocabulary: tokens of the model.
 
     Raises:
         MissingDependencyError: llguidance is not installed.
@@ -91,10 +96,11 @@ class Grammars:
         self._tried = functools.lru_cache(maxsize=256)(self._try)
 
     def constraint(self, schema: dict[str, Any]) -> Constraint:
-        """Constraint that makes one text follow a schema. Takes up to a second for a new schema.
+        """Create the constraint for one text that follows a schema. A new schema is tried first,
+        which takes up to `_SCHEMA_SECONDS`.
 
         Raises:
-            SchemaError: the schema is not supported.
+            SchemaError: the schema is not supported, or takes too much time or memory.
         """
         text = json.dumps(schema, ensure_ascii=False)
         if len(text) > _LONGEST_SCHEMA:
@@ -109,7 +115,7 @@ class Grammars:
         return _SchemaConstraint(self._following, next(self._numbers), text)
 
     def _try(self, schema: str) -> str | None:
-        """Why a schema can't be followed, if so."""
+        """Reason why a schema can't be followed; None if it can."""
         request = {"text": 0, "tokens": [], "schema": schema, "walk": _TRIED_TOKENS}
         try:
             self._trying.ask(request, _SCHEMA_SECONDS)
@@ -125,10 +131,10 @@ class Grammars:
 
 
 class _SchemaConstraint:
-    """One text that follows a schema.
+    """Constraint of one text by a schema; see `Constraint`.
 
     Args:
-        process: process that follows it.
+        process: process that follows the text.
         number: number of the text in that process.
         schema: the schema as JSON.
     """
@@ -137,7 +143,7 @@ class _SchemaConstraint:
         self._process, self._number, self._schema = process, number, schema
         self._tokens: list[int] = []
         self._mask: bytes | None = None
-        #: The number of the process' start in which the text is known.
+        #: Number of the start of the process that knows the text; 0 if none does.
         self._known_in = 0
         weakref.finalize(self, process.forget, number)
 
@@ -158,10 +164,12 @@ class _SchemaConstraint:
         return self._follow([token_id])
 
     def _follow(self, tokens: list[int]) -> bool:
+        """Tell the process the new tokens and set `_mask`; return True if the text is complete."""
         with self._process.lock:
             request: dict[str, Any] = {"text": self._number, "tokens": tokens}
             if self._known_in != self._process.start():
-                # It is new there, or another text's schema has ended the process.
+                # The process does not know the text: it is new, or the process was started again
+                # after the schema of another text had taken too much.
                 request |= {"schema": self._schema, "tokens": self._tokens}
                 self._known_in = self._process.start()
             found, self._mask = self._process.ask(request, _TOKEN_SECONDS)
@@ -169,10 +177,13 @@ class _SchemaConstraint:
 
 
 class _Process:
-    """`grammar_process`, which is started again after it had to be ended.
+    """A `grammar_process`, which is killed if a request takes too much, and then started again.
+
+    Args:
+        vocabulary: tokens of the model.
 
     Attributes:
-        lock: held while a request is answered.
+        lock: lock that is held during a request.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -184,11 +195,11 @@ class _Process:
         self._closed = False
 
     def start(self) -> int:
-        """Start the process if it does not run; return the number of starts."""
+        """Start the process if it does not run; return the number of starts so far."""
         with self.lock:
             if self._process is None and not self._closed:
                 script = Path(__file__).with_name("grammar_process.py")
-                # -P: the modules beside the script are not to be found by their names.
+                # -P keeps the script's folder off `sys.path`, where its modules would hide others.
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(script)],
                     stdin=subprocess.PIPE,
@@ -208,10 +219,11 @@ class _Process:
             return self._starts
 
     def ask(self, request: dict[str, Any], seconds: float) -> tuple[dict[str, Any], bytes]:
-        """The answer to a request, and its mask.
+        """Send a request; return the answer and its mask (see `grammar_process`).
 
         Args:
-            seconds: limit of its processor time.
+            request: the request.
+            seconds: limit of processor time for it.
 
         Raises:
             SchemaError: the schema is not understood, or takes too much time or memory.
@@ -226,11 +238,11 @@ class _Process:
         return found, mask
 
     def forget(self, number: int) -> None:
-        """A text is over."""
+        """Note that a text has ended; the process learns it with the next request."""
         self._forgotten.append(number)
 
     def close(self) -> None:
-        """End it for good."""
+        """End the process; it is not started again."""
         with self.lock:
             self._closed = True
             self._end()
@@ -258,16 +270,17 @@ class _Process:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
-                with contextlib.suppress(OSError):  # what was not written is not wanted
+                with contextlib.suppress(OSError):  # closing writes what is buffered
                     pipe.close()
             self._process = None
 
 
 class _Reader:
-    """Reader of a process's answer, which limits the processor time of the answer.
+    """Reads one answer of a process, with a limit of processor time and of wall-clock time
+    (`_LONGEST_SECONDS`).
 
     Args:
-        process: asked once.
+        process: the process, before it gets the request.
         seconds: limit of processor time.
     """
 
@@ -286,14 +299,19 @@ class _Reader:
         return float(times.user + times.system)
 
     def line(self) -> bytes:
-        """Up to a newline."""
+        """Read up to the next newline, which is left out.
+
+        Raises:
+            TimeoutError: a limit is exceeded.
+            EOFError: the process has ended.
+        """
         while b"\n" not in self._held:
             self._more()
         found, _, self._held = self._held.partition(b"\n")
         return found
 
     def exactly(self, count: int) -> bytes:
-        """So many bytes."""
+        """Read `count` bytes; raises like `line`."""
         while len(self._held) < count:
             self._more()
         return self._held
