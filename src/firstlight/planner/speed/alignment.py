@@ -1,7 +1,7 @@
-"""Sizes of a model that matrix units read slowly, and the gain of aligned ones.
+"""Sizes of a model that matrix units read slowly, and the gain of aligned sizes.
 
 Matrix units read 16 bytes at a time: 8 numbers of 16 bits. Products with a dimension that is not a
-multiple of it use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
+multiple of 8 use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from firstlight.hardware.device import synchronize
 from firstlight.models import build_model
 from firstlight.recipe import ResolvedRecipe
 
-#: Numbers in a packet of 16 bits each, and the multiple that a vocabulary is padded to.
+#: Numbers of 16 bits that matrix units read at a time, and the multiple that a vocabulary is padded
+#: to.
 _PACKET, _VOCABULARY = 8, 64
 
-#: Upper bound of the rate of aligned products over that of others, on a GPU that is not at hand.
+#: Upper bound of the speed-up of products by aligned sizes, for a GPU that is not at hand.
 _GAIN_ON_GPUS = 2.0
 
 #: Multiplications of a measured product [tokens, inner] x [inner, size].
 _PRODUCT_SIZE = 2e8
-#: Bounds of its tokens, and the largest inner size.
+#: Bounds of a measured product's tokens, and its largest inner size.
 _LEAST_TOKENS, _MOST_TOKENS, _MOST_INNER = 16, 256, 512
-#: Measurements of each product.
+#: Counted measurements of each product.
 _ROUNDS = 5
 
-#: A gain below this is no warning.
+#: Smallest speed-up of a step that is worth a warning.
 _LEAST_GAIN = 1.01
 
 
@@ -40,7 +41,7 @@ def alignment_warnings(recipe: ResolvedRecipe, here: torch.device | None) -> Ite
 
     Args:
         recipe: recipe with its model.
-        here: device of this machine that the gain is measured on; None takes the known bound for
+        here: device of this machine that the gain is measured on; None takes the upper bound for
             GPUs.
     """
     dtype = dtype_of(recipe.efficiency.precision)
@@ -102,8 +103,8 @@ def _matrix_shapes(recipe: ResolvedRecipe) -> list[tuple[int, int]]:
 def _measured_gain(
     device: torch.device, dtype: torch.dtype, inner: int, size: int, aligned: int
 ) -> float:
-    """Time of a product and of its weight's gradient with `size`, over that with `aligned`:
-    the median of rounds in which the two take turns."""
+    """Time of a linear layer's products (see `_product_seconds`) with `size`, divided by the time
+    with `aligned`: the median of rounds in which the two take turns."""
     # A large vocabulary is measured with fewer tokens, so that planning stays fast.
     fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET
     tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)
@@ -111,13 +112,15 @@ def _measured_gain(
     for _ in range(_ROUNDS + 1):
         seconds = [_product_seconds(device, dtype, tokens, inner, one) for one in (size, aligned)]
         ratios.append(seconds[0] / seconds[1])
-    # The first round has loaded the kernels.
+    # The first round loads the kernels, and is not counted.
     return statistics.median(ratios[1:])
 
 
 def _product_seconds(
     device: torch.device, dtype: torch.dtype, tokens: int, inner: int, size: int
 ) -> float:
+    """Seconds of a linear layer's products: the forward product, and the gradients of the input and
+    of the weight. N tokens, I `inner`, S `size`."""
     x_NI = torch.ones(tokens, inner, device=device, dtype=dtype)
     weight_SI = torch.ones(size, inner, device=device, dtype=dtype)
     grad_NS = torch.ones(tokens, size, device=device, dtype=dtype)

@@ -2,12 +2,12 @@
 
 Each kind of machine has a store, a JSON file in the cache's calibration/ (see
 `data.remote.cache_folder`): its name is the hash of the processor, the number of threads, torch's
-version and the settings of its threads and its allocator, all of which stand in it. It holds, for
-each operator that was timed, the last few times, each divided by the time of a reference operator
-at that moment. A time is predicted by multiplying their median by the present time of the
-reference, because machines in data centres are not equally fast at all times.
+version and the settings of its threads and its allocator, which the file contains as well. For each
+operator that was timed, the file has the last few times, each divided by the time of a reference
+operator at that moment. A time is predicted as the median of these ratios times the present time of
+the reference, because machines in data centres are not equally fast at all times.
 
-An operator that was not measured is estimated from those that are most like it (`_interpolated`).
+An operator that was not measured is estimated from the most similar ones (`_interpolated`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from firstlight.planner.speed.operators import (
 FORMAT = 2
 #: Times of one operator that are kept.
 _KEPT_TIMES = 7
-#: Operators further apart than this factor in a size say little about each other.
+#: Largest distance of two operators, in base-2 logarithms of their sizes (a factor of 4 in one
+#: size), at which the rate of one counts as interpolated from the other, not as guessed.
 _NEAR = 2.0
 #: Assumed rate of attention before it is measured, as a share of the rate of fp32 products.
 _FUSED_SHARE = 0.2
@@ -63,7 +64,7 @@ Source = Literal["measured", "interpolated", "guessed"]
 
 
 def machine_fingerprint() -> dict[str, Any]:
-    """The conditions that must be equal for times to be comparable."""
+    """The properties of a machine and process that must be equal for times to be comparable."""
     hardware = find_hardware("cpu")
     return {
         "cpu": hardware.name,
@@ -75,10 +76,11 @@ def machine_fingerprint() -> dict[str, Any]:
 
 
 def store_path(fingerprint: Mapping[str, Any], folder: Path | None = None) -> Path:
-    """The file of a machine.
+    """Path of a machine's store.
 
     Args:
-        folder: None is calibration/ in the cache.
+        fingerprint: see `machine_fingerprint`.
+        folder: folder of the stores; None is calibration/ in the cache.
     """
     text = json.dumps(fingerprint, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -92,9 +94,10 @@ class Features:
     Attributes:
         key: identity of exactly this operator.
         group: name shared by operators whose rates are comparable.
-        sizes: base-2 logarithms, by which the likeness within the group is measured.
-        work: FLOPs or bytes.
-        reference: the reference operator that speeds up and slows down as this one does.
+        sizes: base-2 logarithms of sizes; their distance measures similarity within the group.
+        work: FLOPs or bytes of one call.
+        reference: name of the reference operator whose speed varies with the machine as this
+            operator's does, see `Reference`.
     """
 
     key: str
@@ -108,6 +111,7 @@ def features_of(operator: Operator, transposed: tuple[bool, bool] = (False, Fals
     """The properties of an operator that determine its time.
 
     Args:
+        operator: the operator.
         transposed: memory layout of a product's factors, see `transposed_factors`.
     """
     name = operator.base_name
@@ -170,7 +174,7 @@ class Entry:
 
     @property
     def ratio(self) -> float:
-        """The median."""
+        """The median of `ratios`."""
         return statistics.median(self.ratios)
 
 
@@ -180,7 +184,8 @@ class OperatorTime:
 
     Attributes:
         seconds: duration of one call.
-        source: origin: this operator, similar ones, or less similar ones.
+        source: "measured" for a time of this operator, "interpolated" from similar operators,
+            "guessed" from less similar ones or from a reference operator.
     """
 
     seconds: float
@@ -194,7 +199,8 @@ class Reference:
     Attributes:
         seconds: durations by name: "float32", "bfloat16" (products) and "stream".
         rates: FLOP/s or bytes a second, by the same names.
-        call_seconds: duration of an operator of a model that computes next to nothing.
+        call_seconds: cost of an operator call alone (Python, autograd, dispatch), see
+            `store._call_seconds`.
     """
 
     seconds: dict[str, float]
@@ -237,7 +243,7 @@ class Calibration:
         if is_free(operator):
             return OperatorTime(0.0, "measured")
         features = features_of(operator, transposed)
-        # An operator that is too large to be timed is timed in part.
+        # Of an operator that is too large, a smaller one (`smaller`) was timed, at the same rate.
         part: Operator | None = operator
         while part is not None:
             of_part = features_of(part, transposed)
@@ -263,7 +269,8 @@ class Calibration:
         return OperatorTime(self._guess(features), "guessed")
 
     def _guess(self, features: Features) -> float:
-        """Seconds by the rate of the reference operator, which fused kernels don't come near."""
+        """Seconds at the rate of the reference operator; for attention, the operators with two
+        sizes, at `_FUSED_SHARE` of it."""
         rate = self.reference.rates[features.reference]
         return features.work / (rate if len(features.sizes) != 2 else _FUSED_SHARE * rate)
 
@@ -277,11 +284,11 @@ class Calibration:
         return [e for e in self.entries.values() if e.reference == "stream" and e.work]
 
     def _interpolated(self, features: Features, near: list[Entry]) -> OperatorTime:
-        """From the rates of others: exact at known points, between the lowest and the highest.
+        """Time from the rates of other entries: exact at their sizes, never beyond their range.
 
-        With one size, along the straight line between the logarithms of the two entries around it;
-        beyond all entries, at the last one's rate. With several sizes, by the inverse square of the
-        distance of the four nearest entries in the logarithms of sizes (Shepard 1968).
+        With one size, linear between the logarithms of the two entries around it; beyond all
+        entries, the rate of the nearest. With several sizes, the mean of the four nearest entries,
+        weighted by the inverse square of their distance in the logarithms of sizes (Shepard 1968).
         """
         timed = [entry for entry in near if entry.ratios]
         if not timed:
@@ -303,20 +310,25 @@ class Calibration:
         return OperatorTime(features.work * pace, source)
 
     def _log_pace(self, entry: Entry) -> float:
-        """The logarithm of its seconds for each unit of work."""
+        """The logarithm of an entry's seconds for each FLOP or byte."""
         return math.log(entry.ratio * self._now(entry.reference) / max(entry.work, 1.0))
 
     def _now(self, reference: str) -> float:
         return self.reference.seconds[reference]
 
     def add(self, features: Features, seconds: float) -> None:
-        """A measurement, made now."""
+        """Add a measurement that was made now.
+
+        Args:
+            features: features of the operator.
+            seconds: duration of one call.
+        """
         entry = self.entries.get(features.key)
         if entry is None:
             entry = Entry(features.group, features.sizes, features.work, features.reference)
             self.entries[features.key] = entry
             self._groups.setdefault(entry.group, []).append(entry)
-        # The median is taken of the last few: a single time may be that of a busy moment.
+        # The median of the last few counts: a single time may be that of a busy moment.
         entry.ratios = [*entry.ratios, seconds / self._now(features.reference)][-_KEPT_TIMES:]
 
     def to_json(self) -> dict[str, Any]:

@@ -16,10 +16,11 @@ of tiles beyond the edge, and the idle multiprocessors of the last turn, are los
 Multiplication Background User's Guide": tile and wave quantization). Each tile takes the time of
 about 64 more elements of the inner dimension for its beginning and end.
 
-The figures of measured kinds of GPUs (`measured_gpus.json`) replace these, which
-were not checked on a GPU by this project. The range was set wide enough for two
-published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB: 135 ms for 12 x 1024 tokens
-(nanoGPT's README) and 115,000 tokens/s with 32 x 1024 (karpathy/llm.c, pull request 323, PCIe).
+For GPU types that `firstlight bench gpu` has measured, fitted constants (`measured_gpus.json`)
+replace these shares, which this project has not checked on a GPU. The ranges were set wide enough
+for two published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB: 135 ms for 12 x 1024
+tokens (nanoGPT's README) and 115,000 tokens/s with 32 x 1024 (karpathy/llm.c, pull request 323,
+PCIe).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Range:
     """An expected figure and its range, from the slowest to the fastest run.
 
     Attributes:
-        slow, expected, fast: seconds where it is a time (slow is the most), shares where it is a
-            share (slow is the least).
+        slow, expected, fast: seconds, of which `slow` is the largest; or rates or fractions, of
+            which `slow` is the smallest.
     """
 
     slow: float
@@ -75,17 +76,17 @@ class Range:
 
     @classmethod
     def around(cls, seconds: float, error: float) -> Range:
-        """A time and its relative error to both sides."""
+        """A time with a relative error on both sides."""
         return cls(seconds * (1 + error), seconds, seconds * (1 - error))
 
     @classmethod
     def exact(cls, value: float) -> Range:
-        """All three the same."""
+        """A range with three equal values."""
         return cls(value, value, value)
 
 
 def larger(one: Range, other: Range) -> Range:
-    """The larger of two times, in each case."""
+    """The elementwise maximum of two times."""
     return Range(*map(max, one, other))
 
 
@@ -94,21 +95,22 @@ ZERO = Range(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Shares:
-    """Achieved shares of a GPU's figures; see the module's docstring.
+    """Achieved fractions of a GPU's data-sheet rates, and times that no data sheet has. The
+    docstring of this module has the sources.
 
     Attributes:
         products: fraction of the peak that a matrix product without tile waste reaches.
-        attention, attention_backward: shares of the peak that the fused kernels reach.
+        attention, attention_backward: fractions of the peak that the fused kernels reach.
         bandwidth: fraction of the memory's bandwidth that kernels reach.
         link: fraction of the bandwidth of the link between GPUs.
         overlap: fraction of computing that communication overlaps with.
-        kernel_seconds: the shortest kernel.
+        kernel_seconds: duration of the shortest kernel.
         launch_seconds: host time to launch an operator from Python.
         compiled_launch_seconds: host time to launch a compiled kernel.
-        fused_traffic: number of times that kernels of torch.compile move the bytes between
-            products: a norm reads its input twice, a residual is read and written beside it, a
-            gradient is summed into a bias's.
-        source: the origin of these figures, for people.
+        fused_traffic: bytes that torch.compile's fused kernels move, as a multiple of
+            `throughput.fused_bytes`. A norm reads its input twice, a residual is read and written
+            as well, and gradients of biases are summed.
+        source: origin of these figures, as text for the user.
     """
 
     products: Range = field(default_factory=lambda: Range(0.45, 0.65, 0.85))
@@ -126,8 +128,9 @@ class Shares:
 
 DEFAULT_SHARES = Shares()
 
+#: Rows and columns of a tile of a matrix product.
 _TILE = 128
-#: Inner dimension that a tile's beginning and end cost the time of.
+#: Elements of the inner dimension that take as long as the beginning and end of a tile.
 _TILE_ENDS = 64
 #: fp32 FLOP/s of one multiprocessor: 128 lanes, two operations, some 1.8 GHz.
 _FLOPS_A_MULTIPROCESSOR = 128 * 2 * 1.8e9
@@ -153,16 +156,17 @@ def multiprocessors(gpu: GPU) -> int:
     for name in sorted(_MULTIPROCESSORS, key=len, reverse=True):
         if gpu.name.startswith(name):
             return _MULTIPROCESSORS[name]
-    # Consumer GPUs differ in multiprocessors, not in what one of them does a cycle.
+    # Consumer GPUs differ in the number of multiprocessors, not in the work of one in a cycle.
     return max(1, round(gpu.fp32 / _FLOPS_A_MULTIPROCESSOR))
 
 
 def tile_share(product: MatrixProduct, units: int) -> float:
-    """The share of a GPU's work for a matrix product that partly filled tiles do not waste.
+    """The fraction of a GPU's peak that partly filled tiles and idle multiprocessors leave for a
+    matrix product.
 
     Args:
         product: the product's sizes and dtype.
-        units: multiprocessors.
+        units: number of multiprocessors.
     """
     rows, columns = -(-product.m // _TILE), -(-product.n // _TILE)
     filled = product.m * product.n / (rows * columns * _TILE**2)
@@ -175,7 +179,7 @@ def tile_share(product: MatrixProduct, units: int) -> float:
 
 
 def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
-    """Peak FLOP/s of products of a dtype; fp32's is TF32's where the recipe asks for that."""
+    """Peak FLOP/s of matrix products of a dtype; TF32's for fp32 if `precision` is "tf32"."""
     if dtype == torch.bfloat16:
         return gpu.peak_flops("bf16")
     if dtype == torch.float16:
@@ -207,16 +211,16 @@ def kernel_seconds(
 
 
 def attention_flops(operator: Operator) -> float:
-    """FLOPs that a kernel of attention does: of a causal one half of the whole rows'.
+    """FLOPs of an attention kernel's matrix products.
 
-    In training attention is causal; but where a mask is given, torch's kernel leaves nothing out.
-    Blocks leave out what lies behind their last query.
+    Attention in training is causal. Without a mask, torch's kernels compute half of all scores;
+    with a mask, all of them. Blockwise attention leaves out the keys after a block's last query.
     """
     backward = "backward" in operator.name
     shapes = [shape for shape, _ in operator.inputs if len(shape) == 4]
     query, key = shapes[1:3] if backward else shapes[:2]
     batch, heads, new, size = query
-    # Two products forward; backward the scores again, and four of their gradients.
+    # Forward two products; backward the scores again, and the gradients of four factors.
     products = 5 if backward else 2
     each = products * 2.0 * batch * heads * size
     if "blockwise" in operator.name:
@@ -232,10 +236,11 @@ def _over(work: float, rate: Range) -> Range:
 #: Format of the files; files of other formats are ignored.
 FORMAT = 1
 
+#: Fitted constants that come with the package; {} until a GPU is measured.
 PACKAGED = Path(__file__).with_name("measured_gpus.json")
 
-#: The fitted constants, with the least and the most that each can be. Those of the backward pass of
-#: attention and of compiled launches follow from these.
+#: The fitted constants (see `Shares`), with the smallest and largest value of each. The constants
+#: of attention's backward pass and of compiled launches follow from these.
 BOUNDS: dict[str, tuple[float, float]] = {
     "products": (0.2, 1.0),
     "attention": (0.1, 1.0),
@@ -244,21 +249,22 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fused_traffic": (0.6, 4.0),
 }
 
-#: A range is never narrower: runs of one program differ by as much.
+#: Smallest relative error of a range, on each side: runs of the same program differ by as much.
 _LEAST_ERROR = 0.03
 
 
 @dataclass(frozen=True)
 class MeasuredGpu:
-    """The constants of one kind of GPU, and their range of error.
+    """The fitted constants of one GPU type, and their error.
 
     Attributes:
         constants: values by the names in `BOUNDS`.
-        error: size of the relative error that 95 of 100 held-out configurations are within.
+        error: relative error, without sign, that 95 % of the held-out configurations stay within.
         fitted: number of configurations that the constants were fitted on.
         held_out: number of configurations that the error was measured on.
         torch: version of torch that was measured.
-        context_bytes: memory of a process beside torch's allocator; None if it was not measured.
+        context_bytes: GPU memory of a process outside of torch's allocator; None if it was not
+            measured.
     """
 
     constants: Mapping[str, float]
@@ -270,7 +276,7 @@ class MeasuredGpu:
 
     @property
     def source(self) -> str:
-        """The origin of speeds that are predicted with it, for people."""
+        """The origin of speeds that are predicted with these constants, as text for the user."""
         return (
             f"measured on this GPU type: {self.fitted} configurations fitted, {self.held_out} "
             f"others within {self.error:.0%} (torch {self.torch})"
@@ -304,7 +310,7 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
         kernel_seconds=seconds(default.kernel_seconds.expected),
         launch_seconds=seconds(constants["launch_seconds"]),
         compiled_launch_seconds=seconds(constants["launch_seconds"] * compiled),
-        # Its width is that of the bandwidth.
+        # No range of its own: it is divided by the bandwidth, which has one.
         fused_traffic=Range.exact(constants["fused_traffic"]),
         source=source or default.source,
     )
@@ -316,7 +322,7 @@ def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
 
 
 def shares_for(gpu: GPU) -> Shares:
-    """The fitted shares of a GPU's kind, or those of the data sheet."""
+    """The fitted shares of a GPU's type; `DEFAULT_SHARES` if it was not measured."""
     found = measured_gpu(gpu)
     if found is None:
         return DEFAULT_SHARES
@@ -324,19 +330,20 @@ def shares_for(gpu: GPU) -> Shares:
 
 
 def save_measured(path: Path, name: str, measured: MeasuredGpu) -> None:
-    """Put a kind of GPU into a file of them, which is made where it is missing or damaged.
+    """Write the measurements of a GPU type into a file, besides those of other types that it has. A
+    file that is missing, damaged or of another format is made anew.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error prevents writing.
     """
     gpus = {key: asdict(value) for key, value in read_measured(path).items()}
     write_json(path, {"format": FORMAT, "gpus": {**gpus, name: asdict(measured)}})
-    # The next prediction of this process is to use it.
+    # So that the next prediction of this process uses the new file.
     _all_measured.cache_clear()
 
 
 def read_measured(path: Path) -> dict[str, MeasuredGpu]:
-    """The kinds of GPUs of a file; {} where it is missing, damaged or of another format."""
+    """The measurements of a file by GPU name; {} if it is missing, damaged or of another format."""
     try:
         values = read_json(path)
         if values["format"] != FORMAT:

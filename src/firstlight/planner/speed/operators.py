@@ -1,7 +1,8 @@
-"""The class of an operator in a model of speed: a matrix product, attention, or a stream.
+"""Kinds of operators in the speed model (matrix products, attention, and streams, which are bound
+by memory bandwidth), with the sizes and bytes that their speed depends on.
 
 A trace knows shapes and dtypes, not strides. Whether a factor of a product lies transposed in
-memory, which costs up to half of its speed on CPUs, is worked out from the way autograd
+memory, which costs up to half of its speed on CPUs, is derived from the way autograd
 differentiates: see `transposed_factors`.
 """
 
@@ -34,10 +35,10 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-#: Phases whose passes over memory are the optimizer's.
+#: Phases whose streams are of the kind "optimizer".
 _OPTIMIZER_PHASES = ("optimizer", "clipping")
 
-#: An expert's rows by its own weight, all experts in one call: `models.moe`.
+#: Products of each expert's rows by its own weight, all experts in one call (`models.moe`).
 _GROUPED = ("grouped_linear", "grouped_linear_backward")
 
 _PRODUCTS = (
@@ -47,6 +48,7 @@ _PRODUCTS = (
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "blockwise_attention")
 
+#: Number of tensors that the attention kernels take without a mask.
 _INPUTS_WITHOUT_MASK = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 6,
@@ -54,7 +56,7 @@ _INPUTS_WITHOUT_MASK = {
     "blockwise_attention_backward": 4,
 }
 
-#: Operators that start no kernel: they make another view, or none at all.
+#: Operators that start no kernel: they return a view or an uninitialised tensor, or no tensor.
 _FREE = frozenset(
     """view _unsafe_view reshape expand alias detach t transpose permute numpy_T slice select
     split unbind unsqueeze squeeze empty empty_like new_empty empty_strided lift_fresh
@@ -73,7 +75,7 @@ def is_free(operator: Operator) -> bool:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """The class that an operator's time counts as; free operators have one too."""
+    """The kind that an operator's time counts under; operators without a kernel have one, too."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"
@@ -96,7 +98,7 @@ def is_grouped(operator: Operator) -> bool:
 
 
 def is_masked(operator: Operator) -> bool:
-    """True if an attention kernel was given a mask; without one, it is causal in training."""
+    """True if an attention kernel was given a mask; training without a mask is causal."""
     plain = _INPUTS_WITHOUT_MASK.get(operator.base_name)
     return plain is not None and len(operator.inputs) > plain
 
@@ -107,7 +109,7 @@ class MatrixProduct:
 
     Attributes:
         added: True if a bias or another matrix is added.
-        transposed: True for each of the two factors that lies transposed in memory.
+        transposed: for each of the two factors, True if it lies transposed in memory.
     """
 
     batch: int
@@ -130,10 +132,11 @@ class MatrixProduct:
 
 
 def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> MatrixProduct:
-    """The product that an operator of the kind "matrix_products" is; experts' as that of all rows
-    by one weight, backward as two.
+    """The matrix product of an operator of the kind "matrix_products". The products of all experts
+    count as one product of all rows by one weight; their backward pass as two of them.
 
     Args:
+        operator: the operator.
         transposed: see `transposed_factors`.
     """
     name = operator.base_name
@@ -157,9 +160,10 @@ def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[
 
     A layer with tokens T and weight W computes x @ W.T where W is stored [out, in], x @ W where it
     is stored [in, out], and autograd gives the weight's gradient the weight's own layout (torch's
-    mm_mat2_backward): g.T @ x or x.T @ g. So beside a forward product [T, in] x [in, out], one of
-    [in, T] x [T, out] tells that W is stored [in, out]; without it, it is [out, in]. A square
-    weight is stored as the others. Batched products: queries by keys are of the second kind.
+    mm_mat2_backward): g.T @ x or x.T @ g. So if there is a product [in, T] x [T, out] besides the
+    forward product [T, in] x [in, out], W is stored [in, out]; otherwise [out, in]. For a square
+    weight both have the same shape: it is taken to be stored as the others. Of batched products,
+    those with n > k (queries by keys) have a transposed second factor.
     """
     products = {
         entry.operator: product_of(entry.operator)
@@ -167,7 +171,7 @@ def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[
         if kind_of(entry.operator) == "matrix_products"
     }
     made = {(it.m, it.n, it.k) for one, it in products.items() if one.phase != "optimizer"}
-    weights = {  # [in, out] of those stored so
+    weights = {  # sizes of the weights that are stored [in, out]
         (it.k, it.n)
         for one, it in products.items()
         if one.phase == "forward" and it.k != it.n and (it.k, it.n, it.m) in made
@@ -191,13 +195,13 @@ def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[
             result[one] = (False, (it.k, it.n) not in stored_in_out)
         else:
             result[one] = (False, (it.n, it.k) in stored_in_out)
-        if "transposed" in one.options:  # which a trace says of first factors
+        if "transposed" in one.options:  # the tracer has seen the strides of the first factor
             result[one] = (True, result[one][1])
     return result
 
 
-#: How often each byte of the inputs is moved by in-place operators over lists, whose results a
-#: trace does not name. AdamW reads four tensors, and writes all but the gradient.
+#: Number of times that in-place operators over lists, whose results are not in a trace, move each
+#: byte of their inputs. AdamW reads four tensors and writes three of them, all but the gradient.
 _LIST_TRAFFIC = {
     "_fused_adamw_": 7 / 4,
     "_fused_adam_": 7 / 4,
@@ -280,7 +284,7 @@ def _half_the_batch(operator: Operator) -> Operator | None:
 
     def half(layout: Layout) -> Layout:
         shape, dtype = layout
-        # A mask of two dimensions is all rows'.
+        # A mask of two dimensions is shared by all sequences.
         has_it = len(shape) > 2 and shape[0] == batch
         return ((batch // 2, *shape[1:]) if has_it else shape), dtype
 

@@ -1,4 +1,4 @@
-"""A recipe's speed: what `throughput.py` needs to know of it, and the fit of a GPU's constants to
+"""The predicted speed of a recipe (input of `throughput.py`), and the fit of a GPU's constants to
 measured steps."""
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from firstlight.recipe import ResolvedRecipe
 
 
 def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Workload:
-    """The input of a prediction of speed, beside the operators.
+    """The properties of a recipe's step that its speed depends on, besides the operators.
 
     Args:
         recipe: the resolved recipe.
-        exchange: communication of several processes; None is one process.
+        exchange: communication of several processes; None for one process.
     """
     model, batch, seq_len = recipe.model, recipe.batch, recipe.data.seq_len
     exchange = exchange or Exchange()
@@ -53,18 +53,18 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
     )
 
 
-#: Micro-batches that `trace_memory` traces of a step at most.
+#: Largest number of micro-batches of a step that `trace_memory` traces.
 _TRACED_MICRO_BATCHES = 2
 #: Phases that each micro-batch has.
 _EACH_MICRO_BATCH = ("forward", "loss", "backward of loss", "backward")
 
 
 def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPrediction:
-    """A prediction with the operators of all micro-batches of a step, from that of a trace.
+    """The prediction with the operators of all micro-batches of a step, not only the traced ones.
 
     Args:
         prediction: prediction for a step of `count` micro-batches; at most two of them were traced.
-        count: micro-batches.
+        count: number of micro-batches of the step.
     """
     if count <= _TRACED_MICRO_BATCHES:
         return prediction
@@ -78,8 +78,8 @@ def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPredict
 
 
 def count_operators(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
-    """The operators of a recipe's step, as `predict_speed` takes them: not compiled, of all layers
-    and micro-batches. The memory in it is not a compiled run's.
+    """Count the operators of a recipe's step for `predict_speed`: those of all layers and
+    micro-batches, without torch.compile. The memory in the result is not that of a compiled run.
 
     Args:
         recipe: the resolved recipe.
@@ -112,7 +112,7 @@ def predict_recipe_speed(
 def exchange_of(
     recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
 ) -> Exchange:
-    """The messages between the processes in a step.
+    """Communication of a recipe's step: between processes, and between CPU and GPU.
 
     Args:
         recipe: the resolved recipe.
@@ -138,7 +138,7 @@ def exchange_of(
         hidden_bytes=tokens * recipe.model.hidden_size * (2.0 if half else 4.0),
         layers=recipe.model.num_hidden_layers // cut.pipeline,
         stages=cut.pipeline,
-        # Gradients there, weights back; activations there and back.
+        # 8 bytes a parameter: fp32 gradients to the CPU, weights back. Activations go both ways.
         offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
     )
 
@@ -153,7 +153,7 @@ def estimate_speed(
     """Predict a recipe's training speed on a machine; None for a GPU whose rates are unknown.
 
     Args:
-        prediction: memory and operators of one process's training step, not compiled.
+        prediction: memory and operators of one process's training step without torch.compile.
         recipe: the resolved recipe.
         machine: the machine to run on.
         measuring_seconds: time for measuring operators that were never timed on this machine's CPU,
@@ -179,12 +179,14 @@ def estimate_speed(
 
 @functools.cache
 def this_calibration() -> Calibration:
-    """This machine's store, with the present times of its reference operators."""
+    """This machine's store, with the present times of its reference operators; read and measured
+    once a process."""
     return load_calibration()
 
 
 def _unknown(calibration: Calibration, prediction: MemoryPrediction) -> tuple[OperatorCount, ...]:
-    """None where all but a tenth of the time is known."""
+    """The operators to measure: all of the step; none if operators that were measured before take
+    nine tenths of its predicted time."""
     known, total = 0.0, 0.0
     transposed = transposed_factors(prediction.operators)
     for entry in prediction.operators:
@@ -198,8 +200,9 @@ def _unknown(calibration: Calibration, prediction: MemoryPrediction) -> tuple[Op
 
 # Constants of the speed model of GPUs, fitted on steps that were measured on one
 
+#: Rounds over all constants.
 _ROUNDS = 4
-#: Tries of one constant in a round: each narrows it to 0.62 of the width.
+#: Steps of the search for one constant: each narrows its interval to 0.62 of the width.
 _TRIES = 9
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -209,7 +212,7 @@ class TimedStep:
     """A training step that was measured.
 
     Attributes:
-        counted: its operators, see `count_operators`.
+        counted: operators of the step, see `count_operators`.
         work: see `Workload`.
         seconds: median time of the step.
     """
@@ -222,10 +225,12 @@ class TimedStep:
 def relative_errors(
     steps: Sequence[TimedStep], gpu: GPU, constants: Mapping[str, float] | None
 ) -> list[float]:
-    """The relative error of each step's predicted time; positive is too slow.
+    """The relative error of each step's predicted time; positive if the prediction is too long.
 
     Args:
-        constants: values by the names in `BOUNDS`; None is the data sheet's model.
+        steps: measured steps.
+        gpu: the GPU that they ran on.
+        constants: values by the names in `BOUNDS`; None takes the data sheet's model.
     """
     shares = DEFAULT_SHARES if constants is None else shares_of(constants)
     return [
@@ -237,9 +242,9 @@ def relative_errors(
 def fit_constants(steps: Sequence[TimedStep], gpu: GPU) -> dict[str, float]:
     """The constants that fit measured steps best.
 
-    Each constant in turn is put where the squares of the relative errors of all steps are least (by
-    golden-section search on a logarithmic scale), some rounds long. A constant that no step depends
-    on stays where the data sheet's model has it.
+    Coordinate descent: each constant in turn is set to the minimum of the mean squared logarithm of
+    predicted over measured seconds (golden-section search on a logarithmic scale), for `_ROUNDS`
+    rounds. A constant that no step depends on keeps the value of the data sheet's model.
 
     Args:
         steps: measured steps, at least one.
@@ -270,7 +275,8 @@ def _expected(name: str) -> float:
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """The place and the value of a function's minimum between two places, about."""
+    """The argument and the value of a function's approximate minimum between two bounds, by
+    golden-section search."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)
     for _ in range(_TRIES):

@@ -1,12 +1,12 @@
-"""A counted operator run again on random tensors of its shapes, and timed.
+"""Time an operator of a trace by running it again on random tensors of its shapes.
 
-It is timed under the conditions of a step: its inputs have not been used for a while, and its
-results go into memory that other tensors had before. Between two calls there is as much Python as
-in a step, during which waiting threads fall asleep.
+The conditions are those of a step: the inputs are not in a core's caches, and the results go into
+memory that other tensors had before. Between two calls there is a pause as long as Python takes in
+a step, in which waiting OpenMP threads fall asleep.
 
-The clock is the calling thread's own: it works as long as each of the others does and more, and
-does not run while another program has its core. So times are those of a machine that does nothing
-else, as far as that can be had from one that does.
+The clock is `time.thread_time`, the CPU time of the calling thread. This thread works at least as
+long as each other thread of a parallel region, and its clock stands still while another program has
+its core. So the times are close to those of an idle machine, even if other programs run.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from firstlight.planner.speed.operators import is_attention
 
 _aten = torch.ops.aten
 
-#: Results and sets of inputs are kept until they are so many bytes: more than caches that are a
-#: core's own hold.
+#: Bytes of kept results, and of copies of the inputs that are used in turns: more than the caches
+#: of one core hold.
 _COLD_BYTES = 48 * 2**20
-#: Operators with more than this in their inputs and results are not replayed.
+#: Most bytes of the inputs and results of an operator that is replayed.
 _MOST_BYTES = 3 * 2**27
-#: Values that another operator works on between two runs: what caches of a core's own hold.
+#: Number of fp32 values that another operator updates between two runs: these 4 MiB fill the caches
+#: of one core.
 _CACHED_VALUES = 2**20
-#: Page faults that don't count: those of Python's own memory.
+#: Number of page faults that a counted run may have: Python's own memory causes some.
 _FEW_FAULTS = 8
-#: Runs with more of them, after which no better one is waited for.
+#: Number of runs with more page faults after which, once the time is over, no better run is tried.
 _MOST_FAULTY = 3
 #: Seconds of Python between two operators of a step.
 _GAP_SECONDS = 15e-6
 
-#: Tensors in, a call out.
+#: A call runs the operator once; a builder makes the call from the operator's input tensors.
 Call = Callable[[], object]
 Builder = Callable[[Operator, Sequence[Tensor]], Call]
 
 
 def _like(function: Callable[..., object], *more: object) -> Builder:
-    """A call with the tensors in their order, and constants after them."""
+    """A builder of calls with the tensors in their order, followed by constants."""
     return lambda _, tensors: lambda: function(*tensors, *more)
 
 
 def _with_number(function: Callable[..., object]) -> Builder:
-    """A call with two tensors, or with one and a number."""
+    """A builder of calls with two tensors, or with one tensor and a number."""
     return lambda _, t: lambda: function(t[0], t[1] if len(t) > 1 else 1.5)
 
 
@@ -77,7 +78,8 @@ def _layer_norm_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 
 
 def _sum(operator: Operator, tensors: Sequence[Tensor]) -> Call:
-    """Over the dimensions that the result lacks, or has as 1."""
+    """A sum or mean over the dimensions that are 1 in the result; if the result has fewer
+    dimensions, over the last one, and if it is a scalar, over all."""
     (shape, _), (result, dtype) = operator.inputs[0], operator.outputs[0]
     kept = len(shape) == len(result)
     if kept:
@@ -111,7 +113,7 @@ def _blockwise(operator: Operator, tensors: Sequence[Tensor]) -> Call:
         if one.dim() == 1:
             sinks_H = one
             continue
-        # A query that sees nothing has no weights.
+        # Made as zeros, with which no query would see a key.
         one.fill_(True)
         if one.dim() == 4 and one.shape[1] == heads:
             kept = one
@@ -124,7 +126,7 @@ def _experts(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     function = OPDEFS[f"firstlight::{operator.base_name}"]._init_fn
     *factors, ends_E = tensors
     rows, experts = len(factors[0]), len(ends_E)
-    # Each has as many.
+    # Each expert gets the same number of rows.
     ends_E.copy_(torch.arange(1, experts + 1) * rows // experts)
     return lambda: function(*factors, ends_E)
 
@@ -147,7 +149,7 @@ def _embedding_backward(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 def _adamw(operator: Operator, tensors: Sequence[Tensor]) -> Call:
     count = len(tensors) // 5
     lists = [list(tensors[i * count : (i + 1) * count]) for i in range(5)]
-    # The kernel looks at none but the parameters' sizes, and would write past the others' ends.
+    # The kernel reads sizes from the parameters alone, and would write past smaller tensors' ends.
     if any(len({one.shape for one in group}) > 1 for group in zip(*lists[:4], strict=True)):
         raise ValueError("lists of tensors that don't belong together")
     rates = {"lr": 0.0, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
@@ -157,10 +159,10 @@ def _adamw(operator: Operator, tensors: Sequence[Tensor]) -> Call:
 
 
 def _adam8bit(operator: Operator, tensors: Sequence[Tensor]) -> Call:
-    # bitsandbytes has registered it: a trace has run it.
+    # The trace has run this operator, so bitsandbytes is imported and has registered it.
     update = torch.ops.bitsandbytes.optimizer_update_8bit_blockwise
     grad, parameter, first, second, signed, unsigned, *scales = tensors
-    # Maps of 8 bits to values are searched through: they are in order.
+    # The maps from 8 bits to values have to be sorted: the kernel searches them.
     torch.linspace(-1, 1, len(signed), out=signed)
     torch.linspace(0, 1, len(unsigned), out=unsigned)
     rates = (0.9, 0.95, 0.0, 0.0, 1e-8, 1, 0.0)
@@ -233,7 +235,7 @@ _BUILDERS: dict[str, Builder] = {
 
 
 def can_replay(operator: Operator) -> bool:
-    """True if the operator can be run from its shapes alone, in little memory."""
+    """True if the operator can be run from its shapes alone, with at most `_MOST_BYTES`."""
     return operator.base_name in _BUILDERS and _size(operator) <= _MOST_BYTES
 
 
@@ -248,13 +250,15 @@ def time_operator(
     most_seconds: float,
     most_runs: int = 9,
 ) -> float:
-    """Seconds of one call: the median of some, after one that isn't counted.
+    """Seconds of one call: the median of several runs, after one that isn't counted. Runs with page
+    faults are left out; if all have them, the last run counts.
 
     Args:
         operator: an operator that `can_replay` accepts.
         transposed: memory layout of a product's factors, see `transposed_factors`.
-        most_seconds: no run begins after it; one is made in any case.
-        most_runs: number of counted runs, at most.
+        most_seconds: seconds after which no run begins, once one run counts or more than
+            `_MOST_FAULTY` runs had page faults.
+        most_runs: largest number of counted runs.
     """
     size = sum(bytes_of(layout) for layout in operator.inputs)
     copies = max(1, min(most_runs, math.ceil(_COLD_BYTES / max(size, 1))))
@@ -271,8 +275,8 @@ def time_operator(
         results.keep(calls[0]())
         while len(settled) < most_runs:
             call = calls[(len(settled) + len(faulty) + 1) % copies]
-            # Results stay until there is no room, so that each run writes to memory that was
-            # something else.
+            # Results are kept as long as there is room, so that each run writes to memory that
+            # another tensor had before.
             results.make_room()
             # Another operator's values fill the caches, as between two operators of a step.
             elsewhere.mul_(1.0)
@@ -280,7 +284,8 @@ def time_operator(
             faults, start = _page_faults(), time.thread_time()
             result = call()
             seconds = time.thread_time() - start
-            # Memory of the process' own is asked for in a run's first steps only.
+            # Training takes new memory from the system in its first steps only: runs that do so
+            # are not typical.
             (faulty if _page_faults() - faults > _FEW_FAULTS else settled).append(seconds)
             results.keep(result)
             if time.perf_counter() > end and (settled or len(faulty) > _MOST_FAULTY):
@@ -293,7 +298,7 @@ def _page_faults() -> int:
 
 
 class _Kept:
-    """The last results, up to a number of bytes."""
+    """The latest results, kept alive up to a number of bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -318,7 +323,7 @@ def _wait(seconds: float) -> None:
 
 
 def _tensors(operator: Operator, transposed: tuple[bool, bool]) -> list[Tensor]:
-    """Random inputs, those of a product in their layout."""
+    """Random inputs; the factors of a product lie in memory as `transposed` says."""
     tensors = [_random(layout) for layout in operator.inputs]
     name = operator.base_name
     if "mm" in name or name in ("matmul", "linear"):
@@ -351,5 +356,5 @@ def _random(layout: Layout) -> Tensor:
     shape, dtype = layout
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
-    # Small, so that no product overflows; not zero, which denormals and shortcuts are quicker with.
+    # Small, so that no product overflows; neither zero nor denormal, whose speed differs.
     return torch.empty(shape, dtype=torch.float32).uniform_(0.01, 1.0).to(dtype)

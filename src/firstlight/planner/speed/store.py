@@ -1,4 +1,4 @@
-"""The calibration store: read, written, filled by measuring."""
+"""Read and write the calibration store, and fill it by timing operators."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from firstlight.planner.speed.calibration import (
 from firstlight.planner.speed.operators import is_free, smaller, transposed_factors
 from firstlight.planner.speed.replay import can_replay, time_operator
 
-#: Seconds of one operator's measurements, at a time.
+#: Seconds for timing one operator.
 _OPERATOR_SECONDS = 0.25
-#: Longest seconds of one call; an operator that takes longer is timed in part.
+#: Seconds of the longest call that is timed; of a longer operator, a smaller one is timed.
 _LONGEST_CALL = 0.1
-#: Factor of the priority of operators that are unlike every timed operator.
+#: Factor of the priority of operators whose time is only guessed.
 _GUESSED_WEIGHT = 5.0
-#: Operators that take less of a step are left to interpolation.
+#: Fraction of a step's time; operators that take less are not timed but interpolated.
 _LEAST_SHARE = 0.002
 
 
@@ -45,12 +45,13 @@ def load_calibration(
     reference: Reference | None = None,
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Calibration:
-    """This machine's store. It is empty without a usable file, and its notes say so.
+    """Read this machine's store. It is empty if there is no file, or if the file is not usable; in
+    the second case the store's notes have the reason.
 
     Args:
-        folder: None is calibration/ in the cache.
+        folder: folder of the stores; None is calibration/ in the cache.
         reference: present durations of the reference operators; None measures them.
-        fingerprint: None is this machine's.
+        fingerprint: see `machine_fingerprint`; None is this machine's.
     """
     found = dict(fingerprint or machine_fingerprint())
     path = store_path(found, folder)
@@ -100,7 +101,7 @@ def save_calibration(calibration: Calibration, folder: Path | None = None) -> Pa
     """Write the store; returns its path.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error prevents writing.
     """
     path = store_path(calibration.fingerprint, folder)
     write_json(path, calibration.to_json())
@@ -112,13 +113,13 @@ def measure_operators(
     counts: Iterable[OperatorCount],
     seconds: float = 4.0,
 ) -> None:
-    """Time operators of a step, the costliest first: at first those that are not in the store, then
-    the others, once more.
+    """Time operators of a step: first those that are not in the store, then the others once more,
+    and among each the costliest first.
 
     Args:
-        calibration: gets the measurements.
+        calibration: store that receives the measurements.
         counts: operators of a step.
-        seconds: no measurement begins after it.
+        seconds: seconds after which no further operator is timed.
     """
     counts = list(counts)
     transposed = transposed_factors(counts)
@@ -152,7 +153,7 @@ def measure_operators(
 
 
 def _part(operator: Operator, transposed: tuple[bool, bool], calibration: Calibration) -> Operator:
-    """The largest part of an operator that can be timed."""
+    """The operator, or the largest of its `smaller` ones that can be timed."""
     part = operator
     while calibration.seconds(part, transposed).seconds > _LONGEST_CALL or not can_replay(part):
         less = smaller(part)
@@ -162,7 +163,8 @@ def _part(operator: Operator, transposed: tuple[bool, bool], calibration: Calibr
     return part
 
 
-#: Tokens of a micro-batch, hidden sizes, and how much wider an MLP or a head is.
+#: Sizes of the standard operators. Products: tokens of a micro-batch, hidden sizes, and widths of
+#: an MLP or head as multiples of these. Attention: sequence lengths. Streams: numbers of values.
 _TOKENS = (256, 1024, 4096)
 _WIDTHS = (128, 384, 768, 1536)
 _RATIOS = (1, 4, 64)
@@ -179,13 +181,13 @@ _STREAMS = (
     "_log_softmax",
     "_log_softmax_backward_data",
 )
-#: Products of more FLOPs are left out: they run at the rate of smaller ones.
+#: Products of more FLOPs are left out, because they run at the rate of smaller ones.
 _MOST_FLOPS = 4e10
 
 
 def standard_operators() -> list[tuple[Operator, tuple[bool, bool]]]:
-    """Operators that `calibrate` times, with the memory layout of products' factors, the quickest
-    operators first."""
+    """Operators that `calibrate` times, quick ones first, each with the memory layout of a
+    product's factors (see `transposed_factors`)."""
     dtypes = (torch.float32, torch.bfloat16)
     found: list[tuple[Operator, tuple[bool, bool]]] = []
     for dtype in dtypes:
@@ -224,7 +226,7 @@ def _attention(dtype: torch.dtype) -> Iterator[Operator]:
         name = "_scaled_dot_product_flash_attention_for_cpu"
         yield _operator(name, [x, x, x], [x, sums])
         yield _operator(f"{name}_backward", [x, x, x, x, x, sums], [x, x, x])
-        # Only where `attention: auto` chooses blockwise.
+        # Only for the dtype and head sizes for which `attention: auto` chooses blockwise.
         if dtype == torch.bfloat16 and size >= BLOCKWISE_HEAD_SIZE:
             name = "blockwise_attention"
             yield _operator(name, [x, x, x], [x], "firstlight")
@@ -244,14 +246,14 @@ def calibrate(seconds: float = 60.0, folder: Path | None = None) -> Calibration:
     """Time the standard operators, and store the times.
 
     Args:
-        seconds: time after which no further operator is begun; all take about 90 s.
+        seconds: seconds after which no further operator is begun; all take about 90 s.
         folder: the store's folder; None is calibration/ in the cache.
 
     Returns:
-        The calibration, with the times of earlier calls.
+        The calibration, including the times of earlier calls.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: a file system error prevents writing.
     """
     keep_memory(find_hardware("cpu"))
     calibration = load_calibration(folder)
@@ -272,8 +274,9 @@ def calibrate(seconds: float = 60.0, folder: Path | None = None) -> Calibration:
 
 #: Rows, columns and inner dimension of the reference products.
 _PRODUCT = (512, 768, 768)
-#: Values of the reference stream.
+#: Number of values of each tensor of the reference stream.
 _STREAM = 8 * 2**20
+#: Counted measurements of each reference.
 _ROUNDS = 7
 
 
@@ -311,7 +314,8 @@ def _product(m: int, n: int, k: int, dtype: torch.dtype) -> Callable[[], object]
 
 
 def _call_seconds() -> float:
-    """Seconds per operator of forward and backward passes over 16 values, views included."""
+    """Seconds of one operator call, as the mean over a forward and backward pass on 16 values;
+    three operators (two views) a layer in each pass."""
     x = torch.rand(16, requires_grad=True)
     layers = 40
     times = []

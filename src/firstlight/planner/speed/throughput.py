@@ -1,11 +1,10 @@
 """The speed of a training step, from the operators that a trace counted.
 
-Three machines: a GPU that is only known by its data sheet (`gpu.py`, a wide range), a CPU whose
-operators were timed (`calibration.py`, a narrow range), and several GPUs (`Exchange`).
+Three hardware models: a GPU by its data sheet or by fitted constants (`gpu.py`), a CPU whose
+operators were timed (`calibration.py`), and the links between several GPUs (`Exchange`).
 
-The kernels of torch.compile are not in a step's trace: they fuse everything between matrix products
-and attention. These have to be fed and read, so the memory that fused kernels move is estimated
-from the operands and results of products and attention (`fused_bytes`).
+The trace of a step has no kernels of torch.compile, which fuse everything between matrix products
+and attention. Operands and results of those still pass through memory: `fused_bytes` counts them.
 """
 
 from __future__ import annotations
@@ -38,38 +37,37 @@ from firstlight.planner.speed.operators import (
 
 Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
 
-#: Assumed error of an estimate on a calibrated machine, by its source.
+#: Assumed relative error, on each side, of an operator's time on a calibrated machine, by source.
 _OFF: dict[Source, float] = {"measured": 0.10, "interpolated": 0.20, "guessed": 0.45}
-#: The same of kernels that torch.compile fuses, whose bytes are an estimate too.
+#: The same, also assumed, for kernels that torch.compile fuses, whose bytes are an estimate too.
 _FUSED_OFF = 0.40
-#: Phases in which torch.compile fuses, and which pass through a pipeline's stages.
+#: Phases that torch.compile compiles, and in which a pipeline's stages wait for each other.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
-#: Operators that look up rows of a table and sum them; Inductor has kernels for unfused ones.
+#: Look-ups of rows and the sums of their gradients count as separate kernels in compiled code too.
 _NOT_FUSED = ("embedding", "embedding_dense_backward")
-
 #: PCIe 4.0 with 16 lanes, bytes a second in one direction.
 PCIE_BANDWIDTH = 32e9
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A run of several processes.
+    """Communication of one optimizer step.
 
     Attributes:
-        gathers_weights: True if each pass gathers weights, and a step's last scatters sums of
-            gradients; False if gradients are summed.
-        processes: processes that share the batch.
-        weight_bytes: all weights, as they are sent.
-        gradient_bytes: all gradients, as they are sent.
-        micro_batches: micro-batches of a step: weights are gathered in each, gradients summed once.
-        tensor_parallel: processes that share each layer; their number is beside `processes`.
+        gathers_weights: True if weights are all-gathered in each pass, and gradients
+            reduce-scattered once a step (FSDP); False if gradients are all-reduced once (DDP).
+        processes: number of processes that share the batch.
+        weight_bytes: bytes of these processes' weights, in the dtype that is sent.
+        gradient_bytes: bytes of their gradients, in the dtype that is sent.
+        micro_batches: number of micro-batches of a step.
+        tensor_parallel: number of processes that share each layer; multiplies `processes`.
         hidden_bytes: bytes of a micro-batch's hidden states.
-        layers: number of the model's layers; with tensor parallelism each sums the hidden states
-            four times a step, in each pass after attention and after the MLP (Shoeybi et al. 2019).
-        stages: stages of a pipeline, not included in `processes`.
-        offloaded_bytes: moved between the CPU's memory and the GPU's in a step.
-        link: bytes a second in one direction between GPUs; 0 is the GPU's own.
-        host_link: bytes a second in one direction between CPU and GPU; 0 is the GPU's own.
+        layers: number of layers of a pipeline stage. With tensor parallelism, each sums the hidden
+            states four times a micro-batch (Shoeybi et al. 2019, arXiv 1909.08053).
+        stages: number of pipeline stages; multiplies `processes`.
+        offloaded_bytes: bytes moved between CPU and GPU memory in a step, both directions.
+        link: bytes a second between GPUs, in one direction; 0 takes the GPU table's bandwidth.
+        host_link: bytes a second between CPU and GPU, in one direction.
     """
 
     gathers_weights: bool = False
@@ -88,13 +86,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Workload:
-    """The input of a prediction of speed, beside the operators.
+    """Properties of a training step that its speed depends on, besides the operators.
 
     Attributes:
         global_batch_tokens: tokens of a step, all processes together.
         flops_per_token: see `models.accounting.train_flops_per_token`.
-        precision: a recipe's `efficiency.precision`, decided.
-        compiled: True if torch.compile makes the forward and the backward pass.
+        precision: the recipe's `efficiency.precision`, resolved.
+        compiled: True if torch.compile compiles the forward and the backward pass.
         cuda_graphs: True if a step is launched as one CUDA graph.
         exchange: communication of several processes.
     """
@@ -112,16 +110,15 @@ class SpeedPrediction:
     """Predicted speed of training.
 
     Attributes:
-        step_seconds: duration of an optimizer step; slow is the longest.
-        tokens_per_second, mfu: figures of all processes together; slow is the least. The base of
-            MFU is the data sheet's peak of a GPU, the measured rate of products of a calibrated
-            machine.
+        step_seconds: seconds of an optimizer step; `slow` is the largest value.
+        tokens_per_second, mfu: speed of all processes together; `slow` is the smallest value. MFU
+            is relative to a GPU's data sheet, or to the rate of products measured on a CPU.
         phases: expected seconds by phase of the step.
         kinds: expected seconds by the names in `KINDS`.
-        bound: the resource that most of the time goes to.
-        measured_share: fraction of the expected time that is from operators timed on the machine.
-        source: the origin of the rates, for people.
-        notes: assumptions of the prediction, for people.
+        bound: the resource that takes most of the time.
+        measured_share: fraction of the expected time that comes from operators timed here.
+        source: origin of the rates, as text for the user.
+        notes: assumptions of the prediction, as text for the user.
     """
 
     step_seconds: Range
@@ -148,7 +145,7 @@ class SpeedPrediction:
 
 @dataclass
 class _Sums:
-    """Times so far."""
+    """Seconds added up so far, by phase, by kind of operator and by limiting resource."""
 
     phases: dict[str, Range] = field(default_factory=dict)
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -177,7 +174,7 @@ def predict_speed(
         prediction: prediction for one process, with the operators of an optimizer step.
         work: the step's tokens, precision and communication.
         machine: the calibrated machine that this runs on, or a GPU of the table.
-        shares: fractions of a GPU's figures that are reached; None is those of its kind.
+        shares: fractions of a GPU's rates that are reached; None takes those of its type.
     """
     if isinstance(machine, Calibration):
         shares, link, source = shares or DEFAULT_SHARES, 0.0, "timed on this machine"
@@ -188,16 +185,15 @@ def predict_speed(
         sums, peak, notes = _on_gpu(prediction.operators, work, machine, shares)
     exchange = work.exchange
     if waits := bubble(exchange):
-        # Stages wait in forward and backward passes; updates need nobody.
+        # Stages wait in the passes only: each updates its own parameters without the others.
         for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
             sums.add(phase, "communication", sums.phases[phase] * waits)
     sent = exchange_seconds(exchange, link, sums.phases.get("backward", ZERO), shares)
     if sent.slow:
         sums.add("communication", "communication", sent)
     step = sums.total
-    # Each copy of the model is itself spread over tensor-parallel ranks and stages.
     devices = exchange.processes * exchange.tensor_parallel * exchange.stages
-    # The slowest step has the lowest rate: the order of a range stays.
+    # The slowest step has the lowest rate, so `slow` stays the first value.
     rates = Range(*(work.global_batch_tokens / max(s, 1e-12) for s in step))
     mfu = Range(*(rate * work.flops_per_token / (peak * devices) for rate in rates))
     return SpeedPrediction(
@@ -231,8 +227,8 @@ def _fuses(entry: OperatorCount, work: Workload) -> bool:
 
 
 def fused_bytes(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """Bytes that stand between matrix products and attention, by phase: their operands and
-    results. Kernels of torch.compile read and write them, and more or less of that again."""
+    """Bytes of the operands and results of matrix products and attention, by phase.
+    torch.compile's fused kernels move about `Shares.fused_traffic` times as many."""
     found: dict[str, float] = {}
     for entry in counts:
         one = entry.operator
@@ -252,7 +248,7 @@ def _on_gpu(
     launches: dict[str, float] = {}
     for entry in counts:
         one = entry.operator
-        # Fused operators are counted below, by the bytes between products.
+        # Fused operators are counted below, by `fused_bytes`.
         if is_free(one) or _fuses(entry, work):
             continue
         seconds = kernel_seconds(one, gpu, work.precision, shares) * entry.count
@@ -260,14 +256,14 @@ def _on_gpu(
         sums.add(one.phase, kind, seconds)
         launches[one.phase] = launches.get(one.phase, 0.0) + entry.count
         memory = entry.count * streamed_bytes(one) / (shares.bandwidth.expected * gpu.bandwidth)
-        # A product whose operands take longer than its FLOPs waits for memory.
+        # By the roofline model, a product is memory-bound if its traffic takes all of its time.
         if kind in ("matrix_products", "attention") and memory < seconds.expected:
             sums.compute += seconds.expected
         else:
             sums.memory += seconds.expected
     for phase, size in fused_bytes(counts).items() if work.compiled else ():
         pairs = zip(shares.fused_traffic, shares.bandwidth, strict=True)
-        # Slow with the most traffic and the least bandwidth: the ends of a range go together.
+        # `slow` pairs the most traffic with the lowest bandwidth.
         traffic = Range(*(size * moved / (gpu.bandwidth * rate) for moved, rate in pairs))
         sums.add(phase, "elementwise", traffic)
         sums.memory += traffic.expected
@@ -289,12 +285,12 @@ def _on_gpu(
 
 
 def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shares: Shares) -> None:
-    """Add each phase's seconds of a GPU that waits for the host, which starts operators ahead."""
+    """Add each phase's seconds in which the GPU is idle until the host launches the next kernel."""
     if work.cuda_graphs:
         return
     for phase, count in launches.items():
         compiled = work.compiled and phase in _COMPILED_PHASES
-        # Between two products there is about one fused kernel.
+        # Assumed: one fused kernel after each product or attention kernel.
         number = 2 * count if compiled else count
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
         busy = sums.phases[phase]
@@ -337,7 +333,7 @@ def _on_calibrated(
         sums.memory += seconds
     for phase, count in calls.items():
         compiled = work.compiled and phase in _COMPILED_PHASES
-        # Compiled code calls its kernels without most of Python's and autograd's work for each.
+        # Assumed: compiled code avoids three quarters of a call's Python and autograd; 50 % error.
         each = machine.reference.call_seconds * (0.25 if compiled else 1.0)
         sums.add(phase, "launching", Range.around(count * each, 0.5))
     if guessed > 0.1 * sums.total.expected:
@@ -345,7 +341,7 @@ def _on_calibrated(
             f"{guessed / sums.total.expected:.0%} of the step's time is from operators unlike "
             "those that were measured here"
         )
-    # The base of MFU is the rate that products of the step's precision were measured at.
+    # MFU is relative to the measured rate of matrix products in the step's precision.
     dtype = "bfloat16" if work.precision.startswith("bf16") else "float32"
     return sums, machine.reference.rates[dtype], notes
 
@@ -354,7 +350,9 @@ def _on_calibrated(
 
 
 def overlapping_bytes(exchange: Exchange) -> float:
-    """Bytes of weights and gradients through each link in a step, sent beside other work."""
+    """Bytes of weights and gradients that each process sends in a step, overlapped with computing.
+    In a ring of n processes, an all-gather or reduce-scatter sends (n - 1) / n of the data, an
+    all-reduce twice as much (Patarasuk and Yuan 2009)."""
     share = (exchange.processes - 1) / exchange.processes
     if exchange.gathers_weights:
         # Gradients add up unsharded until the last micro-batch; see `FSDPEngine.backward_pass`.
@@ -364,7 +362,8 @@ def overlapping_bytes(exchange: Exchange) -> float:
 
 
 def waiting_bytes(exchange: Exchange) -> float:
-    """Bytes of activations and their gradients through each link in a step, sent while all wait."""
+    """Bytes of activations and their gradients that each process sends in a step, not overlapped
+    with computing."""
     count = exchange.tensor_parallel
     # After attention and after the MLP, in the forward and in the backward pass.
     sums = 4 * exchange.layers * exchange.micro_batches
@@ -373,22 +372,21 @@ def waiting_bytes(exchange: Exchange) -> float:
 
 
 def bubble(exchange: Exchange) -> float:
-    """Share by which a step takes longer because a pipeline's stages wait for the first micro-batch
-    and after the last: (stages - 1) / micro-batches (Narayanan et al. 2019)."""
+    """Idle time of a pipeline's stages at the start and end of a step, as a fraction of the
+    computing: (stages - 1) / micro-batches (Narayanan et al. 2021, arXiv 2104.04473)."""
     return (exchange.stages - 1) / exchange.micro_batches
 
 
 def exchange_seconds(
     exchange: Exchange, link: float, beside: Range, shares: Shares = DEFAULT_SHARES
 ) -> Range:
-    """Seconds that a step waits for the links.
+    """Seconds that communication adds to a step.
 
     Args:
-        exchange: the messages of a step.
-        link: bytes a second in one direction.
-        beside: seconds of computing that the sending can run beside.
-        shares: fractions of the links' rates, and of the computing that communication overlaps
-            with.
+        exchange: communication of the step.
+        link: bytes a second between GPUs, in one direction, unless `exchange` has a rate.
+        beside: seconds of computing that communication can overlap with.
+        shares: fractions of the links' rates and of the overlap that are reached.
     """
     rate = exchange.link or link
     overlapping, waiting = overlapping_bytes(exchange), waiting_bytes(exchange)
