@@ -119,6 +119,7 @@ def losses_of_rows(
             losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
         if on_rows is not None:
             on_rows(start + len(part), len(rows))
+    # Row 0 predicts from the split's second token on: the first one is predicted from `first_id`.
     if rows and rows[0] == 0 and dataset.predicts_first(first_id):
         input_ids = torch.tensor([[first_id]], device=device)
         labels = torch.from_numpy(dataset[0:1])[None].to(device)

@@ -179,6 +179,8 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
     context_of = [row for row, (_, others) in enumerate(batch) for _ in others]
     contexts = torch.tensor([context for context, _ in batch], device=device)
     targets, valid = _padded([pairs[number].continuation for number in numbers], device)
+    # All but the last token of each context go into the cache once. The last token predicts the
+    # first one of each continuation, so it is computed with the continuations.
     before, last = contexts[:, :-1], contexts[context_of, -1:]
     shared, longest = before.shape[1], targets.shape[1]
     cache = model.make_cache(len(numbers), shared + longest, parameter.dtype)

@@ -30,8 +30,8 @@ TensorsOf = Callable[[Model], Mapping[str, Tensor]]
 
 
 class DistributedConfig(Section):
-    """The `distributed` section. The results of a run do not depend on the engine; a checkpoint
-    written under one engine can be resumed under any other.
+    """The `distributed` section. Apart from rounding, the results of a run do not depend on the
+    engine; a checkpoint written under one engine can be resumed under any other.
     """
 
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def is_main(self) -> bool:
-        """True if this is the process that writes files and talks to people."""
+        """True if this is the process that writes files and messages."""
         return self.world.is_main
 
     @property
@@ -286,8 +286,8 @@ class Engine:
     def state_tensors(
         self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
     ) -> StateTensors:
-        """The whole weights and optimizer state, in the main process; other processes get empty
-        mappings. All processes have to call it.
+        """The whole weights and optimizer state, for the main process; other processes have to
+        ignore their result. All processes have to call it.
 
         With this base class and DDP, the tensors stay on their device: the saver copies all of
         them from a GPU into page-locked memory at once. Other engines return tensors on the CPU.

@@ -139,7 +139,7 @@ class Heartbeat:
                 if self._decided.wait(_LOOK_SECONDS):
                     raise RankError(str(self._failure))
         except RuntimeError as error:
-            # The store stays until all ranks have left, unless its host has failed.
+            # The store's host stays until all ranks have left: an error means that it has failed.
             raise RankError(self.blame() or f"{self._store_owner()} has gone") from error
         self.let_go()
         self.linger()

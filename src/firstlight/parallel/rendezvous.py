@@ -46,7 +46,7 @@ class RankError(TrainingError):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a process tells the others about itself.
+    """The description of a process that the other processes read.
 
     Attributes:
         rank, size: the process' rank and the world size, from its launcher.

@@ -223,9 +223,14 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
             layouts = (whole, *(None,) * (count - 1))
             return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
         return {
+            # Each process looks up the tokens of its part of the vocabulary; an all-reduce sums the
+            # rows, which are zero for the tokens of other processes.
             "table": RowwiseParallel(input_layouts=whole),
+            # Pairs of matrices: the first gives each process its part of the outputs, with which it
+            # multiplies its part of the second; one all-reduce sums the products.
             "columns": ColwiseParallel(),
             "rows": RowwiseParallel(),
+            # Logits of parts of the vocabulary are gathered, so that the loss sees all of them.
             "head": ColwiseParallel(output_layouts=whole),
         }[kind]
 

@@ -70,8 +70,8 @@ class RunCall:
         write_json(self.folder / STATE_NAME, self.state)
 
     def length(self, request: Request) -> Length:
-        """The length of the training loop. Of a time budget it is what remains now, without the
-        seconds that are reserved for the other parts of the command.
+        """The length of the training loop. For a time budget it is the time that remains now,
+        without the seconds that are reserved for the other parts of the command.
 
         Raises:
             ConfigError: less than `_LEAST_SECONDS` remain.

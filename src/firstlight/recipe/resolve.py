@@ -372,6 +372,7 @@ def _ideal_seconds(
         tokens = facts.epoch_tokens * (recipe.schedule.epochs or 1)
     else:
         tokens = math.inf
+    # A run of some minutes computes as much as the peak rate does in this fraction of the time.
     most = math.inf if minutes is None else USUAL_MFU * 60 * minutes
     token_flops = train_flops_per_token(meta_model(model), seq_len)
     return most if flops is None else min(token_flops * tokens / flops, most)

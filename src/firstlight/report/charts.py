@@ -184,6 +184,7 @@ def svg(chart: Chart, *, log: bool = False) -> Markup:
     parts += _drawn_marks(chart, x)
     for line in sorted(lines, key=lambda line: not line.faint):
         parts += _drawn(line, x, y)
+    # readout.js needs the axes and margins to find the values under the pointer.
     margins = f"{_LEFT} {_RIGHT} {chart.top} {chart.bottom}"
     ends = f"{x.low!r} {x.high!r} {y.low!r} {y.high!r} {int(log)} {margins}"
     return _frame(chart, Markup("").join(parts), ends)

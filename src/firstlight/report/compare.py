@@ -36,7 +36,7 @@ _NOT_COMPARED = {"run.dir"}
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Several runs and what is compared of them; each list has an entry for each run.
+    """Several runs and their compared properties; each list has an entry for each run.
 
     Attributes:
         runs: the runs, in the order in which they were given.
