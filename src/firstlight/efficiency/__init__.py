@@ -1,6 +1,6 @@
-"""Methods that change how a step is computed, not its result, and the z-loss, which is part of what
-training minimises: each is one key of the recipe, and is applied to a plain model from outside.
-`loss_function` makes of it the loss of a training step."""
+"""Methods that change how a step is computed, not its result, and the z-loss, which is part of the
+training loss. Each method is one key of the recipe, and is applied to a plain model from outside.
+`loss_function` makes the loss function of a training step from such a model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ __all__ = [
 
 class LossFunction(Protocol):
     """(input_ids int64 [B, T], labels int64 [B, T], document_ids int [B, T] or None) -> summed loss
-    [], fp32. That of preference pairs takes their `Batch.references` [B, D] too."""
+    [], fp32. The loss of preference pairs also takes their `Batch.references` [B, D]."""
 
     def __call__(
         self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
@@ -82,10 +82,13 @@ def apply_methods(
     documents: bool = False,
     z_loss_coef: float = 0.0,
 ) -> None:
-    """Put attention, loss, activation checkpointing and fp8 layers into the model, whose outputs
-    stay the same, in evaluation and generation too.
+    """Put attention, loss, activation checkpointing and fp8 layers into the model. Its outputs stay
+    the same, also in evaluation and generation.
 
     Args:
+        model: a plain model; changed in place.
+        config: the recipe's section.
+        hardware: the device that computes.
         documents: True for rows that are masked by document.
         z_loss_coef: the recipe's `loss.z_loss_coef`.
 
@@ -93,7 +96,7 @@ def apply_methods(
         ConfigError: a method can't work with this model or hardware.
     """
     dtype = resolve_precision(config, hardware)
-    # The rows' length is not known here; it is at most the context limit.
+    # The length of the rows is not known here; it is at most `max_position_embeddings`.
     longest = model.config.max_position_embeddings
     backend = resolve_attention(
         config,
@@ -123,8 +126,8 @@ def loss_function(
     forward: Callable[..., Tensor] | None = None,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """The function that training calls for the summed loss [], with the precision, compilation and
-    offloading of activations that `config` names.
+    """The function by which training computes the summed loss [], with the precision, compilation
+    and offloading of activations of `config`.
 
     Args:
         model: the model, with the methods that `config` applies to it.
@@ -132,11 +135,11 @@ def loss_function(
         hardware: the device that computes.
         forward: replacement of the model's forward pass, such as an engine's (`Engine.share`);
             None is the model itself.
-        objective: function from one that computes logits to one that computes the loss; None is
-            the cross-entropy, which the model computes itself.
+        objective: maps a function for logits to the loss function; None is the cross-entropy, which
+            the model computes itself.
 
     Raises:
-        ConfigError: compilation is asked for and can't work here.
+        ConfigError: `config.compile` is true and there is no compiler.
     """
     forward = forward or model
     if config.compile is True:
@@ -150,7 +153,7 @@ def loss_function(
         if recorded:
             keep_results(model)
         with contextlib.ExitStack() as stack:
-            # Parameters in bf16 need no casts; autocast would only look for them.
+            # Parameters in bf16 need no casts: autocast would only cost time.
             if config.precision != "bf16_params":
                 stack.enter_context(autocast(hardware.device, dtype))
             if config.activation_offload:
@@ -168,7 +171,7 @@ def plain_loss(
     hardware: Hardware,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """The function that evaluation calls: in the same precision, but not compiled, which
-    would cost more than it saves."""
+    """The loss function of evaluation: in the same precision, but not compiled, because compiling
+    would take longer than it saves."""
     plain = config.model_copy(update={"compile": False})
     return loss_function(model, plain, hardware, objective=objective)

@@ -1,4 +1,4 @@
-"""Attention backends, put into a model from outside."""
+"""Choice of the attention backend, and its installation in a plain model from outside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from firstlight.models.ops import (
     soft_capped,
 )
 
-#: Least head size and most tokens with which blockwise was faster than torch's kernel for CPUs.
+#: Smallest head size and largest number of tokens with which blockwise was faster than torch's
+#: kernel for CPUs; `takes_blockwise` has the measurements.
 BLOCKWISE_HEAD_SIZE, _BLOCKWISE_TOKENS = 64, 1024
 
 #: Backends that train on CUDA alone.
@@ -51,28 +52,31 @@ def resolve_attention(
     documents: bool,
     compiles: bool,
 ) -> str:
-    """The attention backend; "auto" is torch's own choice, except in three cases.
+    """The attention backend. "auto" becomes "sdpa", torch's own choice of a kernel, except for:
 
-    Capped scores, which torch's fused kernels do not have, take flex or blockwise; sinks take
-    blockwise.
-
-    Documents on CUDA take flex, whose mask costs no memory, where nothing is dropped out and
-    there is triton; see `takes_blockwise` for CPUs.
+    - models that torch's fused kernels can't compute (`able_backends`): "flex" on CUDA if it can
+      compute them, there are no sinks, and `compiles`; otherwise "blockwise";
+    - rows that are masked by document, on CUDA: "flex", whose mask costs no memory, without dropout
+      and if `compiles`;
+    - CPUs: "blockwise" if `takes_blockwise`.
 
     Args:
+        config: the recipe's section.
         device: type of the device: "cpu", "cuda" or "mps".
         dtype: dtype of the matrix products.
+        model: config of the model.
+        seq_len: tokens of a row.
         documents: True for rows that are masked by document.
         compiles: True where torch.compile can be used on the device.
     """
     if config.attention != "auto":
         return config.attention
     able = able_backends(model)
-    # All layers of a family drop attention weights out alike, and have sinks alike.
+    # All layers of a family have the same dropout and sinks: layer 0 stands for all.
     spec = model.attention_spec(0)
     dropout = spec.dropout
     if able is not None:
-        # The sinks of flex are computed from the kernel's log-sum-exp, whose backward pass was not
+        # With flex, sinks are computed from the kernel's log-sum-exp, whose backward pass was not
         # run on a GPU yet.
         takes_flex = "flex" in able and not spec.sinks
         return "flex" if takes_flex and device == "cuda" and compiles else "blockwise"
@@ -85,8 +89,8 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
     """True if "auto" is blockwise on a CPU: in bf16 with heads of 64 and more, up to 1,024 tokens;
     and with dropout, which torch's fused kernel for CPUs lacks, in bf16 or with such heads.
 
-    In bf16 it took 0.7 to 0.9 of the fused kernel's time there, compiled or not; with 2,048 tokens
-    1.0 to 1.2, with heads of 32 up to 1.3. With dropout it took 0.5 to 0.9 of torch's, in fp32 with
+    Measured time as a multiple of torch's: in bf16 within these limits 0.7 to 0.9, compiled or not;
+    with 2,048 tokens 1.0 to 1.2, with heads of 32 up to 1.3. With dropout 0.5 to 0.9, in fp32 with
     heads of 32 1.2.
     """
     half, large = dtype == torch.bfloat16, model.head_dim >= BLOCKWISE_HEAD_SIZE
@@ -96,8 +100,8 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
 
 
 def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
-    """The backends that compute a model's attention, which all layers of a family have alike; None
-    where all do."""
+    """The backends that can compute a model's attention, which is the same in all layers of a
+    family; None if all backends can."""
     spec = model.attention_spec(0)
     if spec.sinks:
         return ("blockwise", "plain", "flex")
@@ -112,7 +116,7 @@ def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
     Args:
         model: config of the model.
         backend: value of `EfficiencyConfig.attention`.
-        device: type of the device, whose backends are advised.
+        device: type of the device; the sentence advises backends of this device.
     """
     able = able_backends(model)
     if able is None or backend in ("auto", *able):
@@ -137,7 +141,7 @@ def choose_attention(model: Model, backend: str) -> None:
     attend, make_mask = _backends()[backend]
     spec = model.config.attention_spec(0)
     if backend == "flex" and (spec.softcap is not None or spec.sinks):
-        # The fused kernels, which know causality without a mask, have no cap and no sinks.
+        # By default a purely causal mask is left to fused kernels, which have no cap and no sinks.
         make_mask = functools.partial(flex_mask, always=True)
     model.make_mask = make_mask
     for module in model.modules():
@@ -164,7 +168,7 @@ def _by_kernel(
     v_BKSD: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    # Not every kernel groups queries itself.
+    # Not every kernel supports grouped-query attention.
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     with sdpa_kernel(backend):
         return attention(q_BHTD, k_BKSD, v_BKSD, options)
@@ -178,18 +182,18 @@ def flex_mask(
     *,
     always: bool = False,
 ) -> Any:
-    """The block mask for `flex_attention`: as `dense_mask`, but blocks of 128 x 128 that nothing
-    is seen in are skipped, and no T x S mask is kept. For a purely causal mask, or with a cache, it
-    is `dense_mask`'s.
+    """The block mask for `flex_attention`: the same mask as `dense_mask`, but blocks of 128 x 128
+    without a visible key are skipped, and no T x S mask is kept. For a purely causal mask, or with
+    a cache, the result of `dense_mask`.
 
     Args:
         positions: positions of the queries in their row, int64 [T] or [B, T].
-        total: tokens there are to look at, from position 0.
-        window: a query sees itself and the `window` - 1 tokens before it; None is all.
-        document_ids_BT: a query sees its own document only.
-        always: True makes a block mask also where causality is all.
+        total: number of keys, from position 0.
+        window: number of keys that a query sees, itself included; None is all before it.
+        document_ids_BT: document of each token, int [B, T]; a query sees its own document only.
+        always: True makes a block mask for a purely causal mask, too.
     """
-    # torch's fused kernels know causality, and a cache has no documents: no block mask is needed.
+    # No block mask: torch's fused kernels know causality, and with a cache there are no documents.
     plain = document_ids_BT is None and window is None and not always
     if plain or positions.dim() == 2 or len(positions) != total:
         return dense_mask(positions, total, window, document_ids_BT)
@@ -204,7 +208,7 @@ def flex_mask(
             seen = seen & (document_ids_BT[batch, query] == document_ids_BT[batch, key])
         return seen
 
-    # Without documents all rows have one mask, and at any rate all heads have.
+    # Without documents all rows share one mask; heads always do.
     rows = None if document_ids_BT is None else len(document_ids_BT)
     return create_block_mask(
         visible, rows, None, len(positions), total, device=str(positions.device)
@@ -214,9 +218,9 @@ def flex_mask(
 def flex_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et al.
-    2024); over another mask, or none, by torch's fused kernels, or with a cap or sinks by blockwise
-    attention. Arguments: `AttentionFunction`'s.
+    """Attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et al. 2024,
+    arXiv 2412.05496). Over another mask, or without one, torch's fused kernels compute it or, with
+    a cap or sinks, blockwise attention. Arguments as in `AttentionFunction`.
     """
     mask, dropout, scale, softcap, sinks_H = options
     if mask is None or isinstance(mask, Tensor):

@@ -1,4 +1,4 @@
-"""torch.compile of the training step, and steps that give the same bits each time."""
+"""torch.compile of the training step, and steps that are reproducible to the last bit."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.models import Model
 
-#: CUDA's compute capability from which triton, which inductor writes, has code.
+#: CUDA's compute capability from which on triton, in which inductor writes kernels, has code.
 TRITON_CAPABILITY = (7, 0)
 
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
-    """Refuse to compile if compiling can't work.
+    """Refuse to compile on a CPU without a C++ compiler, which inductor needs there.
 
     Raises:
-        ConfigError: there is no C++ compiler, which a CPU needs.
+        ConfigError: there is no C++ compiler.
     """
     needs_cpp = config.compile_backend == "inductor" and hardware.device.type == "cpu"
     if needs_cpp and not can_compile(hardware.device):
@@ -38,11 +38,12 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """True if what torch.compile's inductor needs for a device is there."""
+    """True if torch.compile's inductor can work for a device: on CUDA triton is installed, on a CPU
+    there is a C++ compiler."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
-        # Planning for a GPU that is elsewhere asks too; its capability is not known here.
+        # Without a GPU here, this is about a planned one, whose capability is not known.
         is_here = torch.cuda.is_available()
         return not is_here or torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
     return device.type == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -51,16 +52,18 @@ def can_compile(device: torch.device) -> bool:
 def compiled(
     model: Model, config: EfficiencyConfig, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """The model's forward pass through torch.compile, of the same inputs and outputs; parameters
-    stay where they are.
-
-    Args:
-        forward: function that computes the pass: the model, or an engine around it.
+    """The forward pass through torch.compile, with the same inputs and outputs. The names of the
+    model's parameters do not change.
 
     With `compile_regional` the layers share one compiled function (they are alike), and the
     operations before and after them are not compiled.
+
+    Args:
+        model: the model; its layers are changed in place with `compile_regional`.
+        config: the recipe's section.
+        forward: function that computes the pass: the model, or an engine around it.
     """
-    # A run's micro-batches have one shape: code for it alone is faster than code for any.
+    # All micro-batches of a run have one shape: code for one shape is faster than code for any.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode
@@ -75,15 +78,15 @@ def compiled(
 
 
 def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
-    """True if the training step's kernels are recorded, and their results lie in the memory of the
-    record."""
+    """True if the training step runs as recorded CUDA graphs, whose results lie in the graphs' own
+    memory."""
     recorded = config.compile_mode in ("reduce-overhead", "max-autotune")
     return config.compile is True and recorded and hardware.device.type == "cuda"
 
 
 def keep_results(model: Model) -> None:
-    """Copy what earlier micro-batches of a step left in the memory of CUDA graphs, gradients and
-    router statistics: the next forward pass writes to that memory, and torch refuses to read it
+    """Copy the gradients and router statistics of earlier micro-batches of a step out of the memory
+    of CUDA graphs: the next forward pass overwrites that memory, and torch refuses to read it
     afterwards."""
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -101,19 +104,19 @@ def _compiled_in_training(
     compiled_forward: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    # Generation has another length each time, and would compile for each.
+    # Every call of generation has another length, and would be compiled anew.
     in_training = layer.training and torch.is_grad_enabled()
     return (compiled_forward if in_training else plain)(*arguments)
 
 
 @contextlib.contextmanager
 def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
-    """Context of compilation. With activation_checkpointing "budget", torch's min-cut partitioner
-    chooses the activations to recompute, so that `activation_memory_budget` is kept."""
+    """Context in which code is compiled. With activation_checkpointing "budget", torch's min-cut
+    partitioner chooses the activations to recompute, so that `activation_memory_budget` is kept."""
     if config.activation_checkpointing != "budget":
         yield
         return
-    # Imported here since it loads torch's compiler: a second.
+    # Imported here, because it loads torch's compiler, which takes a second.
     import torch._functorch.config as functorch
 
     with functorch.patch(activation_memory_budget=config.activation_memory_budget):
@@ -121,8 +124,8 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
 
 
 def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextManager[object]:
-    """A context for compiled functions of many models: torch counts compilations by the code of
-    `forward`, over all models of a process, and would not compile the ninth."""
+    """Context with higher limits of compilations. torch counts the compilations of the code of
+    `forward` over all models of a process, and by default does not compile the ninth."""
     if config.compile is not True:
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(
@@ -131,18 +134,18 @@ def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextMan
     return patched
 
 
-# The same bits each time
+# Reproducible steps
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: Sizes of cuBLAS' workspace with which it adds up in one order; the first is that of Hopper's
-#: usual one.
+#: Sizes of cuBLAS' workspace with which its sums have a fixed order (cuBLAS documentation, "Results
+#: Reproducibility"). The first is the size of the default workspace on Hopper.
 _CUBLAS_SIZES = (":4096:8", ":16:8")
 
 
 def require_same_bits(hardware: Hardware) -> None:
-    """Make ready for `same_bits` with `deterministic`: on a CUDA GPU, give cuBLAS a workspace of a
-    fixed size. To be called before the process's first matrix product on a GPU: torch looks at the
-    environment once.
+    """Prepare for `same_bits` with `deterministic`: on a CUDA GPU, give cuBLAS a workspace of a
+    fixed size. To be called before the process's first matrix product on a GPU, because torch reads
+    the environment variable only once.
 
     Raises:
         ConfigError: the environment has another size, or a matrix product was computed without it.
@@ -155,7 +158,7 @@ def require_same_bits(hardware: Hardware) -> None:
             f"run.deterministic needs {_CUBLAS} to be {' or '.join(_CUBLAS_SIZES)}, and it is "
             f"'{size}': unset it"
         )
-    # A first product under deterministic mode: torch refuses it where cuBLAS is set up otherwise.
+    # torch refuses this product in deterministic mode if cuBLAS was set up with another workspace.
     one = torch.ones(8, 8, device=hardware.device)
     with _deterministic():
         try:
@@ -173,12 +176,12 @@ def require_same_bits(hardware: Hardware) -> None:
 def same_bits(
     config: EfficiencyConfig, hardware: Hardware, *, deterministic: bool = False
 ) -> Iterator[None]:
-    """Context whose computations give the same bits every time: always on a CPU, on a CUDA GPU with
+    """Context whose computations give the same bits every time: on a CPU always; on a CUDA GPU with
     `deterministic`, for which `require_same_bits` must have been called.
 
-    On a CPU, only threads of compiled code would add up in no fixed order (the gradient of the
-    embedding). On a GPU, so do the backward passes of attention and of a compiled embedding, and
-    inductor chooses among kernels by measuring them.
+    Without it, sums have no fixed order in compiled code on a CPU (the gradient of the embedding),
+    and on a GPU in the backward passes of attention and of a compiled embedding; and inductor
+    chooses kernels for a GPU by measuring them.
     """
     kind = hardware.device.type
     if (kind == "cpu" and config.compile is True) or (kind == "cuda" and deterministic):
@@ -190,12 +193,12 @@ def same_bits(
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """torch's deterministic algorithms. The setting is global, so it is put back; filling new
-    memory, which comes with it, is left out."""
+    """Context with torch's deterministic algorithms, but without filling new memory, which that
+    mode adds. The settings are global, so they are restored at the end."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Inductor's choice of kernels without measuring comes with it.
+    # In this mode inductor also chooses kernels without measuring them.
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False
     try:

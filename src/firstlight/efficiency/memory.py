@@ -1,7 +1,7 @@
-"""Memory of a training step: activations that are recomputed or offloaded, the head and the
-cross-entropy in chunks of tokens, and the C library's heap, kept between steps.
+"""Methods that save memory of a training step: activations that are recomputed or offloaded, the
+head and the cross-entropy in chunks of tokens; and the C library's heap, kept between steps.
 
-Shape letters as in `models/ops.py`; N is B x T, n the tokens of a chunk.
+Shape letters as in `models/ops.py`; N is B x T, n the number of tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# Imported for their operators, which `_KEPT` names; that of MoE is there with the models.
+# Imported to register their operators, which `_KEPT` names; `firstlight.models` registers MoE's.
 import firstlight.lora.quantized
 import firstlight.models.blockwise  # noqa: F401
 from firstlight.errors import ConfigError
@@ -51,12 +51,12 @@ _KEPT = [
     torch.ops.firstlight.nf4_linear.default,
 ]
 
-#: Smaller tensors stay where they are: moving them costs more than it frees.
+#: Number of elements below which a tensor is not offloaded: moving it costs more than it frees.
 _OFFLOADED_ELEMENTS = 1024
 
 
-#: Tensors that selective checkpointing keeps stay on the device: a caller chooses it from torch
-#: 2.14 on, and earlier versions do so.
+#: Arguments with which the tensors that selective checkpointing keeps are not offloaded: an option
+#: from torch 2.14 on; earlier versions never offload them.
 _CHOICE: dict[str, Any] = (
     {"respect_saved_tensors_hooks": False}
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -65,11 +65,15 @@ _CHOICE: dict[str, Any] = (
 
 
 def checkpoint_layers(model: Model, selective: bool) -> None:
-    """Let the backward pass compute every layer's activations again (Chen et al. 2016), the
-    matrix products' and attention's excepted where `selective`.
+    """Let the backward pass compute every layer's activations again (Chen et al. 2016, arXiv
+    1604.06174).
 
-    Random numbers are put back for that, so that dropout repeats itself; the result is the same
-    to the last bit.
+    The random state is restored for the recomputation, so that dropout repeats itself: gradients
+    are the same to the last bit.
+
+    Args:
+        model: a plain model; changed in place.
+        selective: True keeps the results of matrix products and attention.
     """
     for layer in model.layers:
         layer.forward = functools.partial(_recomputed, layer, layer.forward, selective)
@@ -81,7 +85,7 @@ def _recomputed(
     # Evaluation and generation keep no activations that could be freed.
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*arguments)
-    # Reentrant checkpoints give no gradients where no input needs one, as beside frozen weights.
+    # Reentrant checkpoints give no gradients if no input requires one, as after frozen layers.
     if not selective:
         return checkpoint(forward, *arguments, use_reentrant=False)
     contexts = functools.partial(create_selective_checkpoint_contexts, _KEPT)
@@ -89,12 +93,12 @@ def _recomputed(
 
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """A context whose forward pass keeps its activations in the CPU's memory, page-locked if there
-    is a GPU, until the backward pass needs them. Parameters stay where they are.
+    """A context in which activations of a forward pass are kept in the CPU's memory, page-locked if
+    there is a GPU, until the backward pass needs them. Parameters and buffers are not moved.
 
-    The copies are in the order of the GPU's work, so nothing is read before it is written.
+    The copies are on the stream of the computation, so nothing is read before it is written.
     """
-    # Known by their storage: autograd also saves views of them, such as a transposed weight.
+    # By storage, because autograd also saves views of parameters, such as a transposed weight.
     weights = (*model.parameters(), *model.buffers())
     parameters = {weight.untyped_storage().data_ptr() for weight in weights}
 
@@ -126,9 +130,9 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     """On a CPU with glibc: let the process keep the memory that it frees, instead of returning it
     and taking it again, page by page, in every step.
 
-    A step makes and frees the same large tensors as the one before. glibc maps each from the
-    system and unmaps it again, which was a third of the time of a step. The setting holds for the
-    rest of the process; returns True if it was made.
+    A step makes and frees the same large tensors as the step before. By default glibc maps each
+    from the system and unmaps it again, which took a third of a step's time. The setting holds for
+    the rest of the process; returns True if it could be made.
 
     Args:
         hardware: hardware of the process.
@@ -143,7 +147,8 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     if mallopt is None:  # another C library
         return False
     limit = _LIMIT_SHARDED if sharded else _LIMIT
-    # An old glibc takes no more than 32 MiB. Set first: the others alone would make it worse.
+    # An old glibc takes no more than 32 MiB. Set first, because the other settings alone would make
+    # steps slower.
     if not (mallopt(_MMAP_THRESHOLD, limit) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False
     taken = [bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)), bool(mallopt(_TOP_PAD, 64 << 20))]
@@ -151,10 +156,10 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 
 
 def give_back_unused(hardware: Hardware) -> None:
-    """On a CPU with glibc: return the pages that hold nothing to the system.
+    """On a CPU with glibc: return the free pages of the heap to the system.
 
-    For the moment when a run has been set up and compiled: what that took is scattered over the
-    heap, and would stay resident beside all that the steps need.
+    To be called when a run has been set up and compiled: the memory that this took is scattered
+    over the heap, and would stay resident in addition to the memory of the steps.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return
@@ -163,16 +168,16 @@ def give_back_unused(hardware: Hardware) -> None:
         trim(0)
 
 
-# The head's loss in chunks. It is an operator of its own: torch.compile takes it as it is.
+# The head's loss in chunks: a custom operator, which torch.compile calls without tracing into it.
 
 
 def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> None:
     """Let the model compute its loss for `chunk_tokens` tokens at a time, so that all logits are
     never in memory at once.
 
-    For each chunk the gradients are formed right after its logits, in the forward pass, so that
-    nothing of a chunk is kept and nothing is computed twice (the idea of Cut Cross-Entropy, Wijmans
-    et al. 2024, and of Liger-Kernel's fused linear cross-entropy).
+    The gradients of a chunk are computed right after its logits, in the forward pass, so that no
+    chunk is kept and nothing is computed twice (the idea of Cut Cross-Entropy, Wijmans et al. 2024,
+    arXiv 2411.09009, and of Liger-Kernel's fused linear cross-entropy).
 
     Args:
         model: a plain model; changed in place.
@@ -191,8 +196,8 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
 
 
 def chunked_head_loss(chunk_tokens: int, z_loss_coef: float = 0.0) -> HeadLoss:
-    """A `HeadLoss` that holds `chunk_tokens` tokens' logits at most; `z_loss_coef` as in
-    `head_loss`."""
+    """A `HeadLoss` that has the logits of at most `chunk_tokens` tokens in memory; `z_loss_coef` as
+    in `head_loss`."""
     return functools.partial(_chunked_head_loss, chunk_tokens, z_loss_coef)
 
 
@@ -207,7 +212,7 @@ def _chunked_head_loss(
 ) -> Tensor:
     assert isinstance(head, nn.Linear)
     x_NC, labels_N = x_BTC.flatten(0, 1), labels_BT.flatten()
-    if not torch.is_grad_enabled():  # the operator would form gradients in vain
+    if not torch.is_grad_enabled():  # the operator would compute gradients that nobody needs
         loss = torch.zeros((), device=x_NC.device)
         for start in range(0, len(x_NC), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -241,8 +246,15 @@ def _linear_cross_entropy(
     z_loss_coef: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss (fp32), and its gradients for `x_NC` and, if it `learns`, `weight_VC` (else an
-    empty one); products in `dtype`."""
+    """The summed loss and its gradients, with matrix products in `dtype`.
+
+    Args:
+        learns: True if the weight needs a gradient.
+
+    Returns:
+        The loss [] in fp32 (fp64 for that `dtype`), the gradient of `x_NC` [N, C], and the gradient
+        of `weight_VC` [V, C] in the loss's dtype, which is empty unless `learns`.
+    """
     weight = weight_VC.to(dtype)  # rounded once for all chunks
     grad_x_NC = torch.empty_like(x_NC)
     wide = torch.promote_types(dtype, torch.float32)
@@ -296,7 +308,7 @@ def _(x_NC: Tensor, weight_VC: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.weight_dtype, ctx.learns = inputs[1].dtype, inputs[6]
-    # Otherwise zeros as large as the weight would be made for the outputs nobody uses.
+    # Otherwise autograd would make zeros as large as the weight for the outputs that nobody uses.
     ctx.set_materialize_grads(False)
 
 

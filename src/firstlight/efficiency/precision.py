@@ -55,14 +55,14 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     if dtype == torch.float32:
         return contextlib.nullcontext()
     # Without torch's cache of rounded weights: a forward pass multiplies with each weight once, and
-    # where layers are computed again the cache alone would hold them all, 2 bytes a parameter.
+    # with activation checkpointing only the cache would hold them all, 2 bytes a parameter.
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
-    """Context in which, with tf32, fp32 matrix products round their inputs to 10 bits on hardware
-    with TF32; torch's global setting is restored at the end."""
+    """Context in which, with the precision "tf32", fp32 matrix products use TF32 where the hardware
+    has it (inputs with 10 bits of mantissa). torch's global setting is restored at the end."""
     if config.precision != "tf32":
         yield
         return
@@ -78,7 +78,7 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
     """Refuse fp8 if it can't work.
 
     Raises:
-        ConfigError: no fp8 matrix units, no torchao, or no layer that it converts.
+        ConfigError: there are no fp8 matrix units, no torchao, or no layers that can be converted.
     """
     device = hardware.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
@@ -98,8 +98,9 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
 
 
 def convert_to_fp8(model: nn.Module) -> None:
-    """Let the layers' matrix products run in fp8, scaled by tensor (torchao; Micikevicius et al.
-    2022). The head is not converted, because its errors would reach the loss directly."""
+    """Let the layers' matrix products run in fp8, with one scale for each tensor (torchao;
+    Micikevicius et al. 2022, arXiv 2209.05433). The head is not converted, because its errors would
+    reach the loss directly."""
     from torchao.float8 import convert_to_float8_training
 
     names = _fp8_layers(model)
@@ -107,7 +108,8 @@ def convert_to_fp8(model: nn.Module) -> None:
 
 
 def _fp8_layers(model: nn.Module) -> set[str]:
-    # fp8 matrix units take sizes that are multiples of 16 only; an adapted head is in `base_layer`.
+    # fp8 matrix units only take sizes that are multiples of 16. With LoRA, the head's linear layer
+    # is called `lm_head.base_layer`.
     return {
         name
         for name, module in model.named_modules()

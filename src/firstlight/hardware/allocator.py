@@ -1,6 +1,6 @@
-"""Memory that the C library's allocator has given out on a CPU, where the library counts it (glibc
-2.33 or later): tensors and buffers of libraries, without code and without what the allocator keeps.
-"""
+"""Memory that the C library's allocator has handed out on a CPU, if the library counts it (glibc
+2.33 or later): tensors and buffers of libraries, without code and without freed memory that the
+allocator keeps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import functools
 import threading
 from collections.abc import Callable
 
-#: Seconds between two looks at the allocator: in the first steps, and in those whose speed counts.
-#: A look took 0.4 ms in the demo's recipe (2 cores of an AMD EPYC).
+#: Seconds between two readings of the allocator's counters: in the first steps, and in later steps,
+#: whose speed is measured. A reading took 0.4 ms in the demo's recipe (2 cores of an AMD EPYC).
 _DENSE_SECONDS, _SPARSE_SECONDS = 0.005, 0.1
 
 
@@ -37,7 +37,8 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated_bytes() -> int | None:
-    """Bytes that are allocated now, small blocks and mapped ones; None where nobody counts them."""
+    """Bytes that are allocated now, in the heap and as separate mappings; None if the C library
+    does not count them."""
     function = _mallinfo2()
     if function is None:
         return None
@@ -46,11 +47,12 @@ def allocated_bytes() -> int | None:
 
 
 class AllocatedPeak:
-    """The most bytes that were allocated at a time beside a level, by a thread that looks now and
-    then. A context; the thread ends with it.
+    """Peak of the allocated bytes above a level, sampled by a thread. A context manager; the thread
+    ends at its end.
 
-    The level is what is allocated without being counted. It rises during a run, as libraries make
-    buffers and kernels, and is measured again where the counted bytes are known.
+    The level is the allocated bytes that the caller does not count. It rises during a run, because
+    libraries allocate buffers and compile kernels, so it is measured again (`find_level`) whenever
+    the caller knows its counted bytes.
     """
 
     def __init__(self) -> None:
@@ -69,11 +71,12 @@ class AllocatedPeak:
 
     @property
     def is_running(self) -> bool:
-        """True if the thread is measuring."""
+        """True while the thread is sampling."""
         return self._thread is not None and not self._end.is_set()
 
     def start(self, counted_bytes: int) -> None:
-        """Start measuring; `counted_bytes` of the bytes allocated now are counted."""
+        """Start the thread; the level is the bytes allocated now without the `counted_bytes`. Does
+        nothing if the C library does not count, or if the thread was started before."""
         level = allocated_bytes()
         if level is None or self._thread is not None:
             return
@@ -84,17 +87,19 @@ class AllocatedPeak:
     def find_level(self, counted_bytes: int) -> None:
         """Measure the level again: the bytes allocated now without the `counted_bytes`."""
         level = (allocated_bytes() or 0) - counted_bytes
-        # The peak since the last time may be older or younger than the rise.
+        # The level may have risen before or after the peak since the last call: the higher level
+        # is subtracted, so that the peak is not overstated.
         self._most = max(self._most, self._peak - max(level, self._level))
         self._peak, self._level = 0, level
 
     def look_less(self) -> None:
-        """Look so seldom from now on that it takes no time of the others."""
+        """Sample less often from now on, so that training steps are not slowed down."""
         self._seconds = _SPARSE_SECONDS
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that was seen; None where nobody counts, and before the start."""
+        """The largest sampled value in bytes; None if the C library does not count, and before
+        `start`."""
         if self._thread is None:
             return None
         return max(self._most, self._peak - self._level, 0)
@@ -105,5 +110,5 @@ class AllocatedPeak:
             self._end.wait(self._seconds)
 
     def look(self) -> None:
-        """Look once."""
+        """Take one sample."""
         self._peak = max(self._peak, allocated_bytes() or 0)

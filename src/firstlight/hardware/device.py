@@ -1,7 +1,6 @@
 """Capabilities of the machine: device, number formats, peak rates, memory.
 
-Nothing is guessed silently: a GPU that is not in the table, like every CPU, has its matrix
-rate measured.
+Peak rates are never guessed: they are measured on every CPU, and on a GPU that is not in the table.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def find_hardware(device: str = "auto") -> Hardware:
             raise ConfigError(f"device '{device}' is not present on this machine")
         properties = torch.cuda.get_device_properties(chosen)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        # ROCm's numbers are other ones.
+        # ROCm's version numbers are not CUDA's compute capabilities.
         capability = None if torch.version.hip else (properties.major, properties.minor)
         return Hardware(chosen, properties.name, properties.total_memory, bf16, capability)
     memory = psutil.virtual_memory().total
@@ -79,7 +78,7 @@ def find_hardware(device: str = "auto") -> Hardware:
 
 _BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
-#: Ratio of speeds below which bf16 is not worth its rounding.
+#: Ratio of bf16's speed to fp32's below which bf16 is not worth its rounding errors.
 _WORTHWHILE = 1.2
 
 
@@ -147,7 +146,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.full((size, size), 0.5, device=device, dtype=dtype)
     best, begun = 0.0, time.perf_counter()
     for attempt in range(6):
-        # A CPU without units for fp16 takes seconds for each product.
+        # A CPU without fp16 instructions takes seconds for each product.
         if best and time.perf_counter() - begun > _MEASURING_SECONDS:
             break
         synchronize(device)
@@ -162,9 +161,9 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """A pool of threads that each run torch's operators on one core.
 
-    Each thread that runs an operator in parallel gets OpenMP threads of its own, which stay with
-    it. Once there are more of them than cores, GNU's OpenMP lets threads that wait for work sleep
-    at once, in the whole process: training steps of small models took 1.7 times as long after
+    Otherwise each thread that runs an operator in parallel would get OpenMP threads of its own,
+    which stay with it. Once a process has more of these than cores, GNU's OpenMP lets all threads
+    that wait for work sleep at once: training steps of small models took 1.7 times as long after
     their first checkpoint was written by such a thread.
 
     Args:
@@ -173,9 +172,11 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """
 
     def use_one_core(threads: int) -> None:
-        torch.get_num_threads()  # Takes the process's number, which the next line replaces.
+        # The first call in a thread takes the process's number, which the next line replaces.
+        torch.get_num_threads()
         torch.set_num_threads(1)
-        # The line above also sets the number for threads that begin later.
+        # The line above also sets the number for threads that begin later: another thread puts it
+        # back, so that this thread keeps 1.
         restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
         restoring.start()
         restoring.join()
@@ -184,7 +185,7 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has finished all work that was started on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -198,21 +199,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         words in text
-        # The last is cuBLAS' and cuDNN's.
+        # "_ALLOC_FAILED" is from the error codes of cuBLAS and cuDNN.
         for words in ("can't allocate memory", "out of memory", "bad_alloc", "_ALLOC_FAILED")
     )
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that this process could still take: of the GPU, or of the machine, of the control
-    group that it is in, and of its limit (`ulimit -v`)."""
+    """Bytes that this process could still take on a GPU, or on a CPU: the least of the machine's
+    available memory, the control group's limit and the process's limit (`ulimit -v`)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        # Files that are only cached are given up when memory is needed.
+        # The kernel frees cached file pages when memory is needed.
         cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE)
         taken = int(used.read_text()) - (int(cached[1]) if cached else 0)
         free = min(free, max(int(text) - taken, 0))
@@ -223,8 +224,8 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used so far: allocated on a GPU; on a CPU resident for the process, since
-    `reset_peak`."""
+    """Peak memory so far in bytes: allocated tensors on a GPU; on a CPU, resident memory of the
+    process since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes()

@@ -1,7 +1,8 @@
-"""Environment variables for torch's thread library and allocator, and the processors there are.
+"""Environment variables for torch's thread library and allocator, and the number of usable
+processors.
 
-Both read the variables when they are loaded, so the command line sets them first; variables that
-are set already stay.
+The thread library and the allocator read the variables when they are loaded, so the command line
+sets them before it imports torch. Variables that the user has set stay as they are.
 """
 
 from __future__ import annotations
@@ -10,24 +11,25 @@ import os
 import time
 from pathlib import Path
 
-#: Waiting threads spin before they sleep. As long as is usual, a second program on the same cores
-#: makes every parallel region wait for a time slice: steps 70 times slower were seen. Much shorter,
-#: threads of a virtual machine sleep between any two operators, and its host takes long to wake
-#: them: with 1000, steps on free cores were up to 2 times slower.
+#: Number of times that a waiting thread of GNU's OpenMP looks for work before it sleeps. With the
+#: library's default, a second program on the same cores makes every parallel region wait for a time
+#: slice: steps 70 times slower were seen. With a much smaller number, threads of a virtual machine
+#: sleep between any two operators, and its host takes long to wake them: with 1000, steps on free
+#: cores were up to 2 times slower.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
-#: A token is some hundred parallel regions of microseconds, and threads that slept between them
-#: take as long to wake: 27 ms instead of 14 to 20 were seen.
+#: The same for generation. A token is some hundred parallel regions of a few microseconds, and
+#: threads that sleep between them take as long to wake: 27 ms a token were seen, not 14 to 20.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
-#: Setting beside busy programs, where a spinning thread uses up its time slice, and the others of
-#: its parallel region wait for its next one: on two cores with a load of 12, steps took 2.8 s with
-#: 5000, 0.35 s with 1000 and 0.21 s with 100 (0.14 s on free cores).
+#: The same if other programs keep the cores busy. A spinning thread then uses up its time slice,
+#: and the other threads of its parallel region wait for its next slice: on two cores with a load of
+#: 12, steps took 2.8 s with 5000, 0.35 s with 1000 and 0.21 s with 100 (0.14 s on free cores).
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
 #: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory that is kept between steps
-#: (efficiency/memory.py) has few page faults left, and glibc can't use a freed tensor's place
-#: for the next one of its size where both are aligned to pages, so the heap grew from step to step.
+#: (efficiency/memory.py) has few page faults left. And with alignment to pages, glibc can't reuse
+#: the memory of a freed tensor for the next tensor of its size, so the heap grew from step to step.
 #: TORCH_CPP_LOG_LEVEL: without it, torch reports a broken connection with a page of addresses.
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 

@@ -1,12 +1,12 @@
 """Rates and memory of GPUs by name, from the makers' data sheets.
 
-Rates are dense (without sparsity), and of products that are added up in fp32, which for GeForce
-cards are half of the advertised figure. Memory is what the driver reports, which is up to a tenth
-less than the name says where error correction takes its part.
+Rates are dense (without sparsity) and for accumulation in fp32, which on GeForce cards has half of
+the advertised rate. Memory is what the driver reports, which is up to a tenth less than the name
+says where error correction takes a part.
 
-Apple's share their memory with the CPU. Apple states bandwidths and, for M1 and M2, fp32 rates
+Apple's GPUs share their memory with the CPU. Apple states bandwidths and, for M1 and M2, fp32 rates
 (apple.com/newsroom, support.apple.com/specs); those of M3 and M4 are cores x 256 x clock. fp16 has
-fp32's rate there. Each is the variant with the most GPU cores that is sold with that memory.
+fp32's rate there. Each row is the variant with the most GPU cores that is sold with that memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class GPU:
     """One kind of GPU.
 
     Attributes:
-        name: the maker's, without the brand.
-        memory_bytes: all of it, as the driver reports.
+        name: the maker's name without the brand.
+        memory_bytes: total memory as the driver reports it.
         bandwidth: memory bandwidth, bytes a second.
-        fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 is "not in hardware". Kepler (K80)
+        fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 if not in hardware. Kepler (K80)
             computes in neither fp16 nor bf16, Pascal (P100) in fp16 at twice fp32's rate, Turing
             (T4) in fp16 on matrix units; bf16 begins with capability (8, 0).
         link: bandwidth to other GPUs of the machine, bytes a second in one direction.
@@ -52,22 +52,22 @@ class GPU:
 
     @property
     def usable_share(self) -> float:
-        """The share of its memory that a run may take. On other GPUs, screens, programs and
-        libraries that load late take a part; Metal gives a process two thirds, from 36 GB on three
-        quarters of the memory (recommendedMaxWorkingSetSize)."""
+        """The fraction of the memory that a run may take: 0.98, because screens, other programs and
+        libraries that load late take a part. On Apple's GPUs, Metal gives a process two thirds of
+        the memory, three quarters from 36 GB on (recommendedMaxWorkingSetSize)."""
         if not self.is_apple:
             return 0.98
         return 0.66 if self.memory_bytes < 36 * 2**30 else 0.75
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of matrix products by a recipe's `efficiency.precision`; fp32's where the format
+        """FLOP/s of matrix products in a recipe's `efficiency.precision`; fp32's rate if the format
         is not in hardware."""
         rates = {
             "tf32": self.tf32,
             "fp16": self.fp16,
             "bf16": self.bf16,
             "bf16_params": self.bf16,
-            # The table has no rates for it.
+            # The table has no rates for fp8.
             "fp8": self.bf16,
         }
         return rates.get(precision, 0.0) or self.fp32
@@ -137,7 +137,7 @@ _ROWS: tuple[_Row, ...] = (
     ("MI300X", 196592, 5300, 163.4, 653.7, 1307.4, 1307.4, 448, (0, 0)),
 )
 
-#: name, sizes of memory in GB, GB/s, TFLOP/s of fp32 and of fp16.
+#: name, sizes of memory in GB, GB/s, TFLOP/s of fp32, which are those of fp16 as well.
 _APPLE: tuple[tuple[str, tuple[int, ...], float, float], ...] = (
     ("M1", (8, 16), 68.3, 2.6),
     ("M1 Pro", (16, 32), 200, 5.2),
@@ -176,12 +176,12 @@ _APPLE_ROWS: tuple[_Row, ...] = tuple(
 
 GPUS: dict[str, GPU] = {row[0]: _gpu(row) for row in (*_ROWS, *_APPLE_ROWS)}
 
-#: Words of a driver's or a seller's name that say nothing about the kind.
+#: Words of a driver's or a seller's name that do not tell GPUs apart.
 _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words that make a GPU another than that of the same name without them.
+#: Words with which a name means another device (a laptop's GPU, a MIG partition) than without them.
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
@@ -193,12 +193,12 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
         memory_bytes: the device's memory, if known: tells apart GPUs sold with several sizes.
 
     Raises:
-        ConfigError: there is no such GPU, or there are several; names the nearest.
+        ConfigError: there is no such GPU (the message has the nearest names), or several.
     """
     wanted = _words(name)
     matches = [gpu for gpu in GPUS.values() if _words(gpu.name) == wanted]
     if not matches and not _OTHER_DEVICE.search(name.lower()):
-        # "A100" can be either; "RTX 4090 24GB" repeats a known fact.
+        # The size of the memory may be missing ("A100") or redundant ("RTX 4090 24GB").
         plain = _without_memory(wanted)
         said = wanted - plain
         matches = [
@@ -224,7 +224,7 @@ def _words(name: str) -> frozenset[str]:
     text = re.sub(r"\b(rtx|gtx)\s*(?=\d)", r"rtx ", text)
     text = re.sub(r"(?<=\d)(ti|super)\b", r" \1", text)
     words = frozenset(re.findall(r"[a-z0-9]+", _BRANDS.sub(" ", text.replace("-", " "))))
-    # A bare number is a GeForce.
+    # A number alone ("4090") is a GeForce RTX.
     return words | {"rtx"} if any(re.fullmatch(r"[2-5]0[5-9]0", word) for word in words) else words
 
 
@@ -233,7 +233,7 @@ def _without_memory(words: frozenset[str]) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """The four of most words in common, and of those the most alike."""
+    """Advice with the four nearest names: most words in common first, then most similar text."""
     wanted = _without_memory(_words(name))
 
     def likeness(gpu: str) -> tuple[int, float]:

@@ -1,9 +1,9 @@
 """Resident memory of this process, as the kernel counts it.
 
-Pages of a memory-mapped file count from when they are touched. The numbers are read from
-/proc/self/status, since `ru_maxrss` starts from the parent's peak on Linux. If the peak can't be
-reset (/proc/self/clear_refs is not writable), it is that of the whole process; without /proc it
-comes from `ru_maxrss`.
+Pages of a memory-mapped file count once they are touched. The numbers are read from
+/proc/self/status, because `ru_maxrss` starts from the parent's peak on Linux. If the peak can't be
+reset (/proc/self/clear_refs is not writable), it is the peak since the start of the process.
+Without /proc it comes from `ru_maxrss`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most bytes that were resident since `reset_peak`."""
+    """Peak of the resident bytes since `reset_peak`."""
     return _status_bytes("VmHWM")
 
 
