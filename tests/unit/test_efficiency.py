@@ -575,6 +575,11 @@ def test_frozen_weights_stay_in_16_bits_beside_adapters_in_32(precision: str) ->
         }
     )
     attach(model, recipe, CPU)
+    # Before the model is moved to the device: embedding and head in fp32 would not fit beside 4-bit
+    # weights where training does.
+    assert model.embedding.weight.dtype == (
+        torch.bfloat16 if precision == "bf16_params" else torch.float32
+    )
     program = TrainingProgram(recipe, model, CPU)
     for name, parameter in program.model.named_parameters():
         if name.endswith("base_layer.weight"):

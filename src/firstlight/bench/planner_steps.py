@@ -290,11 +290,6 @@ def predict_case(case: Mapping[str, Any], target: Mapping[str, Any] | None) -> d
     found = predict_memory(recipe, case["kind"], case["generation"], device)
     seconds = time.perf_counter() - start
     entry = memory_entry(found) | {"prediction_seconds": round(seconds, 2)}
-    # The measured peak is that after "setup", which makes the weights (in fp32 until frozen).
-    later = {name: peak.bytes for name, peak in found.phases.items() if name != "setup"}
-    if found.phase == "setup" and later:
-        phase = max(later, key=later.__getitem__)
-        entry |= {"predicted_phase": phase, "predicted_bytes": later[phase]}
     if case["kind"] != "training":
         return entry
     if recipe.efficiency.compile is True:

@@ -156,9 +156,9 @@ class LanguageModel(nn.Module):
             if rows is not None:
                 parameter[rows:].zero_()
 
-    def cast(self, dtype: torch.dtype) -> None:
+    def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
         """Cast the parameters, except those of modules with an attribute `keeps_precision` that is
-        true. Buffers keep their dtype.
+        true. Buffers keep their dtype. With `frozen`, trained parameters keep theirs.
 
         The parameters stay the same objects, only their data is replaced. `nn.Module.to` would
         replace fake tensors, on which the planner traces a step, by new parameters.
@@ -167,7 +167,8 @@ class LanguageModel(nn.Module):
             if getattr(module, "keeps_precision", False):
                 continue
             for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
+                if not (frozen and parameter.requires_grad):
+                    parameter.data = parameter.data.to(dtype)
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
         """An empty key-value cache on the model's device; arguments as in `KVCache`."""

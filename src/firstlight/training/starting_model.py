@@ -189,7 +189,8 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
     """Add the adapters of the recipe's `lora` section to the model, and freeze its other weights.
     Does nothing without that section.
 
-    Frozen matrices are stored in the dtype of the matrix products.
+    Frozen matrices are stored in the dtype of the matrix products; with precision bf16_params also
+    the other frozen weights.
 
     Args:
         model: the model; changed in place.
@@ -213,6 +214,10 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
     # A generator of its own, so that adapters do not depend on earlier random numbers.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
+    if recipe.efficiency.precision == "bf16_params":
+        # Now, not in the program: in fp32, embedding and head would take more of the device's
+        # memory while the model is moved there than the training of 4-bit weights does.
+        model.cast(torch.bfloat16, frozen=True)
 
 
 def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelConfig:
