@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from firstlight.cli.main import main
 from firstlight.parallel import elastic
 from firstlight.parallel.elastic import Launch
+from firstlight.parallel.rendezvous import RankError
 
 Call = tuple[list[str], Launch, list[str]]
 
@@ -108,3 +113,21 @@ def test_a_process_that_a_launcher_started_starts_no_others(
     assert main(["train", "r.yaml", "--nproc", "2"]) == 2
     assert message in capfd.readouterr().err
     assert calls == []
+
+
+def test_a_signal_before_a_rank_is_started_ends_with_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(_: Any) -> None:
+        raise SignalException("terminated", signal.SIGTERM)
+
+    monkeypatch.setattr(LocalElasticAgent, "run", run)
+    assert elastic.launch(["true"], Launch(2)) == 128 + signal.SIGTERM
+
+
+def test_a_rendezvous_that_another_machine_has_closed_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LocalElasticAgent, "run", lambda _: None)
+    with pytest.raises(RankError, match="was closed by another machine before this one joined"):
+        elastic.launch(["true"], Launch(2))

@@ -338,8 +338,8 @@ def _speed_text(found: Findings, fit: SpeedFit | None) -> Iterator[str]:
         yield (
             f"The constants stand in `{_MEASURED_NAME}` of the folder of the results and in the\n"
             "cache of the machine that wrote this page. Copied to\n"
-            f"`src/firstlight/planner/{_MEASURED_NAME}`, they are everybody's, and `firstlight\n"
-            f"plan` says of a {fit.gpu.name} that it was measured on this GPU type.\n"
+            f"`src/firstlight/planner/speed/{_MEASURED_NAME}`, they are everybody's, and\n"
+            f"`firstlight plan` says of a {fit.gpu.name} that it was measured on this GPU type.\n"
         )
     yield markdown_table(
         ("configuration", "measured s", "data sheet", "fitted", ""), list(_speed_rows(found, fit))

@@ -160,6 +160,11 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"{where} could not be reached, or not all {options.nnodes} machines connected "
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             ) from error
+        if result is None:  # torch's answer to a rendezvous that is closed
+            raise RankError(
+                f"the rendezvous {options.endpoint} was closed by another machine before this one "
+                "joined: start all machines again"
+            )
         if result.is_failed() and options.nnodes > 1:
             # This process may host the store from which ranks of other machines read the failure.
             time.sleep(_LINGER_SECONDS)
@@ -309,7 +314,9 @@ class _Agent(LocalElasticAgent):
         return running
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
-        """The rank processes of this machine, in the order of local ranks."""
+        """This machine's rank processes in the order of local ranks; none before the start."""
+        if self._pcontext is None:
+            return []
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
         return [handlers[local_rank].proc for local_rank in sorted(handlers)]
 
@@ -347,7 +354,7 @@ class _Agent(LocalElasticAgent):
 
     def has_failed_ranks(self) -> bool:
         """True if ranks of this machine have failed until now."""
-        if self._pcontext is not None:
+        if self._processes():
             self._look_at_ranks(self._worker_group)
         return bool(self._failed)
 
