@@ -1,1 +1,1 @@
-"""A model behind HTTP: the OpenAI-compatible server and the chat page."""
+"""Serving of a model over HTTP: the OpenAI-compatible server and the chat page."""

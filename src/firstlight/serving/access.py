@@ -1,5 +1,5 @@
-"""Refused requests: their errors in OpenAI's format, and the checks before a request is answered:
-host, origin, API key, and the sizes of head and body.
+"""Checks of a request before it is answered (host, origin, API key, sizes of headers and body), and
+the errors of refused requests in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from firstlight.serving.loopback import is_loopback
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
+#: Names of the local machine in the header Host.
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
-#: Status in metrics of a request whose client disconnected; nginx's number.
+#: Status in the metrics for a request whose client disconnected, as in nginx.
 CLIENT_GONE = 499
 
-#: `type` of an error by its status; others are "invalid_request_error" below 500.
+#: HTTP status -> `type` of the error. For other statuses it is "invalid_request_error" below 500,
+#: "server_error" from 500 on.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
 }
 
-#: Message of an internal failure; its cause goes to the log alone.
+#: Message to the client for an internal failure, whose cause is only logged.
 FAILED = "the server failed to answer this; its log says why"
 
 
@@ -44,9 +46,14 @@ class RequestError(Exception):
     Args:
         status: HTTP status.
         message: problem and remedy, for the client.
-        param: the request field that the error is about.
+        param: field of the request with the problem.
         code: error code for programs.
         headers: additional headers of the response.
+
+    Attributes:
+        status: HTTP status.
+        body: JSON of the error.
+        response: the whole HTTP response.
     """
 
     def __init__(
@@ -65,13 +72,13 @@ class RequestError(Exception):
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection, or stopped reading."""
+    """The client closed the connection or stopped reading."""
 
 
 def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The JSON of an error in OpenAI's format."""
+    """The JSON of an error in OpenAI's format; arguments as in `RequestError`."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -79,31 +86,32 @@ def error_body(
 def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A response of plain data as JSON."""
+    """An HTTP response with `content` as JSON."""
     body = json.dumps(content, ensure_ascii=False).encode()
     return Response(body, status, headers, "application/json")
 
 
 def new_request_id() -> str:
-    """The id of a request, for the header x-request-id and the log."""
+    """A random id for a request, for the header X-Request-Id and the log."""
     return f"req_{secrets.token_hex(16)}"
 
 
 def unsupported_schema(message: str) -> RequestError:
-    """The error of a JSON Schema that can't be followed."""
+    """The error for a JSON Schema that is not supported."""
     return RequestError(400, message, param="response_format", code="unsupported_schema")
 
 
 def header_values(scope: Scope, name: bytes) -> list[bytes]:
-    """All values of a header, which a client may send several times."""
+    """All values of a header, which can occur several times; `name` is in lower case."""
     return [value for key, value in scope["headers"] if key == name]
 
 
 def require_head_size(scope: Scope, limits: Limits) -> None:
-    """Refuse a head that is too long; uvicorn does so only if it arrives in several pieces.
+    """Refuse a request whose path, query and headers are too long together. uvicorn's own limit has
+    an effect only if they arrive in several pieces.
 
     Raises:
-        RequestError: 431.
+        RequestError: status 431.
     """
     size = len(scope["raw_path"]) + len(scope["query_string"])
     if size + sum(len(k) + len(v) for k, v in scope["headers"]) > limits.max_header_bytes:
@@ -118,7 +126,7 @@ def require_body_size(scope: Scope, limits: Limits) -> None:
     """Refuse a body by its declared size, before any of it is read.
 
     Raises:
-        RequestError: 413, the body is too large; 400, the size is not a number.
+        RequestError: status 413 if the body is too large, 400 if the size is not a number.
     """
     for value in header_values(scope, b"content-length"):
         if not re.fullmatch(rb"\d{1,20}", value):
@@ -138,11 +146,11 @@ def _require_size(size: int, limits: Limits) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """The body of a JSON request.
+    """Read the body of a JSON request.
 
     Raises:
-        RequestError: 408, the body arrives too slowly; 413, it is too large; 415, it is not
-            declared as JSON.
+        RequestError: status 408 if the body arrives too slowly, 413 if it is too large, 415 if it
+            is not declared as JSON or is compressed.
         ClientGoneError: the client closed the connection.
     """
     kinds = header_values(scope, b"content-type")
@@ -172,12 +180,12 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
 
 @dataclass(frozen=True)
 class Access:
-    """Hosts, origins and the API key that requests are checked for.
+    """The allowed hosts and origins, and the API key, of a server.
 
     Attributes:
         key_digest: SHA-256 of the API key; None if no key is required.
         hosts: allowed names in the header Host, without a port; None allows any.
-        origins: allowed foreign pages, as in the header Origin.
+        origins: origins (values of the header Origin) of other web pages that may send requests.
     """
 
     key_digest: bytes | None
@@ -192,10 +200,17 @@ class Access:
         hosts: Iterable[str] = (),
         origins: Iterable[str] = (),
     ) -> Access:
-        """The access of a server that listens at `host`.
+        """Create the access of a server.
 
-        A foreign page's name can be made to point to this machine (DNS rebinding), so a loopback
-        address is only answered under its own names; elsewhere there is a key.
+        A server at a loopback address is answered only under the names of the local machine, and
+        those in `hosts`: an attacker can let the name of a web page resolve to this machine (DNS
+        rebinding). Servers at other addresses have an API key.
+
+        Args:
+            host: name or address at which the server listens.
+            key: API key; None requires none.
+            hosts: additional allowed names in the header Host.
+            origins: allowed origins of other web pages.
         """
         digest = None if key is None else hashlib.sha256(key).digest()
         given = {name.lower() for name in hosts}
@@ -209,10 +224,10 @@ class Access:
         )
 
     def require(self, scope: Scope) -> None:
-        """Refuse a request without access.
+        """Refuse a request without access. /health and CORS preflights need no API key.
 
         Raises:
-            RequestError: 401 or 403.
+            RequestError: status 401 for a missing or wrong key, 403 for host or origin.
         """
         host = self._require_host(header_values(scope, b"host"))
         self._require_origin(header_values(scope, b"origin"), host)
@@ -245,7 +260,7 @@ class Access:
 
     def _require_key(self, found: list[bytes], expected: bytes) -> None:
         scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
-        # Digests have one length: the time of the comparison tells nothing about the key.
+        # Digests have equal lengths, so that the time of the comparison says nothing about the key.
         is_right = hmac.compare_digest(hashlib.sha256(key).digest(), expected)
         if scheme.lower() != b"bearer" or not is_right:
             raise RequestError(
@@ -256,7 +271,7 @@ class Access:
             )
 
     def foreign_origin(self, scope: Scope) -> bytes | None:
-        """The allowed foreign origin of a request, if it has one."""
+        """The origin of a request, if it is one of `origins`, else None."""
         found = header_values(scope, b"origin")
         is_allowed = len(found) == 1 and found[0].decode("latin-1").lower() in self.origins
         return found[0] if is_allowed else None
@@ -270,13 +285,13 @@ def is_preflight(scope: Scope) -> bool:
 
 
 class RequestGuard:
-    """The outermost layer of the server: refuses requests without access and oversized ones, adds
-    security and CORS headers, and counts.
+    """The outermost ASGI layer of the server: refuses requests that have no access or are too
+    large, adds security and CORS headers, and counts requests.
 
     Args:
-        app: the application that gets the remaining requests.
-        access: allowed hosts and origins, and the key.
-        limits: limits of a request's head and of the declared size of its body.
+        app: application that gets the accepted requests.
+        access: allowed hosts and origins, and the API key.
+        limits: limits, of which those of headers and of the declared size of the body are used.
         count: callback with path and status of each request.
     """
 
@@ -312,7 +327,7 @@ class RequestGuard:
             self._count(scope["path"], status)
 
     def _respond_to(self, scope: Scope) -> ASGIApp:
-        """The responding application: an error, a preflight's response, or `app`."""
+        """The application that responds: an error, the response to a preflight, or `app`."""
         try:
             require_head_size(scope, self._limits)
             self._access.require(scope)
@@ -325,7 +340,7 @@ class RequestGuard:
 
 
 def _headers(origin: bytes | None, request_id: str) -> list[tuple[bytes, bytes]]:
-    """The headers of every response, given the request's allowed foreign origin, if any."""
+    """Headers that are added to every response; `origin` is that of `Access.foreign_origin`."""
     headers = [(b"x-content-type-options", b"nosniff"), (b"x-request-id", request_id.encode())]
     if origin is not None:
         headers += [

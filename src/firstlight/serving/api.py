@@ -1,4 +1,4 @@
-"""The HTTP routes: OpenAI's API, the server's health, and its metrics."""
+"""The HTTP routes: OpenAI's API, health and metrics of the server."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ _LAST_EVENT = b"data: [DONE]\n\n"
 
 
 def create_app(service: Service, access: Access) -> RequestGuard:
-    """The server as an ASGI application; its FastAPI is in `.app`.
+    """Create the server's ASGI application; `app` of the result is its FastAPI application.
 
     Args:
         service: the started service; it is stopped when the application shuts down.
-        access: allowed hosts and origins, and the key.
+        access: allowed hosts and origins, and the API key.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.attach(asyncio.get_running_loop())
         yield
-        # In a thread: the scheduler hands the last updates to this loop.
+        # In a thread, because the scheduler passes its last updates to this event loop.
         await asyncio.to_thread(service.stop)
 
     app = FastAPI(
@@ -97,7 +97,8 @@ def create_app(service: Service, access: Access) -> RequestGuard:
 
 
 def _route_of(path: str) -> str:
-    """A route's name for the metrics: one of a few, whatever path a client requests."""
+    """Name of a route for the metrics. Unknown paths are "other", so that clients can't create any
+    number of names."""
     if path in _PLAIN_ROUTES:
         return path
     return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
@@ -123,13 +124,13 @@ def _add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(FirstlightError)
     async def unable(request: Request, error: FirstlightError) -> Response:
-        # One line in the log; any other exception is logged with its traceback.
+        # Logged as one line; other exceptions are logged with their traceback.
         say(f"firstlight: {request.scope['state']['request_id']}: {error}")
         return json_response(error_body(500, FAILED), 500)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        # The cause goes to the log, not to the client.
+        # The cause is logged, and not sent to the client.
         return json_response(error_body(500, FAILED), 500)
 
 
@@ -143,12 +144,12 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses=responses(Models, 401, 403))
     async def models() -> Response:
-        """The one model there is."""
+        """List the server's only model."""
         return json_response({"object": "list", "data": [card]})
 
     @app.get("/v1/models/{model:path}", responses=responses(ModelCard, 401, 403, 404))
     async def model(model: str) -> Response:
-        """A model by its name."""
+        """Describe a model."""
         if model != service.name:
             raise RequestError(
                 404,
@@ -160,13 +161,13 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", responses=responses(Health, 403, 503))
     async def health() -> Response:
-        """True if requests are answered. Needs no key."""
+        """Check that the server can answer requests. Needs no API key."""
         service.require_able()
         return json_response({"status": "ok"})
 
     @app.get("/metrics", responses=responses(None, 401, 403))
     async def metrics() -> Response:
-        """The counters, in Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return Response(
             service.metrics.page(), headers={"content-type": service.metrics.content_type}
         )
@@ -195,14 +196,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @post("/v1/chat/completions", ChatRequest, ChatCompletion)
     async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
+        """Answer the last message of a conversation."""
         return await respond(request, service.processor.chat)
 
 
 async def _whole_response(
     service: Service, prepared: PreparedRequest, request: Request
 ) -> Response:
-    """The response in one object.
+    """Generate the texts, and respond with one object.
 
     Raises:
         RequestError, ClientGoneError: see `Service.running` and `Progress`.
@@ -217,11 +218,11 @@ async def _whole_response(
 
 
 class EventStream(Response):
-    """A streamed response (server-sent events). It starts with the first token, so that an
-    earlier failure has its own status.
+    """A streamed response (server-sent events). It starts with the first token, so that a failure
+    before it can still have an error's status.
 
     Args:
-        service: the service that generates.
+        service: service that generates the texts.
         prepared: the request.
     """
 
@@ -235,7 +236,7 @@ class EventStream(Response):
         """The ASGI application.
 
         Raises:
-            RequestError, ClientGoneError: nothing has been sent.
+            RequestError, ClientGoneError: the failure came before the first token.
         """
         prepared = self._prepared
         try:
@@ -254,7 +255,7 @@ class EventStream(Response):
         except ClientGoneError:
             if not self._has_begun:
                 raise
-            # Nobody reads it; uvicorn learns that the response is over.
+            # Nobody reads it, but uvicorn needs the end of the response.
             await self._send(send, b"", more=False)
 
     async def _send(self, send: Send, content: bytes, *, more: bool = True) -> None:
@@ -263,7 +264,7 @@ class EventStream(Response):
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
-                # nginx would collect the chunks.
+                # Otherwise nginx would buffer the chunks.
                 (b"x-accel-buffering", b"no"),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -278,7 +279,7 @@ class EventStream(Response):
                 opening = response.opening(index)
                 if opening is not None:
                     yield opening
-            choice.pieces = []  # sent before, and not needed
+            choice.pieces = []  # earlier pieces have been sent
             choice.add(update)
             if update.finish_reason is not None:
                 yield from response.ending(

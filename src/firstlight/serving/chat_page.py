@@ -1,4 +1,4 @@
-"""The chat page: Chainlit in a browser on this machine; nothing leaves the machine."""
+"""The chat page: Chainlit, for a browser on this machine. Nothing is sent to other machines."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from firstlight.generation.config import SamplingConfig
 from firstlight.serving.loopback import LoopbackGuard, require_loopback
 from firstlight.weights.huggingface import LoadedModel
 
-#: Chainlit's configuration, and the script of the page.
+#: Folder with Chainlit's configuration and the script of the page.
 _FILES = Path(__file__).parent / "page"
 
-#: Environment variables that would have Chainlit log in, store or send the conversation.
+#: Environment variables that could make Chainlit require a login, or store or send conversations.
 _FOREIGN_VARIABLES = re.compile(
     r"(CHAINLIT|OAUTH|SLACK|TEAMS|DISCORD|LITERAL)_\w+|DATABASE_URL|BUCKET_NAME"
 )
 
-#: Seconds that answers have to end when the server ends.
+#: Seconds for running answers to end when the server shuts down.
 _GRACE_SECONDS = 2
 
 
@@ -47,7 +47,7 @@ class Address:
 
     Attributes:
         host: a loopback address.
-        port: the port; 0 for any free one.
+        port: the port; 0 is any free port.
     """
 
     host: str
@@ -55,7 +55,7 @@ class Address:
 
 
 def require_web(host: str, port: int) -> Address:
-    """The address of the page; checked before a model is loaded.
+    """Check that the page can be served, before a model is loaded; return its address.
 
     Raises:
         ConfigError: other machines could reach the host, or the port is invalid.
@@ -77,15 +77,15 @@ def serve_chat(
     settings: SamplingConfig = CHAT_SETTINGS,
     compile: bool = False,
 ) -> None:
-    """Show the page until Ctrl-C. Every tab has its own conversation.
+    """Serve the page until Ctrl-C. Every tab has its own conversation.
 
-    Chainlit lives in this process: it can be done once in each.
+    Can be called only once in a process, because Chainlit's application is a global object.
 
     Args:
-        loaded: a model of `firstlight.load`.
-        address: an address of `require_web`.
-        system, settings: system message and sampling of each new conversation.
-        compile: see `BatchDecoder`.
+        loaded: a model from `firstlight.load`.
+        address: an address from `require_web`.
+        system, settings: system message and sampling settings of each new conversation.
+        compile: see `ConversationDecoder`.
 
     Raises:
         ConfigError: the port is taken, or the model can't be compiled here.
@@ -98,7 +98,7 @@ def serve_chat(
     def new_session() -> ChatSession:
         return ChatSession(loaded, system=system, settings=settings, decoder=decoder)
 
-    new_session()  # an error is raised here, not shown on the page
+    new_session()  # raises errors here, before the page is served
     with (
         contextlib.suppress(KeyboardInterrupt),
         _listening(address) as listener,
@@ -128,7 +128,7 @@ def _listening(address: Address) -> Iterator[socket.socket]:
 
 
 def _app_folder(folder: Path) -> Path:
-    """Fill Chainlit's folder, which is the working directory otherwise."""
+    """Copy Chainlit's files to its folder, which would otherwise be the working directory."""
     for part, name in ((".chainlit", "config.toml"), ("public", "page.js")):
         (folder / part).mkdir()
         shutil.copyfile(_FILES / name, folder / part / name)
@@ -137,7 +137,8 @@ def _app_folder(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """The environment that Chainlit may see."""
+    """A context with the environment variables for Chainlit: without `_FOREIGN_VARIABLES`, and with
+    its folder."""
     before = dict(os.environ)
     for name in before:
         if _FOREIGN_VARIABLES.fullmatch(name):
@@ -157,7 +158,7 @@ def _serve(app: Any, listener: socket.socket) -> None:
 
     config = uvicorn.Config(
         app,
-        lifespan="off",  # Chainlit's ends the whole process
+        lifespan="off",  # Chainlit's shutdown ends the whole process
         log_level="error",
         server_header=False,
         ws_max_size=1 << 20,
@@ -170,14 +171,14 @@ def _serve(app: Any, listener: socket.socket) -> None:
 
 
 def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> Any:
-    """Chainlit's ASGI application, with our answers."""
+    """Chainlit's ASGI application, with callbacks that answer by the model."""
     chainlit: Any = importlib.import_module("chainlit")
     logging.getLogger("chainlit").setLevel(logging.ERROR)
     settings: Any = importlib.import_module("chainlit.config").config
     settings.run.headless = True
     settings.code.data_layer = lambda: None  # nothing is stored
     answers = Answers()
-    # A folder's name without markup.
+    # Replaced, so that the folder's name has no markup.
     name = re.sub(r"[^\w. -]", " ", model_name)
 
     async def start() -> None:
@@ -226,8 +227,8 @@ def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> An
     return importlib.import_module("chainlit.server").app
 
 
-#: The settings of the page: label, description, and least and greatest value of a slider; without
-#: them a field for a whole number.
+#: Field of `SamplingConfig` -> its label, description, and least and greatest value of its slider
+#: on the page; None is an input field for an integer.
 _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
     "temperature": (
         "Temperature",
@@ -241,7 +242,7 @@ _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
 
 
 def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
-    """The widgets of the page's settings."""
+    """The widgets of the page's settings, with the values in `now`."""
     found = []
     for name, (label, description, limits) in _SETTINGS.items():
         value = getattr(now, name)
@@ -255,7 +256,7 @@ def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
 
 
 def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> SamplingConfig:
-    """Settings with the values that a page sent.
+    """Sampling settings with the values that a page has sent; empty fields change nothing.
 
     Raises:
         ConfigError: a value is not a number, or out of range.
@@ -263,14 +264,14 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
     changes: dict[str, Any] = {}
     for name, (_, _, limits) in _SETTINGS.items():
         value = values.get(name)
-        if value is None or value == "":  # a field that was emptied
+        if value is None or value == "":  # the user has cleared the field
             continue
         changes[name] = _number(name, value, limits is None)
     return replace(settings, **changes)
 
 
 def _number(name: str, value: object, is_whole: bool) -> float:
-    """A number that a page sent: a slider sends a number, a field sends text."""
+    """The number in a value that a page has sent; sliders send numbers, input fields send text."""
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError
@@ -285,7 +286,8 @@ def _number(name: str, value: object, is_whole: bool) -> float:
 
 
 class Answers:
-    """Answers of one model, one at a time, in a thread, so that the page stays responsive."""
+    """Generates the answers of one model, one at a time, in a thread, so that the event loop is
+    free."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -296,8 +298,8 @@ class Answers:
         return self._lock.locked()
 
     async def pieces(self, session: ChatSession, text: str) -> AsyncGenerator[str, None]:
-        """The pieces of an answer, once all earlier answers are complete. Closing or cancelling
-        the generator ends the answer after the current token.
+        """Wait until all earlier answers are complete, then yield the pieces of an answer. Closing
+        or cancelling the generator ends the answer after the current token.
 
         Raises:
             FirstlightError: see `ChatSession.answer`.
@@ -312,7 +314,8 @@ class Answers:
                     pieces = session.answer(text)
                     assert isinstance(pieces, Generator)
                     with contextlib.closing(pieces):
-                        # `session.stop()` has no effect before the answer has begun.
+                        # `ended` is needed, too: `session.stop()` has no effect before the answer
+                        # has begun.
                         while not ended and (piece := next(pieces, None)) is not None:
                             loop.call_soon_threadsafe(queue.put_nowait, piece)
                 finally:
@@ -327,6 +330,6 @@ class Answers:
                 ended = True
                 session.stop()
                 while not thread.done():
-                    # The model is free only when the thread has ended, even if cancelled again.
+                    # Waits on, even if cancelled again: the model is in use until the thread ends.
                     with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.wait([thread])

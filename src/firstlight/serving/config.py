@@ -11,7 +11,7 @@ from firstlight.errors import ConfigError
 from firstlight.files.atomic import read_file
 from firstlight.serving.loopback import is_loopback
 
-#: The environment variable of the API key.
+#: Environment variable with the API key.
 KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
 
 _MAX_KEY_BYTES = 4096
@@ -22,14 +22,14 @@ class Limits:
     """Limits of requests and connections.
 
     Attributes:
-        request_timeout: seconds from a request's arrival in the queue to its end.
-        header_timeout: seconds for the head of a request to arrive.
+        request_timeout: seconds from a request's arrival in the queue to the end of its response.
+        header_timeout: seconds for the headers of a request to arrive.
         body_timeout: seconds for the body of a request to arrive.
         write_timeout: seconds that a client may leave sent bytes unread.
-        max_body_bytes: size of a request's body.
-        max_header_bytes: size of a request's head.
-        max_connections: simultaneous connections; beyond that, connections without a request are
-            closed, the oldest first.
+        max_body_bytes: greatest size of a request's body, in bytes.
+        max_header_bytes: greatest size of a request's headers, in bytes.
+        max_connections: greatest number of simultaneous connections; beyond that, connections that
+            wait for a request are closed, the longest waiting first.
     """
 
     request_timeout: float = 600.0
@@ -43,28 +43,29 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The address, the clients and the bounds of a server.
+    """Options of a server: its address, its clients and its limits.
 
     Attributes:
-        host: name or address to listen at; any but this machine's own need an API key.
-        port: port to listen at; 0 takes a free one.
-        model_name: name of the model, as clients read and send it.
-        api_key: key that clients must send; None asks for none.
-        allowed_hosts: another name that requests may be sent to (the header Host); several are
-            allowed.
-        allowed_origins: another web page that may send requests (the header Origin); several are
-            allowed.
-        max_batch_size: number of texts that are generated at a time.
-        max_queue: number of texts that may wait; more are refused with 429.
-        compile: decode through torch.compile: one or two minutes of compiling before the first
-            request.
-        max_context_tokens: tokens of a text, prompt and answer together; without it, the model's
-            limit.
-        shutdown_timeout: seconds for answers to end, after a signal.
-        limits: limits of single requests and connections.
+        host: name or address to listen at; any but loopback addresses need an API key.
+        port: port to listen at; 0 is any free port.
+        model_name: name of the model for clients.
+        api_key: key that clients must send; None requires none.
+        allowed_hosts: another name under which requests may reach the server (the header Host);
+            several are allowed.
+        allowed_origins: origin of another web page that may send requests (the header Origin);
+            several are allowed.
+        max_batch_size: greatest number of texts that are generated at a time.
+        max_queue: greatest number of waiting texts; more are refused with status 429.
+        compile: decode through torch.compile, which takes one or two minutes of compiling before
+            the first request.
+        max_context_tokens: greatest number of tokens of a text, prompt and answer together; without
+            it, the model's limit.
+        shutdown_timeout: seconds for running answers to end, after a signal.
+        limits: limits of requests and connections.
 
     Raises:
-        ConfigError: others could ask a server without a key, or a value is out of range.
+        ConfigError: other machines could use a server without an API key, or a value is out of
+            range.
     """
 
     host: str = "127.0.0.1"
@@ -103,16 +104,20 @@ class ServerOptions:
             ("max_connections", limits.max_connections, 1, 2**20),
         )
         for name, value, least, highest in ranges:
-            # NaN is in no range.
+            # Written so that NaN is refused, too: its comparisons are false.
             if value is not None and not least <= value <= highest:
                 raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
 
 
 def checked_key(key: bytes, where: str) -> bytes:
-    """The key, if it can be sent in a header.
+    """Check that a key can be sent in a header; return it.
+
+    Args:
+        key: the key.
+        where: where the key comes from, for messages.
 
     Raises:
-        ConfigError: the key is empty, or not of visible ASCII characters.
+        ConfigError: the key is empty or has other than visible ASCII characters.
     """
     if not key:
         raise ConfigError(f"the API key in {where} is empty: give it one, or leave it out")
@@ -124,10 +129,10 @@ def checked_key(key: bytes, where: str) -> bytes:
 
 
 def key_from_file(path: Path) -> bytes:
-    """The API key in a file of one line.
+    """Read the API key from a file with one line.
 
     Raises:
         InputError: the file can't be read.
-        ConfigError: the file holds no key.
+        ConfigError: see `checked_key`.
     """
     return checked_key(read_file(path, _MAX_KEY_BYTES).rstrip(b"\r\n"), str(path))

@@ -1,4 +1,5 @@
-"""A client's connection: time limits for a head and for a client to read, and their number."""
+"""HTTP connections of clients, with limits of their number and of the time that they may wait for
+headers and for a client to read."""
 
 from __future__ import annotations
 
@@ -13,27 +14,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from firstlight.serving.access import error_body, new_request_id
 from firstlight.serving.config import Limits
 
-#: The rest of a refused request's body that is read and thrown away: a client that still sends
-#: would not see the response if the connection were closed.
+#: Limits, in bytes and seconds, of reading and discarding the rest of a refused request's body. If
+#: the connection were closed at once, a client that is still sending would not see the response.
 _MAX_IGNORED_BYTES = 4 * 2**20
 _LINGER_SECONDS = 5.0
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP connection with the time limits that uvicorn lacks: it waits for ever for the
-    head of a request, for a client to read, and for the rest of a body that nobody wants. Errors
-    have OpenAI's shape here, too.
+    """uvicorn's HTTP connection with additional time limits: uvicorn waits without limit for the
+    head of a request (its first line and headers), for a client to read, and for the rest of a
+    refused request's body. Errors are in OpenAI's format.
 
     Attributes:
-        limits: limits of all connections of a server.
-        waits_since: event loop time since which a complete request is awaited; None while a
-            request is answered.
+        limits: limits of a server's connections.
+        waits_since: event loop time since which the connection waits for a complete request, in
+            seconds; None while a request is answered.
     """
 
     limits: ClassVar[Limits]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """asyncio calls this when a client has connected."""
+        """Called by asyncio when a client has connected."""
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._phase = ""
@@ -41,7 +42,7 @@ class LimitedProtocol(H11Protocol):
         self._refused = False
         self.waits_since: float | None = self.loop.time()
         super().connection_made(transport)
-        # The application closes a connection that its client does not read from.
+        # With `abort`, the application closes the connection of a client that does not read.
         self.app_state = {**self.app_state, "abort": transport.abort}
         if len(self.connections) > self.limits.max_connections and not self._replace_another():
             self._refused = True
@@ -50,7 +51,8 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def _replace_another(self) -> bool:
-        """Close the connection that has waited longest for a request, if there is one."""
+        """Close the connection that has waited longest for a request; return False if none
+        waits."""
         others = [
             (other.waits_since, number, other)
             for number, other in enumerate(cast("set[LimitedProtocol]", self.connections))
@@ -59,15 +61,15 @@ class LimitedProtocol(H11Protocol):
         if not others:
             return False
         other = min(others)[2]
-        # asyncio reports the closed connection only in its next round, and it must not count
-        # until then.
+        # asyncio calls `connection_lost` only in its next iteration; until then, the connection
+        # must not count.
         self.connections.discard(other)
         other.waits_since = None
         other.transport.abort()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio calls this when the connection is closed."""
+        """Called by asyncio when the connection is closed."""
         self._set_deadline(None)
         self._stop_waiting_for_reader()
         self.waits_since = None
@@ -75,12 +77,12 @@ class LimitedProtocol(H11Protocol):
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
-        """asyncio calls this when bytes have arrived."""
+        """Called by asyncio when bytes have arrived."""
         if self._refused or self.transport.is_closing():
             return
         if self._is_answering():
-            # A second request before the first is answered. uvicorn would stop reading and not
-            # notice a disconnect, so the connection is closed after the response instead.
+            # A second request before the first is answered (pipelining). uvicorn would stop reading
+            # and not notice a disconnect. Here, the connection is closed after the response.
             self.cycle.keep_alive = False
             return
         super().data_received(data)
@@ -95,7 +97,7 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def _is_answering(self) -> bool:
-        """True if a complete request has arrived and its response is incomplete."""
+        """True if a complete request has arrived and its response is not complete."""
         return (
             self.cycle is not None
             and not self.cycle.response_complete
@@ -103,17 +105,18 @@ class LimitedProtocol(H11Protocol):
         )
 
     def on_response_complete(self) -> None:
-        """uvicorn calls this after the last byte of a response."""
+        """Called by uvicorn after the last byte of a response."""
         super().on_response_complete()
         if not self.transport.is_closing():
             self._watch()
         else:
-            # The client loses the part that it has not read by then.
+            # The client loses what it has not read within the write timeout.
             self._set_deadline(self.limits.write_timeout)
 
     def _watch(self) -> None:
-        """Set the deadline of the event that the connection waits for."""
-        seconds = None  # the application has its own time limits for a body and a response
+        """Set the deadline for what the connection waits for now: a head, a body, the response, or
+        the rest of a body to discard."""
+        seconds = None  # `read_body` and `Service` limit the time of a body and a response
         if self.conn.their_state is h11.IDLE:
             phase, seconds = "head", self.limits.header_timeout
         elif self.conn.their_state is not h11.SEND_BODY:
@@ -139,20 +142,20 @@ class LimitedProtocol(H11Protocol):
         )
 
     def shutdown(self) -> None:
-        """End: an incomplete request gets no response."""
+        """Called by uvicorn when the server ends. An incomplete request gets no response."""
         if self.waits_since is not None:
             self.transport.abort()
         else:
             super().shutdown()
 
     def pause_writing(self) -> None:
-        """asyncio calls this when the client does not read: the write timeout begins."""
+        """Called by asyncio when the client does not read; the write timeout begins."""
         super().pause_writing()
         self._stop_waiting_for_reader()
         self._unread = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """asyncio calls this when the client reads again."""
+        """Called by asyncio when the client reads again."""
         super().resume_writing()
         self._stop_waiting_for_reader()
 
@@ -162,7 +165,7 @@ class LimitedProtocol(H11Protocol):
             self._unread = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP, or a head that is too long."""
+        """Called by uvicorn if a request is not valid HTTP, or its head is too long."""
         if self.cycle is not None and self.cycle.response_started:
             self.transport.abort()
             return

@@ -1,4 +1,4 @@
-"""The guard of the chat page: only this machine is answered, and no other is asked."""
+"""Guards of the chat page: only this machine may use it, and the page may not use other hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: Tags that make a browser fetch something from another host, or prepare to.
+#: <link> and <meta> tags with the URL of another host, from which a browser may fetch something.
 _FOREIGN_TAG = re.compile(r"<(?:link|meta)\b[^>]*[\"'](?:https?:)?//[^>]*>", re.IGNORECASE)
 _INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.IGNORECASE | re.DOTALL)
 
@@ -32,7 +32,7 @@ _HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """True if a name or address (IPv6 without brackets) can be reached from this machine alone."""
+    """True if a name or address (IPv6 without brackets) can be reached only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -42,10 +42,10 @@ def is_loopback(host: str) -> bool:
 
 
 def require_loopback(host: str) -> str:
-    """The loopback address to listen at.
+    """Check that a host is a loopback address; return the address to listen at.
 
     Raises:
-        ConfigError: other machines could reach it.
+        ConfigError: other machines could reach the host.
     """
     address = host.removeprefix("[").removesuffix("]")
     if not is_loopback(address):
@@ -57,14 +57,15 @@ def require_loopback(host: str) -> str:
 
 
 def refusal(headers: dict[str, str]) -> str | None:
-    """The reason why a request is refused; None if it is not.
+    """Reason why a request is refused; None if it is accepted.
 
-    The Host must be this machine's own name: a foreign page whose name was made to point here (DNS
-    rebinding) sends its own. The Origin, if there is one, must be this page's: any page can open a
-    WebSocket. Ports are not compared with the server's, for the sake of tunnels.
+    The header Host must be a name of the local machine: requests from a web page whose name
+    resolves to this machine (DNS rebinding) have that page's name. The header Origin, if there is
+    one, must be the origin of this page, because any page can open a WebSocket. Ports are not
+    compared with the server's port, so that tunnels work.
 
     Args:
-        headers: the request's headers; names in lower case.
+        headers: the request's headers, with names in lower case.
     """
     host = headers.get("host", "")
     try:
@@ -80,12 +81,12 @@ def refusal(headers: dict[str, str]) -> str | None:
 
 
 def content_security_policy(host: str, html: str = "") -> str:
-    """The Content-Security-Policy of a page: resources of this host, and the page's own inline
-    scripts.
+    """The header Content-Security-Policy, which allows resources of this host and the inline
+    scripts of the page.
 
     Args:
         host: the request's header Host.
-        html: text of the page; "" for other responses.
+        html: HTML of the page; "" for other responses.
     """
     hashes = (
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -109,16 +110,17 @@ def content_security_policy(host: str, html: str = "") -> str:
 
 
 def without_foreign_tags(html: str) -> str:
-    """A page without the <link> and <meta> tags that name other hosts."""
+    """Remove the <link> and <meta> tags with URLs of other hosts from a page."""
     return _FOREIGN_TAG.sub("", html)
 
 
 class LoopbackGuard:
-    """An ASGI application that passes on the requests of this machine's own pages, and adds
-    headers to responses that keep a page from using other hosts. HTML loses the tags that would.
+    """An ASGI layer that accepts only requests of the local machine and of the page itself (see
+    `refusal`). It adds headers to responses that keep the page from using other hosts, and removes
+    tags that refer to other hosts from HTML.
 
     Args:
-        app: the application that responds.
+        app: application that responds to accepted requests.
     """
 
     def __init__(self, app: App) -> None:
@@ -135,7 +137,7 @@ class LoopbackGuard:
         elif scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
-            # A compressed page can't be searched for tags.
+            # Without accept-encoding, because tags can't be found in a compressed page.
             plain = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]
             response = _GuardedResponse(send, headers["host"])
             await self._app({**scope, "headers": plain}, receive, response)
@@ -152,7 +154,8 @@ async def _refuse(scope: Scope, send: Send, reason: str) -> None:
 
 
 class _GuardedResponse:
-    """Sends a response on with the headers; HTML once it is complete."""
+    """Passes a response on with added headers. HTML is held until it is complete, to remove
+    tags."""
 
     def __init__(self, send: Send, host: str) -> None:
         self._send, self._host = send, host

@@ -1,4 +1,4 @@
-"""The OpenAPI document: requests and responses of the routes, for client generators and tests."""
+"""The OpenAPI document: schemas of requests and responses, for client generators and tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STATUSES = {
 }
 
 
-# The responses' schemas. They only document: the server writes plain dicts, which is faster.
+# Schemas of the responses, for the document only: the server writes plain dicts, which is faster.
 
 
 class ErrorDetails(BaseModel):
@@ -91,14 +91,14 @@ class CompletionChoice(_Choice):
 
 
 class AssistantMessage(BaseModel):
-    """The message of a chat's choice."""
+    """The answer to a conversation."""
 
     role: Literal["assistant"]
     content: str
 
 
 class ChatChoice(_Choice):
-    """One answer to a conversation."""
+    """One choice of an answer to a conversation."""
 
     message: AssistantMessage
 
@@ -126,7 +126,8 @@ class ChatCompletion(_Generated):
 
 
 def request_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """The `requestBody` of a route's entry; the route reads the body itself."""
+    """The entry `requestBody` of a route. FastAPI can't derive it, because the route reads the body
+    itself."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -134,12 +135,12 @@ def request_body(kind: type[BaseModel]) -> dict[str, Any]:
 def responses(
     kind: type[BaseModel] | None, *errors: int, streamed: bool = False
 ) -> dict[int | str, dict[str, Any]]:
-    """The responses of a route's entry.
+    """The entry `responses` of a route.
 
     Args:
         kind: schema of a successful response; None is plain text.
-        errors: statuses of refusals.
-        streamed: the response may come as server-sent events.
+        errors: statuses of errors.
+        streamed: True if the response can also be server-sent events.
     """
     text = {"type": "string"}
     ok: dict[str, Any] = {"description": "OK"}
@@ -148,7 +149,7 @@ def responses(
     else:
         ok["model"] = kind
     if streamed:
-        # The data of an event is a chunk in JSON, and "[DONE]" at last.
+        # The data of an event is a chunk as JSON; that of the last event is "[DONE]".
         event = {"type": "object", "required": ["data"], "properties": {"data": text}}
         ok["content"] = {"text/event-stream": {"schema": event}}
     found: dict[int | str, dict[str, Any]] = {200: ok}
@@ -156,7 +157,8 @@ def responses(
 
 
 def with_schemas(document: dict[str, Any], processor: RequestProcessor) -> dict[str, Any]:
-    """A document with the schemas of the requests, bounded by the model, and the key's scheme."""
+    """Add to FastAPI's document the schemas of the requests, with the model's bounds, and the
+    security scheme of the API key; returns the document."""
     kinds: list[Any] = [(CompletionRequest, "validation"), (ChatRequest, "validation")]
     _, schemas = models_json_schema(kinds, ref_template=_REF)
     definitions = schemas["$defs"]
@@ -166,7 +168,7 @@ def with_schemas(document: dict[str, Any], processor: RequestProcessor) -> dict[
         del document["paths"]["/v1/chat/completions"]
     for methods in document["paths"].values():
         for route in methods.values():
-            route["responses"].pop("422", None)  # FastAPI's own; ours is 400
+            route["responses"].pop("422", None)  # FastAPI's status; this server responds with 400
     components = document["components"]
     for name in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(name, None)
@@ -177,7 +179,7 @@ def with_schemas(document: dict[str, Any], processor: RequestProcessor) -> dict[
 
 
 def _state_bounds(schema: dict[str, Any], processor: RequestProcessor) -> None:
-    """Add to a request's schema what depends on the model, and what depends on another field."""
+    """Add to a request's schema the bounds that depend on the model, and rules between fields."""
     fields = schema["properties"]
     fields["model"] = {"enum": [processor.name, None]}
     if not can_structure():
@@ -186,7 +188,8 @@ def _state_bounds(schema: dict[str, Any], processor: RequestProcessor) -> None:
             "anyOf": [{**text, "additionalProperties": False}, {"type": "null"}]
         }
     for one in fields["response_format"]["anyOf"]:
-        # Two types have one schema, which client generators take for an error.
+        # Without the discriminator: two of its values have the same schema, which client generators
+        # reject.
         one.pop("discriminator", None)
     (bias,) = (one for one in fields["logit_bias"]["anyOf"] if one["type"] == "object")
     bias["propertyNames"] = {"pattern": up_to_pattern(processor.vocab_size - 1)}
@@ -204,14 +207,20 @@ def _state_bounds(schema: dict[str, Any], processor: RequestProcessor) -> None:
 def _either(
     name: str, others: dict[str, Any], required: tuple[str, ...] | None = None
 ) -> dict[str, Any]:
-    """A rule: the field is null or missing, or the other fields are as given."""
+    """A rule: the field `name` is null or missing, or the other fields match their schemas.
+
+    Args:
+        name: the field.
+        others: schemas of the other fields.
+        required: other fields that must be present; None is all.
+    """
     needed = list(others if required is None else required)
     absent = {"properties": {name: {"type": "null"}}}
     return {"anyOf": [absent, {"properties": others, "required": needed}]}
 
 
 def _bound_ids(prompt: dict[str, Any], processor: RequestProcessor) -> None:
-    """Bound token ids by the vocabulary, and their number by the context."""
+    """Bound the token ids of a prompt by the vocabulary, and their number by the context."""
     lists = [one for one in prompt["anyOf"] if one["type"] == "array"]
     lists += [one["items"] for one in lists if one["items"].get("type") == "array"]
     for one in lists:
@@ -221,7 +230,8 @@ def _bound_ids(prompt: dict[str, Any], processor: RequestProcessor) -> None:
 
 
 def _choices(capacity: int) -> list[dict[str, Any]]:
-    """Alternatives of `n` and `prompt` within the capacity: more choices, fewer prompts."""
+    """Schemas of which `n` and `prompt` must match one, so that prompts times choices are within
+    the capacity."""
     found: list[dict[str, Any]] = []
     for count in range(1, min(MAX_CHOICES, capacity) + 1):
         prompts = min(capacity // count, MAX_PROMPTS)
@@ -236,7 +246,7 @@ def _choices(capacity: int) -> list[dict[str, Any]]:
 
 
 def up_to_pattern(highest: int) -> str:
-    """A regular expression of the decimal numbers from 0 to `highest`."""
+    """A regular expression for the decimal integers from 0 to `highest`."""
     digits = str(highest)
     found = ["0"]
     if len(digits) > 1:

@@ -1,4 +1,4 @@
-"""Request processing: from a request's body to the token sequences that are to be continued."""
+"""Request processing: from a request's body to the token sequences to continue."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ from firstlight.serving.response import (
 from firstlight.tokenizer.limits import most_bytes_per_token
 from firstlight.weights.huggingface import LoadedModel
 
-#: OpenAI's default `max_tokens` of a completion. A chat's answer may fill the context.
+#: OpenAI's default of `max_tokens` for completions. Without it, a chat's answer may fill the
+#: context.
 _COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that is checked and encoded.
+    """A checked and encoded request.
 
     Attributes:
-        texts: continuations: the choices of the first prompt, then those of the second, and so on.
-        prompt_tokens: number of tokens of all prompts.
+        texts: new continuations: all choices of the first prompt, then those of the second, ...
+        prompt_tokens: number of tokens of all prompts together.
         response: format of the response.
-        stream: send chunks while the texts grow.
-        includes_usage: end a stream with the numbers of tokens.
+        stream: True to send chunks while the texts are generated.
+        includes_usage: True to end a stream with the numbers of tokens.
     """
 
     texts: list[Continuation]
@@ -60,13 +61,14 @@ class PreparedRequest:
 
 
 class RequestProcessor:
-    """Checks and encodes requests. Its methods take long: call them in a separate thread.
+    """Checks and encodes requests. `completion` and `chat` can take seconds, so they should be
+    called in a separate thread.
 
     Args:
         loaded: a model with a tokenizer.
         name: the model's name for clients.
-        context: largest number of tokens of a text, prompt and answer together.
-        capacity: largest number of texts at a time.
+        context: greatest number of tokens of a text, prompt and answer together.
+        capacity: greatest number of texts of one request.
     """
 
     def __init__(self, loaded: LoadedModel, name: str, *, context: int, capacity: int) -> None:
@@ -88,7 +90,7 @@ class RequestProcessor:
 
         Raises:
             RequestError: the request is invalid.
-            ModelError: the model can't be used any more.
+            ModelError: the file of the weights was changed.
         """
         request = read_request(CompletionRequest, body)
         self._check_common(request)
@@ -117,7 +119,8 @@ class RequestProcessor:
         return _prepared(request, texts, response)
 
     def _echoes(self, request: CompletionRequest, texts: Sequence[Continuation]) -> list[Echo]:
-        """The prompts that the choices begin with: texts as they were given, ids decoded."""
+        """The prompt of each choice, for a request with `echo`. Prompts of token ids are
+        decoded."""
         given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         found = []
         for index, text in enumerate(texts):
@@ -132,7 +135,7 @@ class RequestProcessor:
 
         Raises:
             RequestError: the request is invalid.
-            ModelError: the model can't be used any more.
+            ModelError: the file of the weights was changed.
         """
         if not self.has_chat:
             raise RequestError(
@@ -159,7 +162,7 @@ class RequestProcessor:
             prompt_ids = self._tokenizer.encode_chat(
                 messages,
                 add_generation_prompt=True,
-                # Not earlier: a template may leave out parts of a message, or whole messages.
+                # Checked after rendering, because a template may leave out messages or parts.
                 check=lambda pieces: self._require_short(pieces, True, "messages"),
             )
         except (InputError, TokenizerError) as error:
@@ -178,7 +181,7 @@ class RequestProcessor:
         return _prepared(request, texts, response)
 
     def _check_common(self, request: GenerationRequest) -> None:
-        """Check what completions and chats have in common.
+        """Check the fields that completions and chats have in common.
 
         Raises:
             RequestError, ModelError: see `completion`.
@@ -216,17 +219,17 @@ class RequestProcessor:
         wanted: dict[str, int | None],
         end_ids: tuple[int, ...],
     ) -> list[Continuation]:
-        """The choices of each prompt.
+        """Create the continuations of all choices, in the order of `PreparedRequest.texts`.
 
         Args:
             request: the request.
             prompts: token ids of each prompt.
-            wanted: settings that completions and chats name differently; see `SamplingConfig`.
+            wanted: fields of `SamplingConfig` that completions and chats compute differently.
             end_ids: tokens that end a text.
 
         Raises:
-            RequestError: a prompt is empty, too long or can't be decoded, or a bias is for a token
-                that the model doesn't have.
+            RequestError: a prompt is empty, too long or can't be decoded; a bias is for an id
+                beyond the vocabulary; or a schema is not supported.
         """
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         choices = request.n or 1
@@ -252,11 +255,11 @@ class RequestProcessor:
                 for prompt_ids in prompts
                 for sampling in samplings
             ]
-        except TokenizerError as error:  # the prompt's ids make no text
+        except TokenizerError as error:  # the prompt's ids can't be decoded
             raise RequestError(400, f"{param}: {error}", param=param) from None
 
     def _require_few(self, prompts: int, choices: int, param: str) -> None:
-        """Refuse more answers than there may be at a time."""
+        """Refuse a request for more than `capacity` texts."""
         if prompts * choices > self.capacity:
             raise RequestError(
                 400,
@@ -266,16 +269,17 @@ class RequestProcessor:
             )
 
     def _require_short(self, pieces: Sequence[str], is_generating: bool, param: str) -> None:
-        """Refuse a text by its bytes, before it is encoded, if it can't fit the context.
+        """Refuse a text that can't fit into the context, by its number of bytes, before it is
+        encoded.
 
         Args:
-            pieces: the parts of the text, which share no tokens.
+            pieces: parts of the text that are encoded separately.
             is_generating: True if there must be room for a new token.
-            param: the field that the text is from.
+            param: field of the request that has the text.
         """
         if self._most_bytes is None:
             return
-        # Half surrogate pairs are refused later, with their place.
+        # Lone surrogates are refused later, with their position.
         sizes = (len(piece.encode(errors="surrogatepass")) for piece in pieces)
         tokens = sum(-(-size // self._most_bytes) for size in sizes)
         if tokens + is_generating > self.context:
@@ -298,10 +302,10 @@ class RequestProcessor:
                 raise self._too_long(param, len(prompt_ids))
 
     def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
-        """The factory of each choice's constraint.
+        """A factory of the choices' constraints; they are None without a schema.
 
         Raises:
-            RequestError: the schema is not supported, or schemas are not installed.
+            RequestError: the schema is not supported, or llguidance is not installed.
         """
         if schema is None:
             return lambda: None
@@ -334,9 +338,11 @@ def _prepared(
 
 
 def fingerprint_of(model: Model) -> str:
-    """`system_fingerprint`: a short hash of the configuration, the versions of firstlight and
-    torch, and the first and last values of every tensor, which training changes. Reading all
-    weights would take as long as loading them."""
+    """`system_fingerprint` of a model: a short hash of its config, the versions of firstlight and
+    torch, and some of the first and last elements of every tensor.
+
+    Training changes these elements, too; reading all weights would take as long as loading them.
+    """
     found = hashlib.sha256(f"{own_version()} {torch.__version__} {model.config}".encode())
     for name, tensor in model.state_dict().items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -344,17 +350,17 @@ def fingerprint_of(model: Model) -> str:
             row = tensor
             while row.ndim > 1:
                 row = row[end]
-            # To the CPU first: Apple's GPUs have no fp64.
+            # On the CPU, because Apple's GPUs do not support fp64.
             found.update(row.reshape(-1)[:16].cpu().double().numpy().tobytes())
     return f"fp_{found.hexdigest()[:12]}"
 
 
 def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -> SamplingConfig:
-    """The sampling of one choice, with OpenAI's defaults."""
+    """The sampling settings of choice number `choice`, with OpenAI's defaults."""
     seed = request.seed
     try:
         return SamplingConfig(
-            # 0 is greedy, not a missing value.
+            # Compared with None, because 0 is a valid value: greedy decoding.
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=request.top_k or 0,
@@ -364,7 +370,7 @@ def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -
             frequency_penalty=request.frequency_penalty or 0.0,
             presence_penalty=request.presence_penalty or 0.0,
             logit_bias={int(i): bias for i, bias in (request.logit_bias or {}).items()},
-            # OpenAI allows negative seeds.
+            # The remainder, because OpenAI allows negative seeds.
             seed=None if seed is None else (seed + choice) % 2**63,
             **wanted,
         )

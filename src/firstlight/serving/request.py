@@ -1,8 +1,8 @@
-"""Request bodies: OpenAI's fields and our own, each with its bounds.
+"""Request bodies: OpenAI's fields and additional fields, each with its bounds.
 
-Every field is either implemented or refused by name; only fields that change nothing about an
-answer are accepted without effect. `access.py` checks the sizes of head and body, `processor.py`
-the length of a prompt and the number of answers.
+A field is implemented, or refused by name. Only fields that do not change an answer are accepted
+without effect. `access.py` checks the sizes of headers and body, `processor.py` the length of
+prompts and the number of answers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from firstlight.errors import nearest
 from firstlight.serving.access import RequestError
 
-#: Choices of one prompt; prompts of one request.
+#: Greatest number of choices of a prompt, prompts of a request, messages of a conversation, parts
+#: of a message, stop texts, characters of a stop text, `logprobs` of a completion, `top_logprobs`
+#: of a chat, and entries of `logit_bias`.
 MAX_CHOICES, MAX_PROMPTS = 8, 64
 MAX_MESSAGES, MAX_PARTS = 512, 64
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
 MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 MAX_BIASES = 1024
-#: Token ids of one prompt: more than any context.
+#: Greatest number of token ids of one prompt in the JSON; `processor.py` has the model's limit.
 _MAX_PROMPT_IDS = 200_000
 
 
 def _whole(value: Any) -> Any:
-    """Take 2.0 as an integer, as JSON Schema does."""
+    """Convert floats without a fraction, such as 2.0, to integers, as JSON Schema does."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
@@ -42,6 +44,9 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
+# The docstrings of these classes are descriptions in the OpenAPI document.
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -52,8 +57,8 @@ class StreamOptions(_Strict):
     """`stream_options`.
 
     Attributes:
-        include_usage: ask for one more chunk at the end, with the numbers of tokens.
-        include_obfuscation: no effect; nothing is padded.
+        include_usage: send one more chunk at the end, with the numbers of tokens.
+        include_obfuscation: no effect; chunks are not padded.
     """
 
     include_usage: bool | None = None
@@ -76,7 +81,7 @@ class NamedSchema(_Strict):
     Attributes:
         name, description: no effect.
         schema_: JSON Schema; None allows any object.
-        strict: no effect: the schema is always enforced.
+        strict: no effect; the schema is always enforced.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -96,19 +101,21 @@ class GenerationRequest(_Strict):
     """The fields that completions and chats have in common.
 
     Attributes:
-        model: the name that `/v1/models` gives; may be missing.
-        stream: send chunks while the answer grows, as server-sent events.
-        max_tokens: largest number of new tokens of each choice; limited by the context, too.
-        n: number of choices, whose seeds are `seed`, `seed + 1`, ...
-        temperature: temperature; 0 takes the likeliest token.
-        top_k, min_p, repetition_penalty: see `SamplingConfig`; not OpenAI's.
-        stop: texts that end an answer and are no part of it.
+        model: name of the model, as in the response of `/v1/models`; may be missing.
+        stream: send chunks while the answer is generated, as server-sent events.
+        stream_options: options of a stream.
+        max_tokens: greatest number of new tokens of each choice; also limited by the context.
+        n: number of choices of each prompt, whose seeds are `seed`, `seed + 1`, ...
+        temperature: divisor of the logits; 0 always chooses the likeliest token.
+        top_p: see `SamplingConfig`.
+        top_k, min_p, repetition_penalty: see `SamplingConfig`; OpenAI does not have these fields.
+        stop: texts that end an answer; they are not part of it.
         seed: random seed; the same seed gives the same answer.
         frequency_penalty, presence_penalty: see `SamplingConfig`.
-        logit_bias: numbers by token id, added to the logits of these tokens.
-        response_format: JSON answers, with or without a schema.
-        user ... prompt_cache_retention: OpenAI's fields that do not change the answer: accepted
-            without effect.
+        logit_bias: token id -> number that is added to its logit.
+        response_format: request for JSON, with or without a schema.
+        user ... prompt_cache_retention: OpenAI's fields that do not change the answer; they are
+            accepted without effect.
     """
 
     model: _Text | None = None
@@ -156,7 +163,7 @@ class GenerationRequest(_Strict):
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
-        """The schema of the answer, if there is one."""
+        """JSON Schema that the answer must follow; None if any text is allowed."""
         if isinstance(self.response_format, SchemaFormat):
             return self.response_format.json_schema.schema_ or {"type": "object"}
         plain = self.response_format
@@ -167,10 +174,12 @@ class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`.
 
     Attributes:
-        prompt: a text, several texts, or token ids, which may be control tokens.
-        max_tokens: see `GenerationRequest`; 0 generates nothing, for `echo`.
-        logprobs: number of likeliest tokens whose log-probabilities come with the chosen token's.
-        echo: begin each choice with the prompt and its log-probabilities.
+        prompt: a text, several texts, a list of token ids (control tokens are allowed), or several
+            such lists.
+        max_tokens: see `GenerationRequest`; 0 generates no tokens and is for `echo`.
+        logprobs: number of likeliest tokens whose log-probabilities are returned for each token,
+            besides its own.
+        echo: begin each choice with the prompt and, with `logprobs`, its log-probabilities.
     """
 
     max_tokens: Annotated[int, Field(ge=0), _WHOLE] | None = None
@@ -185,7 +194,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(_Strict):
-    """A part of a message's content; only texts are supported."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -195,9 +204,9 @@ class Message(_Strict):
     """One message of a conversation.
 
     Attributes:
-        role: "developer" is OpenAI's newer word for "system".
-        content: a text, or parts that are joined.
-        refusal ... tool_calls: empty fields of our responses that clients send back.
+        role: role of the author; "developer" is OpenAI's newer name for "system".
+        content: a text, or parts whose texts are concatenated.
+        refusal ... tool_calls: empty fields of responses, which clients send back.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -211,7 +220,7 @@ class Message(_Strict):
     tool_calls: _Nothing = None
 
     def plain(self) -> dict[str, str]:
-        """The message as a chat template reads it."""
+        """The message as a dict with `role` and `content`, as chat templates read it."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -223,9 +232,9 @@ class ChatRequest(GenerationRequest):
     Attributes:
         messages: the conversation so far.
         max_completion_tokens: OpenAI's newer name of `max_tokens`.
-        logprobs: ask for log-probabilities of the chosen tokens.
-        top_logprobs: number of likeliest tokens whose log-probabilities come along.
-        parallel_tool_calls: no effect, since there are no tools.
+        logprobs: return the log-probabilities of the chosen tokens.
+        top_logprobs: number of likeliest tokens whose log-probabilities are returned, too.
+        parallel_tool_calls: no effect, because tools are not supported.
     """
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -235,8 +244,8 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
 
-#: OpenAI's fields that would change the answer, with their neutral values: any other value but
-#: null is refused.
+#: OpenAI's fields that are not supported -> their values without effect, besides null. Other values
+#: are refused.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -257,7 +266,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 Request = TypeVar("Request", bound=GenerationRequest)
 
-#: Error messages of fields that have several types.
+#: Field -> error message, for fields of which pydantic's messages are unclear.
 _MESSAGES = {
     "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists, "
     f"none of them empty, at most {MAX_PROMPTS} texts or lists and {_MAX_PROMPT_IDS:,} ids in each",
@@ -271,10 +280,10 @@ _MESSAGES = {
 
 
 def read_request(kind: type[Request], body: bytes) -> Request:
-    """The request in a body.
+    """Parse and validate a request's body.
 
     Raises:
-        RequestError: 400; the body is not JSON, or a field is invalid.
+        RequestError: status 400 if the body is not a JSON object, or a field is invalid.
     """
     fields = _json_object(body)
     for name in list(fields):
@@ -288,9 +297,9 @@ def read_request(kind: type[Request], body: bytes) -> Request:
 
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        # pydantic's parser limits the depth, and refuses NaN and half surrogate pairs.
+        # Both parsers are needed. pydantic's limits the depth, and refuses NaN and lone surrogates.
         pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
-        # json's parser sees repeated names, and keeps the digits of huge numbers.
+        # json's reports repeated names, and keeps all digits of large integers.
         value = json.loads(body, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise RequestError(
@@ -302,6 +311,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs; raises ValueError if a name occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -313,7 +323,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _require_no_effect(name: str, value: Any, kind: type[GenerationRequest]) -> None:
-    """Refuse an unsupported field, unless its value is neutral."""
+    """Refuse an unsupported or unknown field, unless its value has no effect (see `REFUSED`)."""
     if name in REFUSED:
         neutral = REFUSED[name]
         if value is None or any(value == one and type(value) is type(one) for one in neutral):
@@ -325,7 +335,7 @@ def _require_no_effect(name: str, value: Any, kind: type[GenerationRequest]) -> 
 
 
 def _described(error: ValidationError) -> RequestError:
-    """The request error of a validation error's first entry."""
+    """The request error for the first problem of a validation error."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ""
     parts = list(first["loc"])
@@ -337,7 +347,7 @@ def _described(error: ValidationError) -> RequestError:
         else:
             where += f".{part}" if where else part
         if part in _MESSAGES:
-            # The rest of the location is one of the types that pydantic tried.
+            # The rest of the location names the types that pydantic tried.
             return RequestError(400, f"{where} {_MESSAGES[str(part)]}", param=where)
     if first["type"] == "extra_forbidden":
         return _unsupported(_shortened(where))

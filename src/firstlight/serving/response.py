@@ -1,6 +1,6 @@
 """The JSON of responses, whole and in chunks, with the log-probabilities of their tokens.
 
-Plain dicts: a chunk is made for every token.
+Responses are plain dicts, which are faster than pydantic's models: a chunk is made for every token.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from firstlight.generation.structured import SchemaError, Vocabulary
 from firstlight.serving.scheduler import Update
 from firstlight.tokenizer import Tokenizer
 
-#: The log-probability of an impossible token, as OpenAI's: JSON has no infinity.
+#: Least log-probability in responses, as in OpenAI's, because JSON has no infinity.
 _MIN_LOGPROB = -9999.0
 
 
 @dataclass
 class GeneratedChoice:
-    """One generated text so far.
+    """The part of one choice that has been generated so far.
 
     Attributes:
         pieces: pieces of the text.
         tokens: number of generated tokens, without end tokens.
         logprobs: log-probabilities of the tokens, if the request asks for them.
-        finish_reason: "stop" or "length"; None while the text grows.
+        finish_reason: "stop" or "length"; None while the text is being generated.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class GeneratedChoice:
     finish_reason: str | None = None
 
     def add(self, update: Update) -> None:
-        """Append the text that one step generated."""
+        """Add the result of one step."""
         self.pieces.append(update.piece)
         self.tokens += update.tokens
         self.logprobs.extend(update.logprobs)
@@ -49,13 +49,17 @@ class GeneratedChoice:
 
 
 class ResponseFormat(ABC):
-    """The format of a response: a completion's or a chat's.
+    """Base of the formats of responses, for one response of a completion or a chat.
 
     Args:
         model: the model's name.
         fingerprint: `system_fingerprint`, which changes with the weights and the software.
-        texts: bytes of the tokens; None if no log-probabilities are asked for.
-        includes_usage: every chunk has the field `usage`, which is null except in the last.
+        texts: bytes of the tokens; None if the request does not ask for log-probabilities.
+        includes_usage: True if every chunk has the field `usage`, null except in the last chunk.
+
+    Attributes:
+        prefix: beginning of the response's id.
+        whole_object, chunk_object: field `object` of a whole response and of a chunk.
     """
 
     prefix = ""
@@ -75,7 +79,7 @@ class ResponseFormat(ABC):
         self._tail: dict[str, Any] = {"usage": None} if includes_usage else {}
 
     def whole(self, choices: Sequence[GeneratedChoice], usage: dict[str, int]) -> dict[str, Any]:
-        """The response in one object."""
+        """The whole response as one object."""
         found = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         return {**self._head, "object": self.whole_object, "choices": found, "usage": usage}
 
@@ -91,7 +95,7 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk before the first piece of a choice, if there is one."""
+        """The chunk before the first piece of a choice; None if the format has none."""
 
     @abstractmethod
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -106,11 +110,11 @@ class ResponseFormat(ABC):
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that a choice of a completion begins with.
+    """The prompt of a choice, for a completion with `echo`.
 
     Attributes:
-        prompt: the prompt's text.
-        text: its continuation, which has the prompt's tokens and their log-probabilities.
+        prompt: text of the prompt.
+        text: continuation of the prompt, which has its tokens and their log-probabilities.
     """
 
     prompt: str
@@ -118,10 +122,11 @@ class Echo:
 
 
 class CompletionFormat(ResponseFormat):
-    """The format of `text_completion`, which its chunks are called, too.
+    """The format `text_completion`, of whole responses and of chunks.
 
     Args:
-        echoes: the prompt that each choice begins with; empty without echo.
+        model, fingerprint, texts, includes_usage: see `ResponseFormat`.
+        echoes: prompt of each choice; empty without `echo`.
     """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -164,7 +169,7 @@ class CompletionFormat(ResponseFormat):
         return self._choice(index, text, choice.logprobs, choice.finish_reason)
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk of the prompt, if the request asks for it."""
+        """The chunk with the prompt; None without `echo`."""
         if not self._echoes:
             return None
         return self._chunk(self._choice(index, self._echoes[index].prompt, (), None))
@@ -181,7 +186,7 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The format of `chat.completion` and `chat.completion.chunk`."""
+    """The formats `chat.completion` and `chat.completion.chunk`."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -205,7 +210,7 @@ class ChatFormat(ResponseFormat):
         )
 
     def opening(self, index: int) -> dict[str, Any]:
-        """The chunk that names the role."""
+        """The chunk with the role."""
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -215,13 +220,13 @@ class ChatFormat(ResponseFormat):
     def ending(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str
     ) -> list[dict[str, Any]]:
-        """The last piece, if there is one, and the chunk with the finish reason."""
+        """The chunk of the last piece, if there is one, and the chunk with the finish reason."""
         last = [self.piece(index, text, logprobs)] if text or logprobs else []
         return [*last, self._delta(index, {}, None, reason)]
 
 
 def usage_of(prompt_tokens: int, choices: Sequence[GeneratedChoice]) -> dict[str, int]:
-    """OpenAI's `usage`. A prompt counts once, however many choices."""
+    """OpenAI's `usage`. A prompt counts once for all its choices."""
     completion_tokens = sum(choice.tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
@@ -231,7 +236,7 @@ def usage_of(prompt_tokens: int, choices: Sequence[GeneratedChoice]) -> dict[str
 
 
 class TokenTexts:
-    """The bytes of each token of a tokenizer."""
+    """The bytes of each token of a tokenizer; `bytes_of` returns those of a token id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -241,7 +246,7 @@ class TokenTexts:
         self.bytes_of = functools.lru_cache(maxsize=65536)(self._bytes_of)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """A token's bytes; a control token's name in UTF-8."""
+        """Bytes of a token; for a control token, its name in UTF-8."""
         name = self._tokenizer.backend.id_to_token(token_id)
         if name is None:  # the model's vocabulary may be larger than the tokenizer's
             return b""
@@ -254,10 +259,14 @@ class TokenTexts:
         return (name.replace("▁", " ") if self._spaces else name).encode()
 
     def vocabulary(self, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
-        """All tokens of a model of `vocab_size` tokens, as grammars read them.
+        """The vocabulary of a model for `Grammars`.
+
+        Args:
+            vocab_size: number of tokens of the model.
+            ends: ids that end a text.
 
         Raises:
-            SchemaError: the tokenizer's texts are not its tokens' one after the other.
+            SchemaError: the tokenizer's text is not the concatenation of its tokens' bytes.
         """
         if not (self._byte_level or self._spaces):
             raise SchemaError(
@@ -269,11 +278,11 @@ class TokenTexts:
         return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))
 
     def adds_text(self, token_id: int) -> bool:
-        """True if a token is part of the text; control tokens are not."""
+        """True if a token is part of the decoded text; False for control tokens."""
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """`logprobs` of a chat's choice."""
+        """The field `logprobs` of a chat's choice."""
         content = [
             {
                 **self._chat_token(entry.token_id, entry.logprob),
@@ -289,7 +298,8 @@ class TokenTexts:
         return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(content)}
 
     def name(self, token_id: int) -> str:
-        """A token as `/v1/completions` names it: part of a character is `bytes:\\xe2`."""
+        """Name of a token in `/v1/completions`: its text, or such as `bytes:\\xe2` if its bytes are
+        only a part of a character."""
         content = self.bytes_of(token_id)
         try:
             return content.decode()
@@ -298,12 +308,13 @@ class TokenTexts:
 
 
 class CompletionLogprobs:
-    """`logprobs` of one choice of a completion, in one piece or in many.
+    """Creates the field `logprobs` of one choice of a completion, for the whole choice or chunk by
+    chunk.
 
     Args:
         texts: bytes of the tokens.
-        prompt_ids: tokens of a prompt that the choice's text begins with.
-        prompt: text of that prompt.
+        prompt_ids: tokens of the prompt, if the choice begins with it (`echo`).
+        prompt: text of the prompt.
     """
 
     def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int] = (), prompt: str = "") -> None:
@@ -312,15 +323,17 @@ class CompletionLogprobs:
         self._offset = 0
         if prompt_ids:
             content = b"".join(texts.bytes_of(i) for i in prompt_ids if texts.adds_text(i))
-            # Llama's decoders drop the first space of a text.
+            # Llama's decoders drop the first space of a text: offsets begin at -1 then.
             self._offset = -(content.decode(errors="replace") == f" {prompt}")
 
     def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """`logprobs` of the next tokens; `text_offset` counts characters of the choice's text.
+        """The field `logprobs` for the next tokens; `text_offset` counts characters of the choice's
+        text.
 
         Args:
             entries: log-probabilities of the tokens.
-            first: a token before them that nothing predicts: its log-probabilities are null.
+            first: the first token of a prompt, before `entries`; its log-probabilities are null,
+                because no token predicts it. None if there is no such token.
         """
         rows: list[tuple[int, float | None, dict[str, float] | None]] = []
         if first is not None:
@@ -334,8 +347,8 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens by name, and the chosen token. If several tokens have one name, the
-        likeliest is given, so that clients can compare the highest with the chosen one."""
+        """Name -> log-probability of the likeliest tokens and of the chosen token. If several
+        tokens have the same name, the greatest log-probability is returned."""
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             name = self._texts.name(token_id)
@@ -343,12 +356,13 @@ class CompletionLogprobs:
         return found
 
     def _next_offset(self, token_id: int) -> int:
-        """The character of the text that the next token begins at."""
+        """Offset of the character at which the next token begins; moves on to its end."""
         content = b""
         if self._texts.adds_text(token_id):
             content = self._texts.bytes_of(token_id)
         if not 0x80 <= (content or b"\x80")[0] < 0xC0:
-            # A begun character that is not continued counts as one replacement character.
+            # The token does not begin with a continuation byte of UTF-8. If the last character is
+            # incomplete, it counts as one replacement character.
             self._offset += len(self._characters.decode(b"", final=True))
         offset = max(self._offset, 0)
         self._offset += len(self._characters.decode(content))
@@ -356,8 +370,8 @@ class CompletionLogprobs:
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's table: bytes that are visible in Latin-1 stand for themselves, the others for the
-    characters from 256 on."""
+    """GPT-2's table: character -> byte. Bytes that are visible in Latin-1 have their own character;
+    the others have the characters from 256 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(visible)]
     return {chr(byte): byte for byte in visible} | {

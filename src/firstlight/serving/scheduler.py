@@ -1,7 +1,7 @@
-"""Continuous batching: one thread and one decoder. Clients take turns; among
-one client's texts, the first is served first.
+"""Continuous batching: a thread that decodes all texts with one `BatchDecoder`.
 
-Texts join and leave the batch between its steps. This module knows nothing of HTTP or event loops.
+Texts join and leave the batch between its steps. Clients take turns; the texts of one client are
+served in their order. This module does not depend on HTTP or event loops.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from firstlight.errors import FirstlightError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation, TokenLogprob
 
-#: Prompt tokens after which no more texts join between two steps, since the running texts wait
-#: meanwhile. One text always joins.
+#: No more texts join between two steps once the joined prompts have this number of tokens, because
+#: the running texts wait meanwhile. At least one text can always join.
 _MAX_JOINING_TOKENS = 512
 
-#: Exceptions that a model or its library may raise for one text, out of memory among them. Any
-#: other exception ends the thread, and with it all texts.
+#: Exceptions that a model or a library may raise for one text, including out of memory. Other
+#: exceptions end the thread, and with it all texts.
 _FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -42,18 +42,18 @@ class QueueFullError(FirstlightError):
 
 
 class StoppedError(FirstlightError):
-    """The scheduler has ended, or is ending."""
+    """The scheduler has ended or is ending."""
 
 
 @dataclass(eq=False, slots=True)
 class ScheduledSequence:
-    """One text to be continued.
+    """One text to continue.
 
     Attributes:
-        text: the text, none of it computed yet; the scheduler's own once it is submitted.
-        receive: callback for the sequence's updates, called by the receiver of `deliver`.
-        client: name of the client, for the turns.
-        cancelled: set if nobody waits for the text any more.
+        text: a new continuation; after `Scheduler.submit` only the scheduler's thread uses it.
+        receive: callback for the sequence's updates, which the receiver of `deliver` calls.
+        client: name of the client; clients take turns.
+        cancelled: True if nobody waits for the text any more.
     """
 
     text: Continuation
@@ -68,11 +68,11 @@ class Update:
 
     Attributes:
         sequence: the sequence.
-        piece: text that has become certain, often empty.
+        piece: text that is final with this step; often empty.
         tokens: number of chosen tokens, 0 or 1; an end token does not count.
         logprobs: log-probabilities of these tokens, if the sampling config asks for them.
-        finish_reason: "stop" or "length" in the last update.
-        error: the failure, in the last update of a failed sequence.
+        finish_reason: "stop" or "length" in the last update, None before.
+        error: exception, in the last update of a failed sequence.
     """
 
     sequence: ScheduledSequence
@@ -89,13 +89,18 @@ class Update:
 
 
 class Scheduler:
-    """Decodes the texts that are submitted, as many at a time as the decoder has room for.
+    """Decodes submitted texts, at most `BatchDecoder.max_sequences` at a time.
 
     Args:
-        make_decoder: factory, called by `start` in the thread that uses the decoder.
-        max_queue: number of texts that may wait, beyond those in the decoder.
-        deliver: callback for the updates of a step, all sequences' at once; called in the
-            scheduler's thread, must return soon.
+        make_decoder: factory of the decoder; `start` calls it in the thread that uses the decoder.
+        max_queue: greatest number of waiting texts, not counting those in the decoder.
+        deliver: callback for the updates of all sequences in a step. It is called in the
+            scheduler's thread and must return soon.
+
+    Attributes:
+        max_tokens: greatest length of a text, prompt and new tokens together; set by `start`.
+        max_sequences: greatest number of texts in the batch; set by `start`.
+        failure: exception of the decoder's last call; None if it succeeded.
     """
 
     def __init__(
@@ -109,23 +114,22 @@ class Scheduler:
         self._make_decoder, self._max_queue, self._deliver = make_decoder, max_queue, deliver
         self._changed = threading.Condition()
         self._waiting: deque[ScheduledSequence] = deque()
-        #: Sequences in the order of the decoder's rows; only the thread changes it, with the lock.
+        #: Sequences in the order of the decoder's rows. Only the scheduler's thread changes it,
+        #: holding the lock.
         self._running: list[ScheduledSequence] = []
         self._stopping = False
-        #: Failure of the decoder's last call, if it failed.
         self.failure: Exception | None = None
         self._trying = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="firstlight-scheduler")
         self._loop_ended: Future[None] | None = None
 
     def start(self) -> None:
-        """Make the decoder and begin.
+        """Create the decoder and start decoding.
 
         Raises:
-            Exception: whatever `make_decoder` raises.
+            Exception: any exception of `make_decoder`.
         """
         self._decoder = self._thread.submit(self._make_decoder).result()
-        #: Longest text, prompt and new tokens together; largest batch.
         self.max_tokens = self._decoder.max_tokens
         self.max_sequences = self._decoder.max_sequences
         self._loop_ended = self._thread.submit(self._loop)
@@ -133,7 +137,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Largest number of running and waiting texts."""
+        """Greatest number of running and waiting texts together."""
         return self.max_sequences + self._max_queue
 
     @property
@@ -152,11 +156,11 @@ class Scheduler:
         return self._loop_ended is not None and not self._stopping
 
     def submit(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """Queue sequences, all or none, in this order.
+        """Queue sequences in this order; if there is not room for all, queue none.
 
         Raises:
-            QueueFullError: there is no room for them.
-            StoppedError: the scheduler has ended.
+            QueueFullError: the queue has not enough room.
+            StoppedError: the scheduler has ended or is ending.
         """
         with self._changed:
             if not self.alive:
@@ -169,8 +173,8 @@ class Scheduler:
             self._changed.notify_all()
 
     def cancel(self, sequences: Iterable[ScheduledSequence]) -> None:
-        """Drop sequences: waiting ones at once, running ones before the next step. Ended ones are
-        ignored. An update may still come."""
+        """Drop sequences: waiting sequences at once, running sequences before the next step; ended
+        sequences are ignored. A dropped sequence may still get an update."""
         with self._changed:
             for sequence in sequences:
                 sequence.cancelled = True
@@ -178,20 +182,23 @@ class Scheduler:
                 self._waiting = deque(one for one in self._waiting if not one.cancelled)
 
     def try_again(self) -> None:
-        """After a failure, compute one token if there is nothing else to compute: a server that
-        gets no requests because it reports a failure would never see that it is over."""
+        """After a failure, compute one token if there is no text to compute.
+
+        A server that reports a failure may get no requests, and would not notice without this that
+        the failure is over.
+        """
         with self._changed:
             self._trying = self.failure is not None
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End after the step at hand, if any; all remaining sequences fail with StoppedError."""
+        """End after the current step; all remaining sequences fail with `StoppedError`."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._thread.shutdown(wait=True)
 
-    # In the thread
+    # The methods below run in the scheduler's thread.
 
     def _loop(self) -> None:
         try:
@@ -238,7 +245,7 @@ class Scheduler:
                 self._remove(row)
 
     def _join(self) -> list[Update]:
-        """Take waiting texts into the batch; each gets its first token."""
+        """Move waiting texts to the batch and choose the first token of each."""
         updates: list[Update] = []
         tokens = 0
         while tokens < _MAX_JOINING_TOKENS:
@@ -254,7 +261,8 @@ class Scheduler:
         return updates
 
     def _next_waiting(self) -> ScheduledSequence:
-        """Take the first text of the client with the fewest texts in the batch."""
+        """Remove and return the first waiting text of the client with the fewest texts in the
+        batch."""
         running = Counter(sequence.client for sequence in self._running)
         found = min(self._waiting, key=lambda sequence: running[sequence.client])
         self._waiting.remove(found)
@@ -270,14 +278,14 @@ class Scheduler:
         return _pushed(sequence, logits_V)
 
     def _step(self) -> list[Update]:
-        """Generate one more token of each running text."""
+        """Choose one more token of each running text."""
         running = self._running
         if not running:
             return []
         try:
             logits_BV = self._decoder.step([sequence.text.token_ids[-1] for sequence in running])
         except _FAILURES as error:
-            # Any of the texts may have caused it.
+            # All texts fail, because any of them may have caused the error.
             self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
         else:
@@ -298,7 +306,7 @@ class Scheduler:
 
 
 def _pushed(sequence: ScheduledSequence, logits_V: Tensor) -> Update:
-    """A sequence's update with one more token, or with its failure."""
+    """Choose a sequence's next token from logits [V]; return the update, or one with the error."""
     text = sequence.text
     before = len(text.token_ids)
     try:

@@ -1,4 +1,4 @@
-"""The server's process: socket, signals, shutdown."""
+"""The server's process: listening socket, signals and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from firstlight.serving.connections import LimitedProtocol
 from firstlight.serving.service import Service
 from firstlight.weights.huggingface import LoadedModel
 
-#: Connections that the system queues until they are accepted.
+#: Connections that the operating system queues until they are accepted.
 _BACKLOG = 1024
 #: Open files of the process besides connections.
 _OTHER_FILES = 128
-#: Seconds after the graceful shutdown for writing the last bytes.
+#: Seconds to write the last bytes after the shutdown timeout.
 _LAST_WRITES = 2.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with a bounded graceful shutdown and exit code 0.
+    """uvicorn's server with a graceful shutdown of limited time, after which it exits with code 0.
 
     Args:
         config: uvicorn's configuration.
         service: the service of the model.
-        shutdown_timeout: seconds that answers have to end.
-        on_ready: callback once connections are accepted.
+        shutdown_timeout: seconds for running answers to end.
+        on_ready: callback that is called once connections are accepted.
     """
 
     def __init__(
@@ -59,14 +59,17 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, wait for answers, and end the late ones."""
+        """Stop accepting connections, wait for running answers, and end those that take longer
+        than the shutdown timeout."""
         ending = asyncio.create_task(self._end_late_answers())
         await super().shutdown(sockets)
         ending.cancel()
 
     async def _end_late_answers(self) -> None:
-        """After the shutdown timeout, or a second SIGINT, end all requests with an error. uvicorn's
-        own `force_exit` would send them "Internal Server Error", and print tracebacks."""
+        """End all requests with an error after the shutdown timeout, or on a second SIGINT.
+
+        uvicorn's own `force_exit` would respond with "Internal Server Error" and print tracebacks.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._shutdown_timeout
         while not self._is_urgent and (left := deadline - loop.time()) > 0:
@@ -79,8 +82,12 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End the server on SIGINT, SIGTERM and SIGHUP. uvicorn would raise them again at the end,
-        and does not handle SIGHUP. A signal that is ignored (nohup) stays ignored."""
+        """A context in which SIGINT, SIGTERM and SIGHUP end the server; ignored signals (nohup)
+        stay ignored.
+
+        uvicorn's own method raises the signals again at the end, so that the exit code would not be
+        0, and does not handle SIGHUP.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -96,7 +103,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End gracefully on the first signal; on a second SIGINT, end the answers, too."""
+        """Shut down gracefully on the first signal; end running answers on a second SIGINT."""
         if self.should_exit and sig == signal.SIGINT:
             self._is_urgent = True
         self.should_exit = True
@@ -107,13 +114,13 @@ def new_service(
     options: ServerOptions,
     make_decoder: Callable[[], BatchDecoder] | None = None,
 ) -> Service:
-    """The service of a model, not started.
+    """Create the service of a model, not started.
 
     Args:
         loaded: a model with a tokenizer.
         options: options of the server.
-        make_decoder: factory, called in the thread that uses the decoder; None makes one by
-            `options`.
+        make_decoder: factory of the decoder, which is called in the thread that uses the decoder;
+            None creates a `BatchDecoder` by `options`.
     """
     context = loaded.model.config.max_position_embeddings
     most = min(options.max_context_tokens or context, context)
@@ -133,17 +140,18 @@ def new_service(
 
 
 def new_server(service: Service, options: ServerOptions, on_ready: Callable[[], None]) -> Server:
-    """The server of a started service; `run(sockets=[listening_socket(options)])`.
+    """Create the server of a started service. The caller runs it by
+    `run(sockets=[listening_socket(options)])`.
 
     Args:
         service: the started service.
         options: options of the server.
-        on_ready: callback once connections are accepted.
+        on_ready: callback that is called once connections are accepted.
     """
     access = Access.of(
         options.host, options.api_key, options.allowed_hosts, options.allowed_origins
     )
-    # Clients' errors are not logged; tracebacks of our own are.
+    # uvicorn's warnings about clients are not logged; tracebacks of internal errors are.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         create_app(service, access),
@@ -164,11 +172,11 @@ def new_server(service: Service, options: ServerOptions, on_ready: Callable[[], 
 
 
 def listening_socket(options: ServerOptions) -> socket.socket:
-    """The socket that clients connect to.
+    """Open the socket to which clients connect.
 
     Raises:
-        ConfigError: the address does not exist.
-        StorageError: the address is in use, or not permitted.
+        ConfigError: the host is not an address of this machine.
+        StorageError: the address is in use or not permitted.
     """
     try:
         found = socket.getaddrinfo(
@@ -182,17 +190,18 @@ def listening_socket(options: ServerOptions) -> socket.socket:
     try:
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        # The error's own text repeats the address.
+        # Not the error's own text, which repeats the address.
         reason = os.strerror(error.errno) if error.errno else str(error)
         where = f"{options.host} port {options.port}"
         raise StorageError(f"can't listen at {where}: {reason}; choose another --port") from error
 
 
 def allow_connections(count: int) -> None:
-    """Raise the process's limit of open files to `count` connections.
+    """Raise this process' limit of open files (RLIMIT_NOFILE), so that it can have `count`
+    connections.
 
     Raises:
-        ConfigError: the system does not permit it.
+        ConfigError: the system's hard limit is too low.
     """
     import resource  # not on Windows
 
@@ -209,7 +218,7 @@ def allow_connections(count: int) -> None:
 
 
 def url_of(listening: socket.socket) -> str:
-    """The URL of a socket."""
+    """The URL of a listening socket; a wildcard address becomes the loopback address."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -221,15 +230,16 @@ def serve(
     *,
     on_ready: Callable[[str, Service], None],
 ) -> None:
-    """Serve a model until a signal comes.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP.
 
     Args:
         loaded: a model with a tokenizer.
         options: options of the server.
-        on_ready: callback with the URL and the service, once connections are accepted.
+        on_ready: callback that gets the URL and the service once connections are accepted.
 
     Raises:
-        ConfigError, StorageError: the server can't listen at the address.
+        ConfigError, StorageError: the server can't listen at the address, or the limit of open
+            files is too low.
         ModelError: the model has no tokenizer.
     """
     allow_connections(options.limits.max_connections)

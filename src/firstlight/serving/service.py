@@ -1,4 +1,4 @@
-"""The service of one model: connects the event loop of the clients with the scheduler's thread."""
+"""The service of one model: connects the HTTP server's event loop with the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ from firstlight.serving.scheduler import (
 from firstlight.serving.workers import Workers
 from firstlight.weights.huggingface import LoadedModel
 
-#: Updates of one request that are kept for a client that doesn't read.
+#: Greatest number of updates of one request that are kept for a client that does not read.
 _MAX_UNREAD = 2048
 
+#: Upper bounds of the histograms' buckets.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class ServerMetrics:
-    """Prometheus metrics of one server, in their own registry.
+    """Prometheus metrics of one server, in a registry of its own.
 
     Args:
-        running, waiting: callbacks that give the numbers of texts in the batch and in the queue.
+        running, waiting: callbacks that return the number of texts in the batch and in the queue.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -94,7 +95,7 @@ class ServerMetrics:
             Gauge(name, what, registry=registry).set_function(count)
 
     def count_request(self, route: str, status: int) -> None:
-        """Count a response."""
+        """Count a response by route and status."""
         self._requests.labels(route, str(status)).inc()
 
     def page(self) -> bytes:
@@ -109,7 +110,7 @@ class Service:
         loaded: a model with a tokenizer.
         name: the model's name for clients.
         make_decoder: see `Scheduler`.
-        max_queue: number of texts that may wait.
+        max_queue: greatest number of waiting texts.
         limits: limits of each request.
     """
 
@@ -128,17 +129,17 @@ class Service:
         self.scheduler = Scheduler(make_decoder, max_queue=max_queue, deliver=self._deliver)
         self.metrics = ServerMetrics(lambda: self.scheduler.running, lambda: self.scheduler.waiting)
         self._workers = Workers()
-        #: Requests that are being answered, so that they can be ended at once.
+        #: Requests that are being prepared or generated, for `end_requests`.
         self._preparing: set[asyncio.Future[PreparedRequest]] = set()
         self._generating: set[Progress] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Make the decoder; texts are taken from now on.
+        """Create the decoder and start to accept texts.
 
         Raises:
             ModelError: the model has no tokenizer.
-            Exception: whatever `make_decoder` raises.
+            Exception: any exception of `make_decoder`.
         """
         self.scheduler.start()
         self.processor = RequestProcessor(
@@ -153,32 +154,32 @@ class Service:
         self._loop = loop
 
     def stop(self) -> None:
-        """End; the remaining requests fail with 503."""
+        """End the service; the remaining requests fail with status 503."""
         self.scheduler.stop()
-        if hasattr(self, "processor"):  # it was started
+        if hasattr(self, "processor"):  # `start` was called
             self.processor.close()
         self._workers.stop()
 
     def end_requests(self) -> None:
-        """End all requests with 503, in the event loop; texts end with the step at hand."""
+        """End all requests with status 503 (in the event loop); texts end with the current step."""
         for future in self._preparing:
             future.cancel()
         for progress in list(self._generating):
             progress.end(_stopping())
 
     def require_able(self) -> None:
-        """Check that requests can be answered. If the last step failed, another one is tried, whose
-        result the next call sees.
+        """Check that requests can be answered. If the last step failed, another step is tried in
+        the scheduler's thread, whose result the next call reports.
 
         Raises:
-            RequestError: 503, with the reason.
+            RequestError: status 503, with the reason.
         """
         if not self.scheduler.alive:
             raise RequestError(503, "the server is stopping, or has failed", code="stopping")
         try:
             self._loaded.require_unchanged()
         except ModelError:
-            # The error names a path, which is not for clients.
+            # Clients do not get the error's own message, because it has a path.
             message = "the file of the weights was changed in place: start the server again"
             raise RequestError(503, message, code="weights_changed") from None
         if self.scheduler.failure is not None:
@@ -188,7 +189,8 @@ class Service:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of a full batch's keys and values, in the dtype of the weights, and states."""
+        """Bytes of the cache for a full batch: keys and values in the dtype of the weights, and
+        states."""
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
         sequence = token * self.scheduler.max_tokens + state_bytes(model.config)
@@ -201,16 +203,16 @@ class Service:
         scope: Scope,
         receive: Receive,
     ) -> PreparedRequest:
-        """Read a body in a thread, so that other requests don't wait.
+        """Check and encode a request in a thread, so that the event loop does not wait.
 
         Args:
             prepare: a method of `RequestProcessor`.
             body: the request's body.
-            scope: its ASGI scope.
-            receive: its ASGI channel, which tells of a disconnect.
+            scope: the request's ASGI scope.
+            receive: the request's ASGI channel, which reports a disconnect.
 
         Raises:
-            RequestError, ModelError: see `RequestProcessor`; 503, the server is stopping.
+            RequestError, ModelError: see `RequestProcessor`; status 503 if the server is stopping.
             ClientGoneError: the client closed the connection.
         """
         job = self._workers.submit(_client_of(scope), len(body), partial(prepare, body))
@@ -231,7 +233,7 @@ class Service:
             watcher.cancel()
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Hand the updates of a step to the event loop, in one call."""
+        """Pass the updates of a step from the scheduler's thread to the event loop, in one call."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._hand_out, updates)
 
@@ -244,15 +246,16 @@ class Service:
     async def running(
         self, prepared: PreparedRequest, scope: Scope, receive: Receive
     ) -> AsyncIterator[Progress]:
-        """Generate a request's texts; leaving the block cancels the unfinished ones.
+        """A context in which a request's texts are generated; its end cancels unfinished texts.
 
         Args:
             prepared: the request.
-            scope: its ASGI scope, whose state has the request's id and the connection's `abort`.
-            receive: its ASGI channel, which tells of a disconnect.
+            scope: the request's ASGI scope, whose state has the request's id and the connection's
+                `abort`.
+            receive: the request's ASGI channel, which reports a disconnect.
 
         Raises:
-            RequestError: 429, the queue is full; 503, the server is stopping.
+            RequestError: status 429 if the queue is full, 503 if the server is stopping.
         """
         progress = Progress(prepared, self, scope["state"], _client_of(scope))
         try:
@@ -280,7 +283,8 @@ class Service:
 
 
 def _client_of(scope: Scope) -> str:
-    """The client's address. One client may have many connections, and all have the same key."""
+    """The client's IP address, which identifies a client: it may have many connections, and all
+    clients have the same API key."""
     client = scope.get("client")
     return str(client[0]) if client else ""
 
@@ -300,8 +304,8 @@ async def _watch(receive: Receive, progress: Progress) -> None:
 
 
 class Progress:
-    """The updates of one request's texts: `async for updates in progress` gives lists of (index
-    of the choice, update), and ends after the last update of all texts.
+    """An asynchronous iterator over the updates of one request's texts. Each item is a list of
+    (index of the choice, update); the iteration ends after the last update of all texts.
     """
 
     def __init__(
@@ -318,7 +322,7 @@ class Progress:
         self._error: Exception | None = None
 
     def _receive(self, update: Update) -> None:
-        """Take an update, in the event loop."""
+        """Add an update; called in the event loop."""
         if self._error is not None:
             return
         if update.error is not None:
@@ -330,7 +334,7 @@ class Progress:
         self._changed.set()
         if len(self._unread) > _MAX_UNREAD:
             self.end(ClientGoneError())
-            # Only uvicorn's connections can be closed by the application.
+            # Only connections of `LimitedProtocol` have `abort`.
             self._state.get("abort", lambda: None)()
 
     def _measure(self, update: Update) -> None:
@@ -343,8 +347,8 @@ class Progress:
         self._last[update.sequence] = now
 
     def end(self, error: Exception) -> None:
-        """Cancel the texts. The iteration raises `error`, after the updates before it unless the
-        client has gone."""
+        """Cancel the texts. The iteration raises `error` after the updates that came before; at
+        once if the client is gone."""
         if self._error is None:
             self._error = error
             self._service.scheduler.cancel(self.sequences)
@@ -354,7 +358,7 @@ class Progress:
             self._changed.set()
 
     def expire(self) -> None:
-        """End because the time of the request is over."""
+        """End with status 504, because the request has taken too long."""
         seconds = self._service.limits.request_timeout
         self.end(
             RequestError(
@@ -371,8 +375,8 @@ class Progress:
         """The updates since the last call.
 
         Raises:
-            RequestError: a text failed, or it took too long.
-            ClientGoneError: nobody reads it.
+            RequestError: a text failed, or the request took too long.
+            ClientGoneError: the client disconnected or does not read.
         """
         while not self._unread:
             if self._error is not None:
@@ -387,6 +391,7 @@ class Progress:
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:
+    """The error for the client when a text has failed; an unexpected `error` is logged."""
     if isinstance(error, StoppedError):
         return _stopping()
     if isinstance(error, SchemaError):

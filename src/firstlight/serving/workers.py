@@ -1,7 +1,7 @@
-"""Threads that read and encode requests, in turns between clients.
+"""Threads that parse and encode requests.
 
-A large body takes seconds to encode. Two rules keep others from waiting for it: clients take turns,
-and one of the threads takes small bodies only.
+A large body takes seconds to encode. Two rules keep the requests of others from waiting for it:
+clients take turns, and one of the two threads takes only small bodies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: Bytes of a small body, which takes milliseconds.
+#: Greatest size of a small body, in bytes; it takes milliseconds to encode.
 SMALL_BODY_BYTES = 32 * 2**10
 
 
@@ -25,7 +25,7 @@ class _Job:
     Attributes:
         size: bytes of the request's body.
         work: the function to call.
-        future: result of `work`; cancelled if nobody waits for it any more.
+        future: future with the result of `work`; cancelled if nobody waits for it any more.
     """
 
     size: int
@@ -34,11 +34,11 @@ class _Job:
 
 
 class Workers:
-    """Two threads: one takes any job, the other one small jobs only."""
+    """Two threads: one for jobs of any size, and one for small jobs only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Jobs of each client that has some; the client whose turn is next comes first.
+        #: Client -> its waiting jobs (at least one); the client whose turn is next comes first.
         self._waiting: dict[str, list[_Job]] = {}
         self._any = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-small-request")
@@ -48,32 +48,34 @@ class Workers:
         """Queue a job.
 
         Args:
-            client: name of the client, for the turns.
+            client: name of the client; clients take turns.
             size: bytes of the request's body.
             work: function that is called in a thread.
 
         Returns:
-            its result; cancelled if the threads end before its turn. Cancelling it drops the job.
+            Future with the result of `work`. It is cancelled if the threads end before the job's
+            turn; cancelling it drops the job.
         """
         future: Future[T] = Future()
         with self._lock:
             if self._stopped:
                 future.cancel()
                 return future
-            # Cancelled jobs are dropped here, too: their bodies need memory while threads are busy.
+            # Cancelled jobs are dropped here, too: their bodies would take memory while both
+            # threads are busy.
             for name, jobs in list(self._waiting.items()):
                 jobs[:] = [job for job in jobs if not job.future.cancelled()]
                 if not jobs:
                     del self._waiting[name]
             self._waiting.setdefault(client, []).append(_Job(size, work, future))
-            # A thread takes the job whose turn it is by then, which may be another one.
+            # When the thread is free, it takes the job whose turn it is then, not always this job.
             self._any.submit(self._run_next, None)
             if size <= SMALL_BODY_BYTES:
                 self._small.submit(self._run_next, SMALL_BODY_BYTES)
         return future
 
     def stop(self) -> None:
-        """Cancel the jobs that wait; the threads end after the others."""
+        """Cancel waiting jobs; each thread ends after its current job."""
         with self._lock:
             self._stopped = True
             left = [job for jobs in self._waiting.values() for job in jobs]
@@ -86,7 +88,7 @@ class Workers:
     def _run_next(self, largest: int | None) -> None:
         job = self._take(largest)
         if job is None:
-            return  # the other thread has taken it, or it was cancelled
+            return  # the other thread has taken the job, or it was cancelled
         try:
             result = job.work()
         except BaseException as error:  # noqa: BLE001 - the caller raises it
@@ -95,7 +97,8 @@ class Workers:
             job.future.set_result(result)
 
     def _take(self, largest: int | None) -> _Job | None:
-        """The next job of at most `largest` bytes; its client's next turn is after all others'."""
+        """Remove and return the next job of at most `largest` bytes (None is any size); None if
+        there is none. The job's client goes to the end of the order of turns."""
         with self._lock:
             for client, jobs in list(self._waiting.items()):
                 for job in list(jobs):
