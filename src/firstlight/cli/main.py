@@ -187,21 +187,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments; None are those of the process, which ends after this call.
 
     Returns:
-        The exit code:
-
-        - 0: success
-        - 1: error
-        - 2: invalid recipe or option
-        - 3: the planned recipe does not fit into memory
-        - 75: the training run was stopped early, and saved a checkpoint
-        - 76: the training run diverged
-        - 130: interrupted by Ctrl-C
-        - 129, 138, 143: terminated by SIGHUP, SIGUSR1, SIGTERM
+        The exit code: 0 success, 1 error, 2 invalid recipe or option, 3 the planned recipe does not
+        fit into memory, 75 a run was stopped early and saved a checkpoint, 76 a run diverged,
+        128 + n terminated by signal n (130 is Ctrl-C).
     """
     ends_process = arguments is None
     if ends_process:
-        # At the end of the process, collecting garbage among all of torch's objects would take a
-        # third of a second.
+        # Collecting torch's objects when the process ends would take a third of a second.
         atexit.register(gc.freeze)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for name, value in _environment(arguments[:1]).items():

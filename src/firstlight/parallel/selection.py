@@ -53,7 +53,7 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
         processes: all processes of the run, with those of tensor and pipeline parallelism.
 
     Raises:
-        ConfigError: the section is invalid for this number of processes.
+        ConfigError: the section is invalid for them.
     """
     if config.pipeline > 1:
         return _engine_of_stages(config, processes)
@@ -73,10 +73,8 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
                 "distributed.engine ddp needs whole parameters, and distributed.tensor_parallel "
                 "cuts them: set distributed.engine to fsdp"
             )
-    if name == "auto" and size > 1:
-        name = "fsdp" if group > 1 else "ddp"
-    elif name == "auto":
-        name = "none"
+    if name == "auto":
+        name = "none" if size == 1 else ("fsdp" if group > 1 else "ddp")
     if name == "none" and size > 1:
         raise ConfigError(
             f"distributed.engine none is for {one}, and there are {size}: each would train "

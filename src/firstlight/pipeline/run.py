@@ -95,8 +95,7 @@ def train_texts(
     ask: Ask | None = None,
     began: float | None = None,
 ) -> TextRun:
-    """Train a model on texts with one call, which makes tokenizer and shards, chooses settings,
-    trains, evaluates, and writes a report.
+    """Train a model on texts: tokenizer, shards, settings, training, evaluation and report.
 
     A second call with the same inputs and options resumes an unfinished run. A call with other
     options begins another run, and uses the tokenizer and shards again if they are the same.
@@ -108,10 +107,8 @@ def train_texts(
             one of budget, tokens and steps may be given; without any, the budget is ten minutes.
         tokens: number of tokens to train on, such as "10M".
         steps: number of optimizer steps.
-        size: "tiny", "small", "medium", "large", "xl", or a number of parameters such as "10M";
-            None chooses the size.
-        init_from: model folder, run folder or hub id of a model to fine-tune; None trains a new
-            model.
+        size: "tiny", "small", "medium", "large", "xl", or parameters such as "10M"; None chooses.
+        init_from: folder, run or hub id of a model to fine-tune; None trains a new model.
         run_dir: run folder; None is runs/NAME, with the name of the first input.
         overrides: values of the recipe by `section.key`; other settings are chosen to fit them.
         text_key: field of the text in JSONL lines, tables and datasets.
