@@ -17,8 +17,8 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.few_rows import lay_out, ready_to_compile
 from firstlight.models import Cache, KVCache, Model, RaggedCache
 
-#: Attention reads a multiple of this number of cache positions. A larger step gives fewer shapes to
-#: record as CUDA graphs, a smaller one reads fewer unused positions.
+#: Attention reads a multiple of this number of cache positions: a larger step gives fewer different
+#: shapes (each needs a CUDA graph), a smaller step reads fewer unused positions.
 _REACH_STEP = 64
 
 #: Greatest number of logits (elements) in memory at a time while a prompt is scored.

@@ -129,7 +129,7 @@ class Continuation:
             SchemaError: the constraint takes too long to follow.
         """
         assert self.finish_reason is None
-        if len(self.token_ids) >= self._most:  # only if max_new_tokens is 0
+        if len(self.token_ids) >= self._most:  # no new token was asked for, or has room
             return self._end("length")
         allowed_V = None if self._constraint is None else self._constraint.allowed(len(logits_V))
         token_id = sample(

@@ -2,8 +2,9 @@
 
 Such a layer is limited by memory bandwidth: its time is that of reading the weights. torch's
 kernels for one row were measured at a third of the memory bandwidth, because they read several rows
-of the matrix at once and do not prefetch across pages. The kernels in `few_rows.cpp` do. They are
-compiled when they are first needed, in one or two seconds, and kept in the user's cache folder.
+of the matrix at once and do not prefetch across pages. The kernels in `few_rows.cpp` read rows in
+order and prefetch further ahead. They are compiled when they are first needed, in one or two
+seconds, and kept in the user's cache folder.
 Weights can be rounded to 8 bits (`Int8Linear`), which halves the bytes to read.
 """
 
@@ -253,7 +254,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
-# Weights of 8 bits
+# 8-bit weights
 
 #: Greatest number of rows for torch's int8 kernel on a CPU; with more rows it is faster to convert
 #: the weights to bf16 first.

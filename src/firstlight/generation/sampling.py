@@ -79,7 +79,7 @@ def draw(probabilities_V: Tensor, generator: torch.Generator) -> int:
     cumulative_V = probabilities_V.cpu().cumsum(0, dtype=torch.float64)
     total = float(cumulative_V[-1])
     drawn = float(torch.rand((), dtype=torch.float64, generator=generator)) * total
-    # Rounding may have made the product equal to the total, which no index has.
+    # Rounding may have made the product equal to the total, which is beyond the last index.
     below = min(drawn, math.nextafter(total, 0.0))
     return int(torch.searchsorted(cumulative_V, below, right=True))
 

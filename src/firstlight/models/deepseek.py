@@ -155,7 +155,7 @@ class DeepseekMLP(RoutedMLP):
 
     def chosen(self, scores_NE: Tensor) -> Tensor:
         """Numbers of each token's experts, int64 [N, K], from the scores [N, E]: the K experts with
-        the greatest scores in the token's best `topk_group` groups."""
+        the greatest scores (in V3 with the bias added) in the token's best `topk_group` groups."""
         config = self.config
         # The choice has no gradient. The bias changes which experts are chosen, but not the weights
         # of their outputs.

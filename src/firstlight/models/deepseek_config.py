@@ -203,7 +203,7 @@ class DeepseekConfig(DecoderConfig):
         return layer >= self.first_k_dense_replace
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Attention of a layer, counted from 0."""
+        """See `FamilyConfig.attention_spec`."""
         scale, rope = self.head_dim**-0.5, self.rope_scaling
         if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
             # YaRN multiplies query and key by mscale, so that the score gets its square.
@@ -212,7 +212,7 @@ class DeepseekConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From a Hugging Face `config.json`; see `DecoderConfig.from_hf`."""
+        """See `DecoderConfig.from_hf`."""
         kind = str(config.get("model_type", cls.default_type()))
         # In config.json head_dim means qk_rope_head_dim; in a `DecoderConfig` it is the sum of
         # qk_nope_head_dim and qk_rope_head_dim.

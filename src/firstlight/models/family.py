@@ -18,7 +18,7 @@ from firstlight.section import Section
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of one layer.
+    """Settings of attention in one layer.
 
     Attributes:
         window: number of tokens, itself included, that a token sees; None is all earlier tokens.
@@ -290,7 +290,7 @@ class FamilyConfig(Section):
 
     Attributes:
         families: facts by `model_type`.
-        hf_names: our name of every key -> config.json's; {} if `FamilySpec.json_names` is used.
+        hf_names: our name of a key -> config.json's; {} if `FamilySpec.json_names` is used.
         has_rotary: True for rotary positions; False for learned positions.
         stores_transposed: True if linear layers keep their weights as [in, out].
         tensor_parallel_sizes: keys of sizes that must be multiples of the number of processes in
@@ -375,7 +375,7 @@ class FamilyConfig(Section):
         return self.expert_count > 0
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Attention of a layer, counted from 0."""
+        """Settings of attention in a layer (counted from 0)."""
         return AttentionSpec()
 
 

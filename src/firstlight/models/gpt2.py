@@ -28,7 +28,7 @@ from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, GG
 from firstlight.models.language_model import LanguageModel, token_positions
 from firstlight.models.ops import AttentionOptions, Embedding, SelfAttention, attention
 
-#: Hugging Face's names of the activations -> ours
+#: Hugging Face's name of an activation -> name in recipes.
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_new"),
     "gelu": "gelu",
@@ -183,7 +183,7 @@ class GPT2Config(FamilyConfig):
         }
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Attention of a layer, counted from 0."""
+        """See `FamilyConfig.attention_spec`."""
         scale = None
         if not self.scale_attn_weights or self.scale_attn_by_inverse_layer_idx:
             scale = self.head_dim**-0.5 if self.scale_attn_weights else 1.0

@@ -24,7 +24,7 @@ from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, make_nor
 from firstlight.models.ops import Embedding
 from firstlight.models.rope import Ropes
 
-#: Hugging Face's names of the activations -> ours
+#: Hugging Face's name of an activation -> name in `ACTIVATIONS`.
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 
 _NEOX = FamilySpec(

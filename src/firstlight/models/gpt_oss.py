@@ -82,7 +82,7 @@ class GptOssConfig(DecoderConfig):
     """weight of the load-balancing loss in training (Fedus et al. 2021, arXiv 2101.03961)."""
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Attention of a layer, counted from 0."""
+        """See `FamilyConfig.attention_spec`."""
         return AttentionSpec(super().attention_spec(layer).window, sinks=True)
 
     def to_hf(self) -> dict[str, Any]:

@@ -55,10 +55,10 @@ class DecoderConfig(FamilyConfig):
     rope_theta: float = Field(10_000.0, gt=0)
     """base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """null, {rope_type: linear, factor}, {rope_type: llama3, factor, low_freq_factor,
-    high_freq_factor, original_max_position_embeddings}, {rope_type: dynamic, factor}, {rope_type:
-    yarn, factor, original_max_position_embeddings} or {rope_type: longrope, short_factor,
-    long_factor, original_max_position_embeddings}."""
+    """rescaling of the rotary frequencies: null (none), {rope_type: linear, factor}, {rope_type:
+    llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings},
+    {rope_type: dynamic, factor}, {rope_type: yarn, factor, original_max_position_embeddings} or
+    {rope_type: longrope, short_factor, long_factor, original_max_position_embeddings}."""
     attention_bias: bool = False
     """biases on the projections of attention; in glm4 and stablelm not on the output projection."""
     mlp_bias: bool = False
@@ -236,7 +236,7 @@ class DecoderConfig(FamilyConfig):
         return self.final_logit_softcapping
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Attention of a layer, counted from 0."""
+        """See `FamilyConfig.attention_spec`."""
         scale = self.attention_multiplier
         if self.query_pre_attn_scalar is not None:
             scale = self.query_pre_attn_scalar**-0.5

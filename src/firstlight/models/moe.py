@@ -134,8 +134,8 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     in autocast's dtype or the weight's.
 
     torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16 and compute
-    capability 8.0. If the kernel can't be used, there is one product for each expert, over its rows
-    or, if that is faster, over blocks of rows (see `_takes_blocks`).
+    capability 8.0 or higher. If the kernel can't be used, there is one product for each expert,
+    over its rows or, if that is faster, over blocks of rows (see `_takes_blocks`).
 
     Args:
         x_MC: rows, sorted by expert.

@@ -128,7 +128,7 @@ class Qwen3NextConfig(MoEConfig):
         return (layer + 1) % min(self.num_hidden_layers, 4) != 0
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Attention of a layer, counted from 0."""
+        """See `FamilyConfig.attention_spec`."""
         if not self.is_linear(layer):
             return super().attention_spec(layer)
         size = self.linear_key_head_dim * self.linear_value_head_dim
@@ -136,7 +136,7 @@ class Qwen3NextConfig(MoEConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From a Hugging Face `config.json`; see `DecoderConfig.from_hf`."""
+        """See `DecoderConfig.from_hf`."""
         kind = cls.default_type()
         values = values_from_json(cls.families[kind], tuple(cls.model_fields), config)
         kinds, period = config.get("layer_types"), config.get("full_attention_interval") or 4

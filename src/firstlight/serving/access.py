@@ -209,7 +209,8 @@ class Access:
         Args:
             host: name or address at which the server listens.
             key: API key; None requires none.
-            hosts: additional allowed names in the header Host.
+            hosts: further allowed names in the header Host. Without any, a server at an address
+                other than loopback allows all names.
             origins: allowed origins of other web pages.
         """
         digest = None if key is None else hashlib.sha256(key).digest()
