@@ -1,9 +1,8 @@
 """Model families: the facts about each that loading, conversion, parallelism and planning need.
 
-Code outside of `models/` reads these facts instead of comparing names of families; only readers of
-other programs' files and benchmarks name a family. A Llama-like family is one entry of
-`llama_families.py`. A family with its own architecture has a module with a config class, derived
-from `FamilyConfig`, and a model class. `registry.py` has the table of all families.
+Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
+Llama-like family is one entry of `llama_families.py`; a family with its own architecture has a
+module with a config class, derived from `FamilyConfig`, and a model class. `registry.py` has all.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ class GGUFSpec:
     """Form of a family in GGUF files, and the limits of llama.cpp, which reads them.
 
     Attributes:
-        architecture: value of general.architecture; "" if the family's GGUF files are neither
-            written nor read.
+        architecture: value of general.architecture; "" if the family has no GGUF files.
         rotates_pairs: True if llama.cpp rotates the pairs of rows (2i, 2i + 1) of a head, where
             Hugging Face rotates (i, i + R/2): rows of queries and keys are then reordered.
         rope_kinds: kinds of rotary scaling that llama.cpp supports.
@@ -100,17 +98,17 @@ class GGUFSpec:
             (multi-head latent attention), "sinks" (attention sinks) or "delta" (gated delta rule).
         block: GGUF's name -> the family's name of a layer's modules, for layers with biases
             everywhere and one matrix for queries, keys and values; {} for the other kinds.
-        head: "written" if llama.cpp needs a head tensor even if the head is tied; "tied" if it
-            always uses the embedding as the head; "" if both work.
+        head: "written" if llama.cpp needs a tensor of a tied head; "tied" if it always uses the
+            embedding as the head; "" if both work.
         has_windows: True if llama.cpp supports layers with a window beside layers without.
         needs_window: True if llama.cpp requires a window.
         has_window_base: True if llama.cpp supports another rotary base in layers with a window.
         exact_heads: True if llama.cpp requires heads times head_dim to be hidden_size.
         gating: function of the router's logits, in layers with latent attention.
-        inner_eps: epsilon of the model's norms inside attention, for which llama.cpp uses
-            rms_norm_eps; None if the model uses rms_norm_eps, too.
-        wide_scale_layers: number of layers of the models whose query_pre_attn_scalar is
-            hidden_size / heads in llama.cpp, not head_dim; 0 for no model.
+        inner_eps: epsilon of norms inside attention, where llama.cpp uses rms_norm_eps; None if the
+            model uses rms_norm_eps, too.
+        wide_scale_layers: number of layers at which llama.cpp takes hidden_size / heads for
+            query_pre_attn_scalar, not head_dim; 0 for none.
     """
 
     architecture: str

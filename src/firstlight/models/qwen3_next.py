@@ -184,55 +184,49 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule, computed in chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3).
 
-    Each token updates the state S [D, E] of a head to exp(g) S + beta k^T (v - k exp(g) S), where
-    the key k is normalised to length 1. Its output is q S with the new state, where the query q is
-    normalised to length 1 / sqrt(D). The updates of a chunk depend on each other by a triangular
-    linear system, which is solved for all tokens of the chunk at once.
+    Each token updates the state S [D, E] of a head to exp(g) S + beta k^T (v - k exp(g) S), and its
+    output is q S with the new state; keys k have length 1, queries q length 1 / sqrt(D). The
+    updates of a chunk are a triangular linear system, solved for all of its tokens at once.
 
     Args:
         q_BTHD, k_BTHD, v_BTHE: queries, keys and values.
-        decay_BTH: g, the logarithm of the decay, at most 0.
-        beta_BTH: beta, the strength of the update, from 0 to 1.
+        decay_BTH, beta_BTH: g, logarithm of the decay, at most 0; strength of the update, 0 to 1.
         state_BHDE: state before the first token; None is zeros.
-        places_BT: each token's position in its document, int64; each document begins with a state
-            of zeros. None is one document.
+        places_BT: position of each token in its document, int64, which begins with a state of
+            zeros; None is one document.
 
     Returns:
-        The outputs [B, T, H, E], and the state [B, H, D, E] after the last token, in fp32 at least.
+        The outputs [B, T, H, E] and the last state [B, H, D, E], in fp32 at least.
     """
     B, T, H, D = k_BTHD.shape
-    # Fewer tokens than a chunk are padded to one, except a single token: the last bits are then
-    # those of transformers.
+    # Padded to whole chunks, but for a single token: the last bits are those of transformers.
     size = _CHUNK_TOKENS if T > 1 else 1
     inputs = q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH
     q, k, v, g, beta = (at_least_fp32(x.transpose(1, 2)) for x in inputs)
-    # 1e-6 as in transformers. Normalised before padding, which would change the rounding.
+    # 1e-6 as in transformers. Before padding, which would change the rounding.
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))
     q, g = q * D**-0.5, g.cumsum(-1)
-    # Decays between two tokens are exponentials of differences of summed logarithms, which are at
-    # most 0. Quotients of decays would divide by products that have become 0.
+    # Differences of summed logarithms: quotients of decays would divide by products that are 0.
     from_start, to_end, whole = g.exp(), (g[..., -1:] - g).exp(), g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if places_BT is not None:
         same, reads, is_kept, passes = _document_masks(places_BT, size)
         seen = seen & same
         from_start, to_end, whole = from_start * reads, to_end * is_kept, whole * passes
-    # Masked before exp, which would overflow for pairs with a later key and make gradients NaN.
+    # Masked before exp, which would overflow for later keys and make gradients NaN.
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
-    # Row s has the decayed products of key s with the earlier keys of its chunk: token s adds only
-    # the part of its value that their updates do not give already.
+    # Row s: decayed products of key s with the earlier keys of its chunk. Token s adds only the
+    # part of its value that their updates do not give already.
     system = k_beta @ k.mT * between
     wanted = torch.cat((v * beta[..., None], k_beta * from_start[..., None]), -1)
     wanted = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     new_v, known_k = wanted[..., :-D], wanted[..., -D:]
     weights = q @ k.mT * between
     q_start, k_end = q * from_start[..., None], k * to_end[..., None]
-    if state_BHDE is None:
-        state_BHDE = v.new_zeros(B, H, D, v.shape[-1])
+    state_BHDE = v.new_zeros(B, H, D, v.shape[-1]) if state_BHDE is None else state_BHDE
     outputs = []
-    # Only this loop is sequential: the state passes from each chunk to the next.
     for n in range(v.shape[2]):
         written = new_v[:, :, n] - known_k[:, :, n] @ state_BHDE
         outputs.append(q_start[:, :, n] @ state_BHDE + weights[:, :, n] @ written)
