@@ -1,5 +1,6 @@
 """The kernels of a CUDA GPU in place of a CPU's, for code that is traced on CPU tensors, so that
-autograd keeps the same tensors for the backward pass as on the GPU."""
+autograd keeps the same tensors for the backward pass as on the GPU; and torch.compile without real
+kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from firstlight.planner.memory.kernels import Target
 
 _aten: Any = torch.ops.aten
 
-#: Functions whose inputs CUDA's autocast makes fp32, where a CPU's leaves them (ATen's
-#: autocast_mode.h, AT_FORALL_FP32): of those that models and losses use.
+#: Functions whose inputs CUDA's autocast casts to fp32, unlike a CPU's (ATen's autocast_mode.h,
+#: AT_FORALL_FP32); only those that models and losses use.
 _IN_FP32 = {
     F.layer_norm,
     torch.layer_norm,
@@ -52,7 +53,7 @@ _IN_FP32 = {
     Tensor.norm,
 }
 
-#: The same, by giving them `dtype` (AT_FORALL_FP32_SET_OPT_DTYPE).
+#: Functions that CUDA's autocast calls with `dtype=torch.float32` (AT_FORALL_FP32_SET_OPT_DTYPE).
 _WITH_FP32_RESULT = {
     F.softmax,
     torch.softmax,
@@ -73,8 +74,8 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax before torch 1.11, whose backward pass asked its input for its dtype, and so kept
-    all of it."""
+    """Softmax before torch 1.11, which kept its whole input for the backward pass, only to know the
+    input's dtype (pytorch issue 64000)."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, scores: Tensor, args: Any, kwargs: Any) -> Any:
@@ -90,23 +91,23 @@ class _SoftmaxKeepingInput(torch.autograd.Function):
 
 
 class CudaKernels(TorchFunctionMode):
-    """Inside, functions on CPU tensors run as on a CUDA GPU.
+    """Function mode in which functions on CPU tensors run as on a CUDA GPU.
 
     - `scaled_dot_product_attention`: flash attention, which keeps queries, keys, values, output and
-      a logarithm of sums for each query; where it can't be used, the memory-efficient kernel, which
-      keeps the same; where neither can, two products and a softmax that keep all scores.
-    - `dropout` keeps a byte a number, not a factor as wide as the number.
+      the log-sum-exp of each query; if it can't be used, the memory-efficient kernel, which keeps
+      the same; if neither can, two products and a softmax, which keep all scores.
+    - `dropout` keeps a mask of one byte an element, not a factor of the element's dtype.
     - autocast computes norms, softmax and losses in fp32.
 
     Args:
         target: a CUDA device.
-        kernel: "flash", "efficient", "cudnn" or "math" to have that one; None chooses as torch.
+        kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None chooses as torch.
     """
 
     def __init__(self, target: Target, kernel: str | None = None) -> None:
         super().__init__()
         self._target, self._kernel = target, kernel
-        # Asked of torch here, since what torch.compile traces can't ask: its graph would end there.
+        # Read here, because in code that torch.compile traces this would break the graph.
         cuda: Any = torch.backends.cuda
         self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
         self._has_efficient = cuda.mem_efficient_sdp_enabled()
@@ -118,7 +119,7 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        # A CPU keeps a factor of the numbers' dtype; CUDA's fused kernel a byte for each.
+        # A CPU keeps a factor of the input's dtype; CUDA's fused kernel one byte an element.
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
@@ -176,8 +177,9 @@ class CudaKernels(TorchFunctionMode):
         return found[0]
 
     def _chosen(self, query: Tensor, mask: Tensor | None, grouped: bool) -> str:
-        """torch's choice (sdp_utils.cpp): flash needs half precision, no mask, heads of 256 at
-        most and Ampere; the memory-efficient kernel any of its dtypes, but no groups."""
+        """torch's choice (sdp_utils.cpp). Flash attention needs half precision, no mask, heads of
+        at most 256, and compute capability 8.0. The memory-efficient kernel does not take
+        `enable_gqa`, and needs capability 8.0 for bf16."""
         half = query.dtype in (torch.float16, torch.bfloat16)
         if self._has_flash and half and mask is None and query.shape[-1] <= 256:
             return "flash"
@@ -195,7 +197,7 @@ def kernels_of(
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
-    # Both of torch's functions call this one, which does not dispatch to a mode again.
+    # `Tensor.backward` and `torch.autograd.backward` call this function, which no mode intercepts.
     start = torch.ones_like(tensor) if gradient is None else gradient
     _engine_run_backward(
         (tensor,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -252,9 +254,8 @@ def _widened(value: Any, half: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def stubbed_compiler() -> Iterator[None]:
-    """Inside, what torch.compile makes for a CPU has kernels that do nothing, and allocates
-    through torch's operators. Functions compiled before are forgotten, and those compiled inside
-    after it."""
+    """Context in which torch.compile makes code for a CPU whose kernels do nothing, and which
+    allocates through torch's operators. Compiled functions are dropped at its start and its end."""
     with quiet_import():
         import torch._functorch.config as functorch_config
         import torch._inductor.async_compile as async_compile
@@ -267,16 +268,16 @@ def stubbed_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     options = {"size_asserts": False, "fx_graph_cache": False, "compile_threads": 1}
-    # Collecting garbage would take 0.1 to 0.2 s, and fake tensors have no memory to give back.
+    # A garbage collection would take 0.1 to 0.2 s, and fake tensors have no memory to free.
     quickly = torch._dynamo.config.patch(run_gc_after_compile=False)
     with (
         replaced(guards, "_empty_strided_cpu", _empty_strided),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
         # Memory is allocated by the code around the kernels, which need not be compiled for it.
         replaced(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing),
-        # Without a look at the machine's vector units, for which it would start the C++ compiler.
+        # Inductor would start the C++ compiler to find out the machine's vector instructions.
         replaced(vector_units, "valid_vec_isa_list", list),
-        # For logs and caches that are not kept.
+        # Only logs and caches, which are not kept, need readable code.
         replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
         config.patch(options),
         quickly,
@@ -303,10 +304,10 @@ class Graphs:
 
 @contextlib.contextmanager
 def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
-    """Context in which the graphs of compiled code are kept.
+    """Context in which the graphs of compiled code are kept, and can run in place of the code.
 
-    The tensors that are saved for the backward pass are decided by then, so each layer of a model
-    adds the same to both.
+    The graphs already say which tensors are saved for the backward pass, so each layer of a model
+    adds the same memory to the graphs as to inductor's code.
 
     Args:
         fuses: True compiles the graphs with inductor as well; False only runs the graphs.
@@ -319,7 +320,7 @@ def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
     compile_graph = compile_fx._compile_fx_inner
 
     def keep(graph: torch.fx.GraphModule, inputs: Any, *args: Any, **options: Any) -> Any:
-        # Inductor changes the one that it is given.
+        # A copy, because inductor changes the graph that it is given.
         plain = boxed_nop(_copied(graph), inputs)
         if not fuses:
             return plain
@@ -328,7 +329,7 @@ def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
         def run(arguments: list[Any]) -> Any:
             return (plain if chosen.runs else fused)(arguments)
 
-        # The callee empties the list, so that its tensors can be freed early.
+        # The callee empties the list of arguments, so that these tensors can be freed early.
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -344,8 +345,9 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Inside, Python does not look for cycles: among the compiler's millions of objects that live
-    on, it is a tenth of the time. Nor does it depend on when it looks which storages are there."""
+    """Context without Python's cyclic garbage collector. Among the compiler's millions of live
+    objects it takes a tenth of the time. Also, the storages in a trace then do not depend on the
+    moments at which the collector runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -357,7 +359,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Inside, an attribute has another value."""
+    """Context in which an attribute of `owner` has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

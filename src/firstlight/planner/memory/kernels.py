@@ -1,8 +1,8 @@
 """The operators that a trace counts, and the memory of a target's kernels for them.
 
 A trace on fake CPU tensors sees shapes, not the memory that a kernel allocates inside
-(`workspace_bytes`): each such difference is a separate function with its own test. `emulation.py`
-has those kernels of a GPU for which autograd keeps other tensors than for a CPU's.
+(`workspace_bytes`): a separate function with its own test for each such kernel. `emulation.py` has
+the GPU kernels for which autograd keeps other tensors than for a CPU's.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _firstlight: Any = torch.ops.firstlight
 #: Shape and dtype of a tensor, as in an operator's key.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
-#: Lists, one after the other, of operators on these; each is as long as the others.
+#: Number of equally long lists, one after the other, in the inputs of operators on lists.
 LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1}
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kind of operator call: equal calls are one.
+    """One kind of operator call; calls with equal attributes are the same `Operator`.
 
     Attributes:
-        name: torch's, such as "aten.mm.default".
+        name: torch's name, such as "aten.mm.default".
         phase: phase of the step.
         inputs, outputs: shape and dtype of each tensor.
         flops: FLOPs of its matrix products; 0 if it has none.
-        moved_bytes: read and written, each tensor once; 0 for views.
+        moved_bytes: bytes of all inputs and outputs; 0 for views.
         options: further properties of the call that its kernel's memory depends on.
     """
 
@@ -76,7 +76,7 @@ def bytes_of(layout: Layout) -> int:
 
 
 def total_bytes(layouts: Iterable[Layout]) -> int:
-    """The packed bytes of several tensors together."""
+    """Bytes of several contiguous tensors together."""
     return sum(map(bytes_of, layouts))
 
 
@@ -86,21 +86,21 @@ def _products(query: Tensor, key: Tensor) -> int:
 
 
 def _blockwise_flops(query: Tensor, key: Tensor) -> int:
-    """FLOPs of one of the two products: the keys of a block end with it."""
+    """FLOPs of one of the two products: a block of queries sees the keys up to its last query."""
     batch, heads, new, size = query.shape
     scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
     return 2 * batch * heads * size * scores
 
 
 _FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-#: FLOPs of operators that torch's counter leaves out or, in torch 2.11, refuses with grouped heads:
-#: of whole rows, as torch counts them on GPUs.
+#: FLOPs of operators that torch's counter leaves out or, in torch 2.11, refuses with grouped heads.
+#: As in that counter, fused attention computes all scores, also with a causal mask.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}") for name in _FUSED),
         lambda q, k, v, *_: _products(q, k) * (k.shape[3] + v.shape[3]),
     ),
-    # The scores once more, and the gradients of all that two products had.
+    # Five products: the scores once more, and the gradients of both products' factors.
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}_backward") for name in _FUSED),
         lambda _, q, k, v, *__: _products(q, k) * (3 * k.shape[3] + 2 * v.shape[3]),
@@ -128,7 +128,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a prediction.
+    """The device that a prediction is for.
 
     Attributes:
         kind: "cpu" or "cuda".
@@ -137,10 +137,9 @@ class Target:
         library_bytes: bytes that libraries allocate once through torch's allocator (cuBLAS'
             workspace).
         capability: CUDA compute capability.
-        threads: torch's, on a CPU; some kernels have a buffer for each.
-        tile_dtypes: dtypes that a CPU multiplies in tiles (AMX): other kernels, with more memory.
-        torch_version: (major, minor) of the torch whose kernels are modelled; older ones serve
-            comparisons with published figures.
+        threads: number of torch's threads on a CPU; some kernels have a buffer for each.
+        tile_dtypes: dtypes that a CPU multiplies in tiles (AMX), by kernels that take more memory.
+        torch_version: (major, minor) of the modelled torch; older ones are for published figures.
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"
@@ -171,8 +170,8 @@ def cuda_target(
     """A CUDA GPU.
 
     Args:
-        context_bytes: None is what torch 2's kernels and CUDA 12 were seen to take, about 500 MiB.
-        torch_version: see `Target`.
+        name, capability, torch_version: see `Target`.
+        context_bytes: None takes 500 MiB, about what was seen with torch 2 and CUDA 12.
     """
     context = 500 * 2**20 if context_bytes is None else context_bytes
     # torch's CUDABlas: 32 MiB from Hopper on, else 8.1 MiB, for each handle.
@@ -185,10 +184,10 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
-    # CUDA's are taken to allocate nothing inside but cuBLAS' workspace: see `library_bytes`.
+    # Assumed: CUDA's kernels allocate nothing inside but cuBLAS' workspace, see `library_bytes`.
     if target.kind == "cuda":
         return 0
-    # Other kernels are taken to allocate nothing inside but operands that they convert.
+    # Assumed: other CPU kernels allocate nothing inside but operands that they convert.
     kernel = _CPU_KERNELS.get(name)
     if kernel is not None:
         return kernel(operator, target)
@@ -196,9 +195,10 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """`models.blockwise`, a part at a time: queries, keys and values in order, the first two also
-    in fp32; backward their gradients and the result's; a block's scores twice in fp32, or its
-    weights and their gradients three times. Keys are scaled where values have another size."""
+    """`models.blockwise`, for a part of the heads at a time: contiguous queries, keys and values;
+    queries in fp32, and keys too in half precision or if values of another size make it scale them;
+    backward also the gradients of these and of the result. For a block of queries: scores twice in
+    fp32, or (backward) weights and their gradients three times in the inputs' dtype."""
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
     has_sinks = any(len(shape) == 1 for shape, _ in operator.inputs)
@@ -229,16 +229,16 @@ def blockwise_bytes(operator: Operator) -> int:
 
 
 def attention_bytes(operator: Operator, target: Target) -> int:
-    """torch's flash attention for CPUs: a block of scores, its sums and its result for each
-    thread, in fp32; of the scores in half precision, too. For tiles all keys and values are
-    packed, two rows (of keys, two columns) together, with a transposed block for each thread."""
+    """torch's flash attention for CPUs: for each thread, a block of scores, its sums and its result
+    in fp32; in half precision also the rounded scores. With tiles, all keys and values are packed
+    (pairs of columns of keys, pairs of rows of values), with a transposed block for each thread."""
     (batch, heads, length, head), dtype = operator.inputs[0]
     _, kept, total, _ = operator.inputs[1][0]
     queries, keys = _query_block(length), min(total, _KEY_BLOCK)
     size = 4 * queries * (keys + 2 + head)
     if dtype.itemsize == 4:
         return target.threads * size
-    # The kernel packs where each thread has enough products to make up for it.
+    # The kernel packs only if each thread has enough products to make up for it.
     shortest, products = (64, 4) if dtype == torch.bfloat16 else (16, 1)
     turns = (batch * heads * -(-length // queries) + target.threads - 1) // target.threads
     is_packed = dtype in target.tile_dtypes and min(length, total) >= shortest
@@ -246,15 +246,15 @@ def attention_bytes(operator: Operator, target: Target) -> int:
         return target.threads * (size + dtype.itemsize * queries * keys)
     padded = queries * (head + 1) if head % 2 else 0
     own = queries * _even(keys) + keys * head + padded
-    # Each block of an odd number of rows gets one more: the last alone, or the only one.
+    # Odd sizes are padded by one row or column, since two are packed together.
     packed = batch * kept * (_even(head) * total + head * _even(total))
     return target.threads * (size + dtype.itemsize * own) + dtype.itemsize * packed
 
 
 def attention_backward_bytes(operator: Operator, target: Target) -> int:
-    """Its backward pass: a block of scores and one of their gradients for each thread; the incoming
-    gradient, if it has to be copied into another layout; in half precision the rounded blocks, too,
-    and oneDNN's copies (about)."""
+    """The backward pass of `attention_bytes`' kernel: for each thread, a block of scores and one of
+    their gradients; the incoming gradient if it is copied into another layout; in half precision
+    also the rounded blocks, and oneDNN's copies (approximately)."""
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
     keys_of_block = min(keys[2], _KEY_BLOCK)
@@ -273,7 +273,7 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
     return size
 
 
-#: Blocks of keys, and of queries by the row's length, in torch's FlashAttentionKernel.cpp.
+#: Keys of a block in torch's FlashAttentionKernel.cpp; `_query_block` has the queries of one.
 _KEY_BLOCK = 512
 _MIB = 2**20
 
@@ -291,7 +291,7 @@ def product_bytes(operator: Operator, target: Target) -> int:
     """oneDNN's products in half precision copy blocks of their factors into another layout: some
     200 KiB for each thread (bf16), about a megabyte where the first factor is transposed, and in
     fp16 one and a half. An upper bound."""
-    # `out` comes last, as the factors' names do before it.
+    # addmm has a bias before the factors; `out` variants have their result after them.
     first = 1 if "addmm" in operator.name else 0
     ((*_, rows, inner), dtype), ((*_, columns), _) = operator.inputs[first : first + 2]
     if dtype.itemsize >= 4:
@@ -312,9 +312,9 @@ def _laid_out_bytes(
 
 
 def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
-    """Products in tiles, measured on one and two threads: each thread copies its part of the second
-    factor into another layout, and its part of the first if that is transposed. Where a long inner
-    sum is taken in parts, they are added up in fp32. An upper bound."""
+    """Products in tiles, an upper bound measured with one and two threads: each thread copies its
+    part of the second factor into another layout, and its part of a transposed first factor. If a
+    long inner dimension is split, partial sums are added up in fp32."""
     # Smaller sizes are padded.
     rows, inner, columns = (max(size, 32) for size in sizes)
     if transposed:
@@ -326,19 +326,19 @@ def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, thre
     if inner > 1280 and factor > _LAID_OUT_AT_ONCE:
         size += 4 * rows * min(columns, threads * 768)
     elif inner > 1280 and threads > 1 and rows * columns <= 2**17:
-        # So few results that the threads share the inner sum.
+        # With few results, the threads share the inner dimension.
         size += threads * 4 * rows * columns
     return size
 
 
-#: The most that a thread lays out of a second factor: 768 rows of 768.
+#: Most bytes of a second factor that a thread copies at a time: 768 x 768 numbers of 16 bits.
 _LAID_OUT_AT_ONCE = 2 * 768 * 768
 
 
 def experts_bytes(operator: Operator, target: Target) -> int:
-    """`models.moe` on a CPU in bf16: what comes of an expert's rows before it is put among the
-    others, and backward its rows' gradient; of an expert that twice as many visit as others. And
-    what oneDNN lays out."""
+    """Grouped products of `models.moe` on a CPU in bf16: the result (backward: a gradient) of one
+    expert's rows before it is copied into the whole result, and oneDNN's copies of the factors. For
+    an expert with twice the mean number of rows."""
     (shape, dtype) = operator.inputs[0]
     if dtype != torch.bfloat16:
         return 0
@@ -353,7 +353,7 @@ def experts_bytes(operator: Operator, target: Target) -> int:
 
 
 def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
-    """`_safe_softmax` looks for rows that see no token: a byte for each score."""
+    """`_safe_softmax` searches for rows that see no token: a byte for each score."""
     return math.prod(operator.inputs[0][0])
 
 
@@ -369,14 +369,14 @@ def small_update_bytes(operator: Operator, _: Target) -> int:
 
 
 def counted_booleans_bytes(operator: Operator, _: Target) -> int:
-    """A sum of booleans makes them int64 first."""
+    """A sum of booleans converts them to int64 first."""
     shape, dtype = operator.inputs[0]
     return 8 * math.prod(shape) if dtype == torch.bool else 0
 
 
 def promoted_operand_bytes(operator: Operator) -> int:
-    """Element by element, CPU kernels take operands of one dtype: those of another, unless they are
-    single numbers, are converted into temporaries, all at once."""
+    """Elementwise CPU kernels take operands of one dtype: operands of other dtypes, except scalars,
+    are converted into temporaries first."""
     tensors = [layout for layout in operator.inputs if layout[0]]
     if len({dtype for _, dtype in tensors}) < 2:
         return 0

@@ -1,13 +1,13 @@
 """A deep model's memory from that of the same model with few layers.
 
-All layers being alike, each adds the same: bytes at a given place of a step are a straight line in
-the number of layers. But the peak may be at another place with more of them, early in the backward
-pass, where all activations are there, or late, where all gradients are. So lines are drawn through
-stretches of the step, and the highest counts.
+If all layers are alike, each adds the same: the bytes at a given place of a step are a linear
+function of the number of layers. But with more layers, the peak may be at another place: early in
+the backward pass, when all activations are in memory, or late, when all gradients are. So each
+stretch of the step is extrapolated by itself, and the largest result counts.
 
-Compiling a model with one more layer costs seconds. But a layer's addition to it is known before
-inductor fuses operators: the tensors saved for the backward pass, and gradients. So the line begins
-at a model that is compiled to the end, and has the slope of its graphs.
+Compiling a model with one more layer costs seconds. But the memory that a layer adds is known
+before inductor fuses operators: the tensors saved for the backward pass, and gradients. So the line
+begins at a shallow model that is compiled completely, and has the slope of the graphs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _FEW = 2
 #: keeps tensors that no other does: with one layer, up to 7 % was too much.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
-#: The same with attention that allocates much memory inside: inductor, which doesn't know of it,
-#: orders the operators around it differently in a layer that is first and last (3 % were missing).
+#: The same with blockwise attention, which allocates much memory inside. Inductor does not know of
+#: that memory, and orders the operators around it differently in a layer that is first and last:
+#: with one layer, 3 % were missing.
 _FEW_BLOCKWISE = 2
 
 #: Phases in which nothing compiled runs.
@@ -46,14 +47,14 @@ Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
 
 
 def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]:
-    """Recipes to be traced in full, and what makes of their predictions that of the recipe.
+    """Shallow recipes to trace, and the function that makes the recipe's prediction from theirs.
 
     Args:
         recipe: the resolved recipe; it is traced itself if its layers differ or are few.
 
     Returns:
-        The recipes, the deepest first; and a function of their predictions, each with its backward
-        pass in two stretches.
+        The recipes, the deepest first; and the function, which takes their predictions in this
+        order, each with its backward pass in two stretches (see `prediction.predict`).
     """
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not _are_alike(recipe.model):
@@ -69,14 +70,14 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
 def few_compiled_layers(
     recipe: ResolvedRecipe,
 ) -> tuple[ResolvedRecipe, ResolvedRecipe, int] | None:
-    """The shallow recipes that a recipe compiled as a whole is planned from, by `from_graphs`.
+    """The shallow recipes from which `from_graphs` predicts a recipe that is compiled as a whole.
 
     Args:
         recipe: the resolved recipe.
 
     Returns:
-        The recipe with few layers and with one more, and the number of its layers beyond the few.
-        None where its layers are not alike, or it has no more than those.
+        The recipe with few layers, the recipe with one layer more, and the number of layers that
+        the recipe has beyond the few. None if its layers are not alike, or not more than these.
     """
     depth = recipe.model.num_hidden_layers
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
@@ -95,23 +96,23 @@ def from_graphs(
     *,
     accumulates: bool = False,
 ) -> MemoryPrediction:
-    """The memory of a compiled model from that of one with fewer layers, and of graphs.
+    """The memory of a compiled model from that of a shallow compiled model, and from graphs.
 
-    Each is to have its backward pass in three stretches.
+    Each prediction has its backward pass in three stretches (see `prediction.predict`).
 
     Args:
-        fused: the shallow model, as inductor compiles it.
-        graphs: the same, its graphs run as they are.
-        more: the graphs of the model with one layer more.
-        steps: layers to be added to the shallow model.
+        fused: prediction for the shallow model, as inductor compiles it.
+        graphs: prediction for the same model, with its graphs run operator by operator.
+        more: prediction for the graphs of the model with one layer more.
+        steps: number of layers to add to the shallow model.
         accumulates: True if gradients of an earlier micro-batch are in memory.
 
     Returns:
         The prediction, with the operators of the graphs.
     """
     accumulated = _new_gradients(fused, more) if accumulates else 0
-    # Late in the backward pass all gradients are there, as after it, but for those that an update
-    # in the pass itself has taken.
+    # Late in the backward pass, all gradients are in memory, as after it. With updates in the
+    # backward pass, there are none after it.
     eager = [name for name in ("clipping", "optimizer") if "gradients" in more.phases[name].parts]
     ending = min(eager, key=lambda name: more.phases[name].bytes, default="optimizer")
 
@@ -124,7 +125,7 @@ def from_graphs(
         before, after = slope(ending)
         places[LATE_BACKWARD] = before, _with_more(after, accumulated)
     if MIDDLE_BACKWARD in places:
-        # A layer that is neither first nor last has further ones before or behind it.
+        # In the middle, layers are added before or behind the layer of the peak: the larger counts.
         ends = (places["backward"], places[LATE_BACKWARD])
         places[MIDDLE_BACKWARD] = max(ends, key=lambda pair: pair[1].bytes - pair[0].bytes)
     phases = {name: _continued(fused.phases[name], *pair, steps) for name, pair in places.items()}
@@ -137,8 +138,8 @@ def from_graphs(
 
 
 def _new_gradients(few: MemoryPrediction, more: MemoryPrediction) -> int:
-    """Bytes of a layer's gradients as the backward pass gives them: in its parameters' dtype, and
-    of those that are trained alone."""
+    """Bytes of a layer's gradients as the backward pass makes them: for trained parameters only, in
+    the parameters' dtype."""
     ends = [found.phases["optimizer"].parts for found in (few, more)]
     return min(ends[1].get(part, 0) - ends[0].get(part, 0) for part in ("weights", "gradients"))
 
@@ -149,13 +150,14 @@ def _with_more(peak: PhasePeak, gradients: int) -> PhasePeak:
 
 
 def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
-    """A peak with `steps` times as much more as there is between two others."""
+    """The peak plus `steps` times the difference between the peaks `more` and `few`."""
     total = peak.bytes + (more.bytes - few.bytes) * steps
     parts = {}
     for name in dict.fromkeys((*peak.parts, *few.parts, *more.parts)):
         each = more.parts.get(name, 0) - few.parts.get(name, 0)
         parts[name] = max(peak.parts.get(name, 0) + each * steps, 0)
-    # The peak of graphs may consist of other parts.
+    # The parts of the graphs' peaks may differ from those of `peak`: no part may be negative, and
+    # the excess that this causes is taken from the largest parts.
     excess = sum(parts.values()) - total
     for name in sorted(parts, key=parts.__getitem__, reverse=True):
         taken = min(excess, parts[name])
@@ -190,7 +192,7 @@ def _with_phases(
         phase=phase,
         parts=peak.parts,
         phases=phases,
-        # In a row of equal layers, each reuses the memory that the one before it freed.
+        # More layers need no larger gap: each reuses the memory that the layer before it freed.
         reserved_bytes=peak.bytes + gap,
     )
     return merged(found)
@@ -198,7 +200,7 @@ def _with_phases(
 
 def merged(prediction: MemoryPrediction) -> MemoryPrediction:
     """The prediction with the backward pass as one phase."""
-    # The stretches only serve to draw lines through; a plan shows one backward pass.
+    # The stretches are only for extrapolation; a plan shows one backward pass.
     phases = dict(prediction.phases)
     later = [phases.pop(name) for name in (MIDDLE_BACKWARD, LATE_BACKWARD) if name in phases]
     if later:
@@ -210,7 +212,7 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 def _are_alike(config: ModelConfig) -> bool:
     """True if all layers attend to as many tokens, and all or none have experts."""
-    # GPT-2 may scale the scores of each layer by another number, which takes no memory.
+    # GPT-2 may scale the scores of each layer by a different number, which takes no memory.
     kinds = {
         (replace(config.attention_spec(i), scale=None), config.has_experts(i))
         for i in range(config.num_hidden_layers)
@@ -264,7 +266,7 @@ def _longer_lists(
     lists = LISTS.get(one.base_name, 1)
     for other in like:
         pairs = zip(_equal_parts(one.inputs, lists), _equal_parts(other.inputs, lists), strict=True)
-        # In each list, in the same order: what belongs together has to stay together.
+        # Differences list by list, in the same order: tensors of one parameter stay together.
         added = [tuple((Counter(more) - Counter(less)).elements()) for more, less in pairs]
         inputs = tuple(layout for part in added for layout in part)
         if inputs and len(inputs) == len(one.inputs) - len(other.inputs):

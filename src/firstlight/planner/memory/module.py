@@ -26,9 +26,10 @@ from firstlight.planner.memory.program import (
 )
 from firstlight.planner.memory.trace import Trace, Tracer
 
-#: Makes an optimizer of parameters.
+#: Function from parameters to an optimizer that updates them.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
+#: Optimizers that `plan_module` takes by name.
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -37,7 +38,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
 
-#: Parts of the names of operators of libraries (oneDNN, cuDNN) that take memory inside.
+#: Substrings of the names of operators whose libraries (oneDNN, cuDNN) take memory inside.
 _OPAQUE = ("convolution", "rnn", "lstm", "gru")
 
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -61,13 +62,13 @@ def plan_module(
     Args:
         model: the module, on any device (also meta); it is not changed.
         batch: arguments of one forward pass; only the shapes and dtypes of tensors count.
-        optimizer: a name of `OPTIMIZERS`, or a function that makes one of the parameters.
-        loss: function of the model's output; None takes the output's `loss`, or its first part.
-        precision: "fp16" and "bf16" are autocast over parameters as they are.
-        gradient_accumulation_steps: backward passes a step.
+        optimizer: a name of `OPTIMIZERS`, or a function that makes an optimizer of the parameters.
+        loss: function of the model's output; None takes the output's `loss`, or its first item.
+        precision: "fp16" and "bf16" are autocast; the parameters keep their dtype.
+        gradient_accumulation_steps: backward passes of an optimizer step.
         activation_checkpointing: True calls the model's own `gradient_checkpointing_enable`.
         zero_grad: "set_to_none" frees gradients after a step; "in_place" keeps them as zeros.
-        max_grad_norm: gradients are clipped to it; 0 leaves them.
+        max_grad_norm: norm to which gradients are clipped; 0 does not clip.
         target: the device to predict for; None is this machine's CPU.
 
     Returns:
@@ -114,7 +115,7 @@ def _backward(
 
 
 def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Parameter]:
-    """The parameters of a module that is put into training mode."""
+    """Put a module into training mode; returns its parameters that are trained."""
     if checkpoints:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
@@ -144,7 +145,7 @@ def _require_valid(precision: str, gradient_accumulation_steps: int, zero_grad: 
 
 def _opaque_layers(trace: Trace, model: nn.Module) -> Iterator[str]:
     names = {one.name.split(".")[1] for one in trace.operators if one.name.startswith("aten.")}
-    # Some of which are traced as the products that they could be computed with.
+    # Recurrent layers may be traced as matrix products: their modules name them.
     names |= {part.mode.lower() for part in model.modules() if isinstance(part, nn.RNNBase)}
     found = sorted(name for name in names if any(part in name for part in _OPAQUE))
     if found:
@@ -171,7 +172,7 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 def _fake_copy(model: nn.Module) -> nn.Module:
     """The same module with tensors without memory."""
-    # By identity, so that tied parameters stay one.
+    # By identity, so that tied parameters stay tied.
     memo: dict[int, Any] = {}
     for module in model.modules():
         # Modules keep tensors in plain attributes, too, which deepcopy would copy for real.
@@ -248,10 +249,10 @@ def predict_generation(
     other, and a step of all sequences at their full length.
 
     Args:
-        config: the model's.
+        config: config of the model.
         prompt_tokens, max_new_tokens: numbers of tokens of each sequence.
-        sequences: decoded together.
-        dtype: a name of `firstlight.generation.engine.DTYPES` but "auto".
+        sequences: number of sequences that are decoded together.
+        dtype: a name of `firstlight.generation.engine.DTYPES`, except "auto".
         target: the device to predict for; None is this machine's CPU.
 
     Raises:
@@ -278,7 +279,7 @@ def predict_generation(
         with tracer.phase("prefill"):
             for _ in range(sequences):
                 decoder.add([0] * prompt_tokens)
-        # The step at full length takes the most; the steps before it need not run.
+        # Only the step at full length runs, because it takes the most memory.
         decoder.lengths = [longest - 1] * sequences
         first = tracer.tick + 1
         with tracer.phase("decode"):
@@ -289,7 +290,8 @@ def predict_generation(
 
 @contextlib.contextmanager
 def _few_rows(target: Target) -> Iterator[None]:
-    """The CPU's own kernel for few rows would read addresses that fake tensors have not."""
+    """Context without the package's CPU kernel for few rows, which would read addresses that fake
+    tensors do not have."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(few_rows, "few_rows_linear", _few_rows_product))
         if target.kind == "cuda":
@@ -303,7 +305,7 @@ def _few_rows_product(
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The bytes that the kernel allocates."""
+    """Stand-in for `few_rows.few_rows_linear` that allocates the same bytes."""
     rows = x.float().contiguous()
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
     del rows

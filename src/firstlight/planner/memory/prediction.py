@@ -27,7 +27,7 @@ PARTS = (
     "framework",
 )
 
-#: See `predict`.
+#: Phases for later stretches of a backward pass, see `predict`.
 MIDDLE_BACKWARD, LATE_BACKWARD = "middle of backward", "late backward"
 
 #: Phases that come before a backward pass.
@@ -38,10 +38,10 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The most that was in memory during a phase.
+    """The content of memory at the peak of a phase.
 
     Attributes:
-        bytes: allocated.
+        bytes: allocated bytes.
         parts: bytes by the names in `PARTS`.
     """
 
@@ -54,7 +54,7 @@ class MemoryPrediction:
     """The predicted memory of a run.
 
     Attributes:
-        peak_bytes: the most that is allocated at a time, as the allocator counts it:
+        peak_bytes: peak of the allocated bytes as the allocator counts them:
             `torch.cuda.max_memory_allocated`, or on a CPU the tracked peak of real tensors.
         phase: phase of the peak: "forward", "loss", "backward", "optimizer", ...
         parts: bytes at the peak by the names in `PARTS`.
@@ -64,7 +64,7 @@ class MemoryPrediction:
         overhead_bytes: bytes outside of the allocator: a GPU's context and libraries.
         host_bytes: bytes of offloaded tensors in the host's memory, for a GPU.
         operators: counts for the last optimizer step, evaluation batch or decoding step.
-        notes: assumptions of the prediction, for people.
+        notes: assumptions of the prediction, as text for the user.
     """
 
     peak_bytes: int
@@ -83,7 +83,7 @@ class MemoryPrediction:
         return self.reserved_bytes + self.overhead_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values, without the counted operators: thousands of lines."""
+        """The prediction as JSON values, without the operators, which are thousands."""
         values = asdict(self)
         values["total_bytes"] = self.total_bytes
         values["notes"] = list(self.notes)
@@ -102,9 +102,9 @@ def predict(
     """The memory of a traced run on a target.
 
     Args:
-        trace: complete.
+        trace: a finished trace.
         target: the device whose kernels and allocator are modelled.
-        first_counted_tick: operators are counted from here on.
+        first_counted_tick: first tick whose operators are counted.
         phases: phases that count; None is all.
         stretches: number of stretches, equal in operators, that a backward pass is split into: with
             2 the second is the phase `LATE_BACKWARD`; with 3 the second is `MIDDLE_BACKWARD`.
@@ -122,7 +122,7 @@ def predict(
         phase=phase,
         parts=peaks[phase].parts,
         phases=peaks,
-        # Workspaces are in the peak, and not among the storages that the allocator was asked for.
+        # The peak includes workspaces of kernels, which the model of the allocator leaves out.
         reserved_bytes=max(reserved, peak),
         overhead_bytes=target.context_bytes,
         host_bytes=trace.host_bytes,
@@ -140,12 +140,12 @@ class Timeline:
     """Bytes in memory at each tick of a trace, by part.
 
     Args:
-        trace: complete.
+        trace: a finished trace.
         target: the device whose kernels and allocator are modelled.
 
     Attributes:
-        parts: bytes at each tick, by part.
-        total: their sum.
+        parts: bytes at each tick by part, int64 [ticks].
+        total: bytes of all parts at each tick, int64 [ticks].
     """
 
     def __init__(self, trace: Trace, target: Target) -> None:
@@ -181,7 +181,7 @@ class Timeline:
             self.parts["framework"] = np.full(self._ticks, self.target.library_bytes, np.int64)
 
     def phase_peaks(self) -> dict[str, PhasePeak]:
-        """The most that was in memory in each phase, in the order in which they came up."""
+        """The peak of each phase, in the order in which the phases began."""
         peaks: dict[str, PhasePeak] = {}
         for index, name in enumerate(self._names):
             ticks = np.flatnonzero(self._phases == index)
@@ -190,7 +190,7 @@ class Timeline:
         return peaks or {"setup": PhasePeak(0, {})}
 
     def split_backward(self, stretches: int) -> None:
-        """Give the later stretches of each backward pass separate phases."""
+        """Give the later stretches of each backward pass separate phases; see `predict`."""
         if "backward" not in self._names:
             return
         names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]
@@ -217,7 +217,7 @@ class Timeline:
         return int(np.argmax(np.isin(self._phases, wanted)))
 
     def reserved_bytes(self, first: int = 0) -> int:
-        """The most that the target's allocator held.
+        """Peak of the bytes that the target's allocator holds.
 
         Args:
             first: first tick that counts; storages freed before it are left out, because the
@@ -238,8 +238,8 @@ def settle_parts(trace: Trace) -> None:
     """Give each storage that was not marked its part.
 
     Tensors that a forward pass makes and that outlive it are kept for the backward pass: they are
-    activations, except those of the head and the loss. So are the remaining tensors of a forward
-    pass that is computed again.
+    activations, except those of the head and the loss. The same is true of a recomputed forward
+    pass. All other tensors are temporaries.
     """
     kept, again = (_ends(trace, spans) for spans in (trace.segments, trace.recomputations))
     for storage in trace.storages:
@@ -254,7 +254,8 @@ def settle_parts(trace: Trace) -> None:
 
 
 def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
-    """The last tick of the span around each tick; outside of spans, what no storage outlives."""
+    """The last tick of the span around each tick, int64 [ticks]; outside of spans `ALIVE`, which no
+    storage outlives."""
     ends = np.full(max(len(trace.calls), 1), ALIVE, np.int64)
     for first, last in spans:
         ends[first : last + 1] = last
@@ -263,6 +264,8 @@ def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
 
 # CUDA's caching allocator (c10's CUDACachingAllocator.cpp)
 
+# Bytes. Sizes are rounded up to `_ROUND`. Those up to `_SMALL` share small segments, those below
+# `_MIDDLE` middle ones; a larger one gets a segment of its size, rounded up to `_LARGE_ROUND`.
 _MIB = 2**20
 _ROUND = 512
 _SMALL = _MIB
@@ -279,7 +282,7 @@ def rounded(size: int) -> int:
 
 @dataclass(eq=False)
 class _Block:
-    """Part of a segment, in a chain of neighbours."""
+    """Part of a segment, linked to its neighbours `before` and `after`."""
 
     size: int
     address: int
@@ -290,10 +293,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """The allocator's books, without memory.
+    """A model of the allocator's blocks and segments, without memory.
 
     Attributes:
-        reserved: bytes of all segments, which are never given back.
+        reserved: bytes of all segments, which are never given back to CUDA.
     """
 
     def __init__(self) -> None:
@@ -304,7 +307,7 @@ class CachingAllocator:
         """Take a block for this number of bytes."""
         size = rounded(size) or _ROUND
         is_small = size <= _SMALL
-        # The smallest that is large enough, as the allocator takes it.
+        # Best fit: the smallest free block that is large enough.
         free = self._free[is_small]
         place = bisect.bisect_left(free, (size, -1))
         block = free.pop(place)[2] if place < len(free) else self._segment(size, is_small)
@@ -321,7 +324,7 @@ class CachingAllocator:
     def free(self, block: _Block) -> None:
         """Give a block back."""
         block.is_free = True
-        # Free neighbours are joined, or their halves would be too small for the next large storage.
+        # Free neighbours are joined: alone they would be too small for the next large storage.
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 free = self._free[other.is_small]
@@ -350,10 +353,10 @@ class CachingAllocator:
 
 
 def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
-    """The most that the allocator reserves.
+    """Peak of the bytes that the allocator reserves.
 
     Args:
-        lifetimes: (size, first tick, last tick) of each storage, in the order of their making.
+        lifetimes: (bytes, first tick, last tick) of each storage, in the order of their creation.
     """
     allocator = CachingAllocator()
     events: list[tuple[int, int, int, int]] = []

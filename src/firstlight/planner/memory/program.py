@@ -1,5 +1,5 @@
-"""Facts that a tracer gets while a step runs: phases, and which tensors are weights, gradients and
-states."""
+"""Hooks that tell a tracer, while a step runs, its phases and which tensors are weights, gradients
+and optimizer states; and the recipe that is traced in place of the real one (`equivalent`)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from firstlight.training.program import TrainingProgram
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, tensors have no memory. Tables that libraries keep for later are put back."""
-    # Tables that a library made before are real, and may be used.
+    """Context in which new tensors have no memory; see also `tables_put_back`."""
+    # Real tensors, such as tables that a library made before, may be used inside.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -55,14 +55,14 @@ def tables_put_back() -> Iterator[None]:
 
 
 def mark_weights(model: nn.Module, tracer: Tracer) -> None:
-    """Parameters and buffers, as they are now."""
+    """Mark the model's current parameters and buffers as weights."""
     tracer.mark((*model.parameters(), *model.buffers()), "weights")
 
 
 @contextlib.contextmanager
 def optimizer_phases(tracer: Tracer) -> Iterator[None]:
-    """Inside, every torch optimizer's step is the phase "optimizer", and its gradients and states
-    are marked."""
+    """Context in which the step of every torch optimizer is the phase "optimizer", and its
+    gradients and states are marked."""
     before = ["setup"]
 
     def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -99,7 +99,7 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..., Tensor]:
-    """A head's loss whose forward and backward pass are separate phases."""
+    """The head's loss function, with phases "loss" and "backward of loss" for its passes."""
 
     def loss(x: Tensor, *args: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -122,8 +122,8 @@ def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..
 
 
 def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
-    """`training.preference.answer_log_probs` with marked phases; for preference pairs it takes the
-    place of a head's loss."""
+    """`training.preference.answer_log_probs` with marked phases, which preference pairs have in
+    place of the head's loss."""
     marked = marked_loss(answer_log_probs, tracer)
 
     def log_probs(logits_BTV: Tensor, *args: Any) -> Tensor:
@@ -134,7 +134,8 @@ def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
 
 
 def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
-    """Mark the tensors of a program, and the phases of its steps."""
+    """Let the tracer know the tensors of a program and the phases of its steps; changes the
+    program's optimizer and loss function."""
     loss_sum = program.loss_sum
     program.optimizer = cast(Optimizer, _TracedOptimizer(program, tracer))
 
@@ -183,7 +184,7 @@ def host_activations(
     """`efficiency.memory.offloaded_activations` on fake tensors: for a GPU, the activations of the
     forward pass are counted in the host's memory; on a CPU, they are a copy in the same memory."""
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
-    # Alive as long as their ids are compared, or another storage could get the same id.
+    # Kept alive as long as ids are compared: otherwise another storage could get the same id.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
 
     def pack(tensor: Tensor) -> Any:
@@ -222,10 +223,10 @@ class _Offloaded:
     dtype: torch.dtype = torch.float32
 
 
-#: Hardware that the traced program is given.
+#: Hardware that the traced program gets: a CPU with a PiB of memory, and with bf16.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
-#: Attention kernels that only GPUs have; they are traced as torch's own choice.
+#: Values of `efficiency.attention` that name a GPU's kernel; `CudaKernels` traces them.
 _GPU_KERNELS = ("flash", "efficient", "cudnn", "math")
 
 
@@ -237,7 +238,7 @@ class Equivalent:
         recipe: the recipe to trace.
         kernel: attention kernel on a GPU, see `CudaKernels`; None is torch's choice.
         offloads: True if activations are offloaded to the host's memory.
-        notes: assumptions of the prediction, for people.
+        notes: assumptions of the prediction, as text for the user.
     """
 
     recipe: ResolvedRecipe
@@ -246,7 +247,7 @@ class Equivalent:
     notes: tuple[str, ...]
 
     def with_(self, recipe: ResolvedRecipe) -> Equivalent:
-        """The same for another recipe."""
+        """The same kernels and notes with another recipe to trace."""
         return replace(self, recipe=recipe)
 
 
@@ -270,11 +271,11 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
             notes.append("compiled code is planned as inductor makes it for CPUs")
     recipe = recipe.with_keys("efficiency", **chosen)
     recipe = _without_masks(recipe, config.attention, target)
-    # CUDA alone has pages; the states have the same sizes without.
+    # Only CUDA has paged memory; without it, the states have the same sizes.
     if recipe.optimizer.name == "paged_adamw8bit":
         notes.append("paged states are counted on the device, where they lie while they fit")
         recipe = recipe.with_keys("optimizer", name="adamw8bit")
-    # Refused where there is no GPU; page-locked memory is the host's.
+    # Refused without a GPU. Page-locked memory is host memory, which is not predicted.
     if recipe.data.pin_memory:
         recipe = recipe.with_keys("data", pin_memory=None)
     return Equivalent(recipe, kernel, config.activation_offload, tuple(notes))
@@ -291,7 +292,7 @@ def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
 
 
 def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
-    """The same step, operator by operator: what torch.compile starts from."""
+    """The recipe without torch.compile: the same step, operator by operator."""
     config = recipe.efficiency
     if not config.compile:
         return recipe
@@ -299,7 +300,8 @@ def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
-    """flex attention, which documents take on a GPU, keeps no mask of its scores' size."""
+    """The recipe without document masks if a GPU computes them by flex attention, which has no mask
+    of T x T elements in memory."""
     masked = recipe.data.document_masking and attention == "flex"
     if target.kind == "cpu" or not masked:
         return recipe

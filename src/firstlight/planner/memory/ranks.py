@@ -1,8 +1,8 @@
-"""From one process to one of several: what an engine leaves of each part on a device.
+"""The memory of one of several processes, computed from that of a single process.
 
-A trace is of a process that shares nothing. The changes by DDP and FSDP2 are arithmetic on its
-parts, which is compared with the memory of two real processes
-(tests/distributed/test_rank_memory.py).
+The trace is of one process that communicates with no others. The effects of DDP, FSDP2 and
+DeepSpeed are arithmetic on the parts of its memory. For DDP and FSDP2 the results are compared with
+the memory of two real processes (tests/distributed/test_rank_memory.py).
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
 
-#: Memory that NCCL takes of each GPU beside torch's allocator: its channels' buffers, as measured
-#: with eight GPUs and NCCL's defaults.
+#: Bytes of each GPU that NCCL takes outside of torch's allocator, for the buffers of its channels:
+#: as measured with eight GPUs and NCCL's defaults.
 _NCCL_BYTES = 400 * 2**20
 
-#: The share of the forward pass' activations above which no layer's gradient is complete yet.
+#: Fraction of the forward pass's activations: as long as more of them are in memory, no layer's
+#: gradient is complete yet.
 _EARLY = 0.8
 
-#: Parts of memory with an entry for each parameter.
+#: Parts of memory whose size is proportional to the number of parameters.
 STATE = ("weights", "gradients", "optimizer_states")
 
 #: Phases that only the last stage of a pipeline has.
 _LAST = ("loss", "backward of loss")
 
-#: Bytes of a machine's memory that are worth a note.
+#: Bytes of the CPU's memory at the start of a run above which a plan has a note.
 _MUCH = 2**30
 
 
@@ -44,7 +45,7 @@ def of_one_rank(
     """The memory of one of several processes.
 
     Args:
-        prediction: memory of `own_part` in one process.
+        prediction: memory of the recipe of `own_part` in a single process.
         recipe: the resolved recipe.
         processes: number of processes.
 
@@ -79,8 +80,8 @@ def of_one_rank(
 
 
 def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
-    """The CPU memory that the start takes, if it is large."""
-    # Stages of a pipeline make their own layers.
+    """A note on the CPU memory that all processes take at the start, if it is large."""
+    # fp32 weights; each stage of a pipeline makes only its own layers.
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
     if processes * own >= _MUCH:
         yield (
@@ -90,8 +91,8 @@ def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
 
 
 def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPrediction:
-    """DDP keeps all gradients in its buckets, between steps too; those that wait for the next
-    micro-batch are not in them yet."""
+    """DDP keeps buckets as large as all gradients, also between steps. With accumulation, the
+    gradients of earlier micro-batches are outside of the buckets."""
     buckets = max(peak.parts.get("gradients", 0) for peak in prediction.phases.values())
     accumulates = part.batch.accumulation(part.data.seq_len) > 1
 
@@ -109,8 +110,9 @@ def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPredict
 def _of_fsdp(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe, processes: int
 ) -> MemoryPrediction:
-    """FSDP2: shards of the state, and the parameters that are gathered at the moment. Parameters
-    outside of the layers are whole from the forward pass to the end of the backward pass."""
+    """FSDP2 keeps shards of the state, and the parameters that are gathered at the moment: those of
+    a layer or two (of all with `reshard_after_forward: false`), and from the forward pass to the
+    end of the backward pass those outside of the layers."""
     pieces = part.distributed.shard or copies_of(recipe, processes)
     offloads = part.distributed.offload == "cpu"
     state = 0 if offloads else 1
@@ -127,7 +129,7 @@ def _of_fsdp(
     keeps_all = part.efficiency.activation_checkpointing == "none"
 
     def together(phase: str, peak: PhasePeak) -> int:
-        """Weights, and gradients on their way."""
+        """Bytes of gathered weights, and of gradients that are being reduced."""
         if phase in ("optimizer", "clipping"):
             return 0
         if phase == "backward":
@@ -135,13 +137,13 @@ def _of_fsdp(
             is_early = keeps_all and peak.parts.get("activations", 0) > _EARLY * kept
             if is_early or part.lora is not None:
                 return whole
-            # A layer's gradient, and the same gradient as it is summed and received.
+            # A layer's gradient, its fp32 copy for the sum, and the shard that is received.
             return whole + layer * (size + 4) + 4 * layer // pieces
-        # The layer whose backward pass comes first is there already.
+        # One layer is gathered; at the end the last, which the backward pass begins with.
         return size * (outside + (inside if keeps else layer))
 
     def gradients(phase: str, whole: int) -> int:
-        # With weights in bf16 there are those of the fp32 ones too.
+        # With weights in bf16, the trace also has gradients of the fp32 master weights.
         whole = min(whole, 4 * (outside + inside))
         if phase in ("optimizer", "clipping"):
             return state * whole // pieces
@@ -152,11 +154,11 @@ def _of_fsdp(
 
     def cut(phase: str, peak: PhasePeak) -> PhasePeak:
         if phase == "setup" and part.preference is not None:
-            # The process that makes the references of the pairs has the whole model then.
+            # In the setup, one process computes the pairs' references with the whole model.
             return peak
         parts = dict(peak.parts)
         held = 4 * (outside + inside) if in_bf16 else parts.get("weights", 0)
-        # Traced with weights in bf16, which has the fp32 ones among the states.
+        # The trace with bf16 weights has the fp32 weights among the optimizer's states.
         states = parts.get("optimizer_states", 0) - (held if in_bf16 else 0)
         parts["weights"] = state * -(-held // pieces)
         parts["optimizer_states"] = state * -(-max(states, 0) // pieces)
@@ -171,8 +173,9 @@ def _of_fsdp(
 def _of_deepspeed(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int
 ) -> MemoryPrediction:
-    """ZeRO: stage 1 cuts optimizer states, 2 gradients too, 3 weights too; offloading moves them to
-    the CPU, weights at stage 3 only."""
+    """DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): stage 1 shards the optimizer's
+    states, stage 2 gradients as well, stage 3 weights as well. Offloading moves the sharded parts
+    to the CPU."""
     stage = recipe.distributed.zero_stage or 2
     # ZeRO shards in this order: states, gradients, weights.
     cut = STATE[::-1][:stage]
@@ -181,7 +184,7 @@ def _of_deepspeed(
 
     def shared(phase: str, peak: PhasePeak) -> PhasePeak:
         if phase == "setup":
-            # DeepSpeed is given the whole model, on the device.
+            # DeepSpeed shards the model only after the whole of it is on the device.
             return peak
         parts = {
             name: 0 if name in moved else -(-size // processes) if name in cut else size
@@ -203,7 +206,7 @@ def _of_deepspeed(
 
 def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     """One process's share of a step, as a recipe for a single process: its share of the batch,
-    heads, MLP and layers, but whole tables of the vocabulary.
+    heads, MLP and layers, but the whole embedding and head (see `with_own_tables`).
 
     Args:
         recipe: the resolved recipe.
@@ -223,7 +226,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         raise ConfigError("; ".join(problems))
     names = ("num_attention_heads", *model.tensor_parallel_sizes)
     changes = {name: getattr(model, name) // cut.tensor_parallel for name in names}
-    # Not all stages have as many.
+    # The largest stage, if the layers can't be divided evenly.
     changes["num_hidden_layers"] = -(-model.num_hidden_layers // cut.pipeline)
     model = model.model_copy(update=changes)
     efficiency = recipe.efficiency
@@ -231,13 +234,13 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         # Activations between layers have the weights' dtype.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
     changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
-    # With one process there are no shards.
+    # A single process has no sharded checkpoints.
     changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
     return recipe.model_copy(update=changed)
 
 
 def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
-    """Why a model can't be spread over processes as a recipe asks, each reason a sentence."""
+    """The reasons why a model can't be divided among processes as a recipe asks, as sentences."""
     if cut.tensor_parallel > 1:
         yield from unshardable(model, cut.tensor_parallel)
     if cut.pipeline > 1:
@@ -245,8 +248,8 @@ def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
 
 
 def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
-    """The engine by which processes share a recipe's model; that of a single process if there is
-    one.
+    """The class of the engine with which processes share a recipe's model; `Engine` for a single
+    process.
 
     Raises:
         ConfigError: the engine can't run with this number of processes.
@@ -289,7 +292,7 @@ def copies_of(recipe: Recipe, processes: int) -> int:
 def with_own_tables(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
 ) -> MemoryPrediction:
-    """The prediction of a part with one process's real share of the vocabulary's tables; for a
+    """The prediction of a part with one process's real share of the embedding and the head. With a
     pipeline, that of the first or the last stage, whichever needs more.
 
     Args:
@@ -304,7 +307,7 @@ def with_own_tables(
     if cut.pipeline == 1:
         return prediction
     passes = part.batch.accumulation(part.data.seq_len)
-    # One forward and one backward in turn; without enough micro-batches all forward passes first.
+    # 1F1B; with fewer micro-batches than stages GPipe, which does all forward passes first.
     waiting = 1 if passes >= cut.pipeline else passes
     hidden = 4 * part.batch.micro_batch_size * part.data.seq_len * part.model.hidden_size
     head, table = _share_elsewhere(part, 0, head=True), _share_elsewhere(part, 0, table=True)
@@ -322,7 +325,8 @@ def with_own_tables(
         more = kept * (waiting - 1) if name in ("forward", "backward", *_LAST) else 0
         return _without(peak, table, activations=more, communication=2 * hidden)
 
-    # Stages between them have neither table, and fewer waiting micro-batches than the first.
+    # Stages in between have neither embedding nor head, and fewer waiting micro-batches than the
+    # first.
     ends = [with_peaks(prediction, one) for one in (first, last)]
     return max(ends, key=lambda one: one.peak_bytes)
 
@@ -330,12 +334,13 @@ def with_own_tables(
 def _share_elsewhere(
     part: ResolvedRecipe, pieces: int, *, head: bool = False, table: bool = False
 ) -> float:
-    """The share of a part's parameters that other processes have.
+    """The fraction of a part's parameters that other processes have.
 
     Args:
+        part: the recipe that `own_part` made.
         pieces: number of shards of head and embedding; 0 if other processes have all of them.
-        head: the head is shared out.
-        table: the embedding is shared out; one that the head is tied to counts once.
+        head: True if the head is sharded.
+        table: True if the embedding is sharded. An embedding that is tied to the head counts once.
     """
     model = meta_model(part.model)
     weights = [
@@ -343,7 +348,7 @@ def _share_elsewhere(
         *([model.embedding.weight] if table else []),
     ]
     elsewhere = 0
-    # Rows are dealt out rounded up: the first process has the most.
+    # The number of rows is rounded up, as in the first process, which has the most.
     for p in {id(p): p for p in weights}.values():
         own = -(-len(p) // pieces) if pieces else 0
         elsewhere += (len(p) - own) * (p.numel() // len(p))
@@ -351,8 +356,8 @@ def _share_elsewhere(
 
 
 def _without(peak: PhasePeak, share: float, **more: int) -> PhasePeak:
-    """The peak without a share of the bytes that each parameter takes, and with more bytes of other
-    parts."""
+    """The peak without a fraction `share` of the parameters' bytes (`STATE`), and with `more` bytes
+    of other parts."""
     parts = {
         name: round(size * (1 - share)) if name in STATE else size
         for name, size in peak.parts.items()

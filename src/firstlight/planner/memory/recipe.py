@@ -50,10 +50,11 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Assumed pairs of a row. Their number changes little: each answer has a mask of its row's tokens.
+#: Assumed number of preference pairs in a row. It has little effect on memory: a mask of the row's
+#: tokens for each answer.
 _PAIRS_A_ROW = 4
 
-#: Models of up to this many layers are traced whole, unless compiled, at some seconds a layer.
+#: Largest number of layers of a model that is traced whole, unless it is compiled.
 _FULLY_TRACED = 8
 
 
@@ -62,8 +63,9 @@ class TraceJob:
     """A prediction that has not been made yet.
 
     Attributes:
-        calls: functions that trace, with their arguments; none needs what another finds.
-        join: makes the prediction from their predictions.
+        calls: tuples of a function that traces and its arguments; they are independent of each
+            other.
+        join: function from the results of all calls to the prediction.
     """
 
     calls: tuple[tuple[Any, ...], ...]
@@ -73,7 +75,7 @@ class TraceJob:
 def run_jobs(
     jobs: Sequence[TraceJob], workers: WorkerProcesses | None = None
 ) -> list[MemoryPrediction]:
-    """The predictions of jobs.
+    """Run jobs; returns their predictions in the same order.
 
     Args:
         jobs: the jobs, those that take longest first.
@@ -90,21 +92,23 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJob:
-    """The memory of the training step of a recipe.
+    """A job that predicts the memory of a recipe's training step.
 
-    Two optimizer steps are traced: the first makes the optimizer's state, the second has it. The
-    second has up to two micro-batches: with the second of those, the gradients of the first are
-    there. For a compiled step, the second one is traced once more with the compiled graphs.
+    Two optimizer steps are traced: the first makes the optimizer's state, the second has it from
+    its start. The second step has up to two micro-batches, so that gradients of an earlier
+    micro-batch are in memory.
 
-    A deep model is planned from the same with few layers: see `layers.py`.
+    A deep model is predicted from the same model with few layers: see `layers.py`. If it is
+    compiled, the graphs as they are before inductor fuses operators are traced as well.
 
     Args:
         recipe: the resolved recipe.
         target: the device to predict for; None is this machine's CPU.
 
     Raises:
-        ConfigError: something is undecided, or the recipe's methods can't work together.
-        MissingDependencyError: a library that the recipe needs is not installed; when it runs.
+        ConfigError: a key is not resolved, or the recipe's methods can't work together.
+        MissingDependencyError: a library that the recipe needs is not installed; raised when the
+            job runs.
     """
     target = target or this_cpu()
     planned = equivalent(recipe, target)
@@ -133,8 +137,8 @@ def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
 def evaluation_job(
     recipe: ResolvedRecipe, target: Target | None = None, *, samples: bool = False
 ) -> TraceJob:
-    """The memory of evaluating one batch of the recipe's micro-batch size and row length between
-    training steps, with the optimizer's state in memory.
+    """A job that predicts the memory of evaluating one batch of the recipe's micro-batch size and
+    row length between training steps, with the optimizer's state in memory.
 
     Args:
         recipe, target: see `training_job`.
@@ -153,19 +157,20 @@ def evaluation_job(
 
 
 def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:
-    """Models of up to this number of layers, in one trace."""
+    """The recipes to trace, and the function that joins their predictions; only the recipe itself
+    if its model has at most `limit` layers."""
     if recipe.model.num_hidden_layers <= limit:
         return [recipe], lambda found: merged(found[0])
     return in_fewer_layers(recipe)
 
 
 def trace_memory(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
-    """A `training_job`, done here."""
+    """Run a `training_job` in this process."""
     return run_jobs([training_job(recipe, target)])[0]
 
 
 def predict_evaluation(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
-    """An `evaluation_job`, done here."""
+    """Run an `evaluation_job` in this process."""
     return run_jobs([evaluation_job(recipe, target)])[0]
 
 
@@ -190,15 +195,15 @@ def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPredi
 
 
 def _sample(program: TrainingProgram, tracer: Tracer) -> None:
-    """The cache of keys and values at its full length, the longest prompt, and the last token."""
+    """Trace the key-value cache at its full length, the longest prompt, and the last token."""
     config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
-    # Characters are more than tokens; without any, generation starts from one end token.
+    # A prompt has at most as many tokens as characters; an empty one starts with one end token.
     prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
     longest = min(prompt + config.sample_tokens, context)
     decoder = BatchDecoder(program.model, 1, longest)
     tracer.mark(decoder.cache.tensors, "activations")
     decoder.add([0] * prompt)
-    # The step at full length takes the most; the steps before it need not run.
+    # Only the step at full length runs, because it takes the most memory.
     decoder.lengths = [longest - 1]
     decoder.step([0])
 
@@ -221,7 +226,7 @@ def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractCont
 
 
 def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, MemoryPrediction]:
-    """The training step compiled, and with the graphs that were compiled."""
+    """Predictions for the compiled training step, and for its graphs before fusion."""
     with (
         stubbed_compiler(),
         graphs_kept(fuses=True) as graphs,
@@ -239,8 +244,9 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
     """Part of a trace, as a separate trace.
 
     Args:
-        trace: complete.
-        first, last: ticks; storages that are alive at the first were so from the beginning.
+        trace: a finished trace.
+        first, last: first and last tick of the part. Storages that are alive at `first` are born
+            at tick 0 of the part.
     """
     storages = [
         replace(
@@ -266,13 +272,13 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
 
 
 def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
-    """The training step with the graphs that would be compiled."""
+    """Prediction for the graphs of a compiled training step, without compiling them further."""
     with graphs_kept(fuses=False):
         return _train(planned, target, stretches=3)
 
 
 def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
-    """Returns the first tick of the second."""
+    """Trace two optimizer steps; returns the first tick of the second."""
     if program.recipe.efficiency.compile:
         with tracer.paused():
             _compile(program, batch)
@@ -285,13 +291,13 @@ def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
 
 
 def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
-    # With a second micro-batch the gradients of the first are in memory; a third adds nothing.
+    # During a second micro-batch, the gradients of the first are in memory; a third adds nothing.
     return [batch] * min(2, program.recipe.batch.accumulation(batch.input_ids.shape[1]))
 
 
 @contextlib.contextmanager
 def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
-    """A traced world with a recipe's program in it, and a batch for it."""
+    """Context in which everything is traced: the tracer, the recipe's program, and a batch."""
     recipe, tracer = planned.recipe, Tracer()
     with (
         fake_tensors(),
@@ -303,11 +309,12 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         mark_weights(model, tracer)
         attach(model, recipe, PLANNED)
         if target.kind == "cuda" and recipe.preference is None:
-            # Made on the CPU, and moved then. What references are made with is there before.
+            # The weights are made on the CPU and then moved, so making them takes no GPU memory.
+            # For preference pairs, the model is on the GPU before, to compute the references.
             tracer.start_again()
             mark_weights(model, tracer)
         if recipe.preference is not None and not recipe.data.document_masking:
-            # The loss needs to know them; of a mask, this target's attention makes none.
+            # The preference loss needs document ids; attention is to make no mask of them.
             model.make_mask = _without_documents(model.make_mask)
         program = TrainingProgram(recipe, model, PLANNED)
         if program.preference is not None:
@@ -316,7 +323,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         batch = _batch(recipe)
         tracer.mark((batch.input_ids, batch.labels, batch.document_ids), "activations")
         if not recipe.efficiency.compile:
-            # A compiled model has no place from which the loss can be marked.
+            # In a compiled model the loss is part of the compiled code, and can't be marked.
             model.head_loss = marked_loss(model.head_loss, tracer)
         if planned.offloads:
             program.loss_sum = host_activations(program.loss_sum, model, tracer, target)
@@ -330,8 +337,8 @@ def _finished(tracer: Tracer, planned: Equivalent) -> Trace:
 
 
 def _compile(program: TrainingProgram, batch: Batch) -> None:
-    """Compile the forward and backward pass beforehand, because compiling is not part of a step's
-    memory."""
+    """Compile the forward and backward pass before the traced steps, because the memory of
+    compiling is not part of a step's."""
     program.model.train()
     with same_bits(program.recipe.efficiency, program.hardware):
         loss = program.loss_sum(*batch.inputs)
@@ -361,7 +368,7 @@ def _without_documents(make_mask: MaskFunction) -> MaskFunction:
 
 
 class _Pairs(Batch):
-    """Preference pairs whose number is not read off their values."""
+    """A batch of preference pairs whose number comes from a shape: fake tensors have no values."""
 
     @property
     def num_terms(self) -> int:

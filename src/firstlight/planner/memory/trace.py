@@ -1,13 +1,13 @@
 """A trace of code that runs on tensors without memory: the storages that it makes, their lifetimes,
 and its operators.
 
-Torch's `FakeTensorMode` gives every operator's outputs their shapes and none their memory; `Tracer`
-is pushed above it and records, by a clock that ticks once for each operator, when each storage is
-made and freed. The storages in memory at each tick, and their parts, are computed afterwards
-(`prediction.py`), so that tracing costs a dictionary look-up for each tensor.
+Torch's `FakeTensorMode` gives every operator's outputs shapes but no memory. `Tracer`, a dispatch
+mode above it, records when each storage is made and freed, on a clock that ticks once for each
+operator. The storages in memory at each tick, and their parts, are computed afterwards
+(`prediction.py`), so that tracing costs only a dictionary look-up for each tensor.
 
-A storage made by operator k and given up before operator k + 1 begins is alive at tick k only.
-Memory that kernels allocate inside is not in the trace: see `kernels.py`.
+A storage that operator k makes and that is freed before operator k + 1 begins is alive at tick k
+only. Memory that kernels allocate inside is not in the trace: see `kernels.py`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ _PRIM_DEVICE = torch.ops.prim.device.default
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
-#: Death of a storage that lives on when the trace ends.
+#: Death of a storage that is alive at the end of the trace.
 ALIVE = 2**62
 
-#: Stand-ins for values that the code reads from tensors, which have none: small and finite.
+#: Values that code gets when it reads a fake tensor, which has none, by whether its dtype is a
+#: floating-point one. Small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 
 @dataclass
 class Storage:
-    """One storage.
+    """The memory of a tensor and its views.
 
     Attributes:
         size: bytes.
-        birth, death: first and last tick that it is alive at.
+        birth, death: first and last tick at which the storage is alive.
         phase: phase in which it was made; "" before the first.
-        part: kind of content once it is known: "weights", "gradients", ...
+        part: kind of its content, one of `prediction.PARTS`; "" until it is known.
         recomputed: True if the backward pass made it by recomputing a forward pass.
     """
 
@@ -67,13 +68,13 @@ class Trace:
 
     Attributes:
         storages: storages in the order of their creation.
-        operators: the different ones.
-        calls: index of the operator at each tick.
+        operators: distinct operators in the order of their first call.
+        calls: index in `operators` at each tick.
         phases: index in `phase_names` at each tick.
-        segments: (first tick, last tick) of each stretch of a forward pass that autograd records.
-        recomputations: the same, of forward passes computed again by a backward pass.
-        host_bytes: the most that lay in the host's memory beside a device's.
-        notes: assumptions of the prediction, for people.
+        segments: (first tick, last tick) of each forward pass that autograd records.
+        recomputations: (first tick, last tick) of each forward pass that a backward pass repeats.
+        host_bytes: peak bytes that were moved from the device to the host's memory.
+        notes: assumptions of the prediction, as text for the user.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -88,12 +89,12 @@ class Trace:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what runs inside, which has to be on fake tensors.
+    """A dispatch mode that records the operators called inside, which have to be on fake tensors.
 
     Use `phase` around each part of a step, and `mark` for storages whose part is known.
 
     Attributes:
-        trace: so far.
+        trace: the trace so far.
     """
 
     @classmethod
@@ -112,7 +113,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host = 0
         self._is_paused, self._is_inside = False, False
         self._part = ""
-        # Otherwise torch refuses operators on functions, which recomputation in compiled code has.
+        # Recomputation in compiled code has higher-order operators, which torch otherwise refuses.
         self.supports_higher_order_operators = True
         self.enter_phase("setup")
 
@@ -129,7 +130,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def phase_name(self) -> str:
-        """The phase at hand."""
+        """The current phase."""
         return self._phase
 
     @property
@@ -139,7 +140,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count operators inside the block to this phase; the former phase follows."""
+        """Operators inside the block belong to this phase; then the former phase goes on."""
         before = self._phase
         self.enter_phase(name)
         try:
@@ -166,7 +167,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """Storages that are made inside are this part."""
+        """Storages that are made inside the block get this part."""
         before, self._part = self._part, part
         try:
             yield
@@ -174,13 +175,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor | None], part: str) -> None:
-        """Say what tensors are; those not seen before are alive from now on."""
+        """Set the part of the tensors' storages; storages not seen before are alive from now on."""
         for tensor in tensors:
             for plain in _plain_tensors(tensor):
                 self._storage_of(plain).part = part
 
     def start_again(self) -> None:
-        """Forget the trace so far; a storage that is alive counts once it is marked again."""
+        """Drop the trace so far; a living storage counts again once it is marked or returned."""
         self.trace = Trace(phase_names=self.trace.phase_names)
         for storages in (self._known, self._watched, self._keys):
             storages.clear()
@@ -195,21 +196,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operator, and write it down."""
+        """Run the operator, and record it."""
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        # Reading `tensor.device` is dispatched as well, and is no operator.
+        # Reading `tensor.device` is dispatched as well, but starts no kernel.
         if func is _PRIM_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is _aten._local_scalar_dense.default:
             return _READ_VALUES[args[0].is_floating_point()]
         if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
-            # Its own code runs first, and calls operators on its inner tensors.
+            # The subclass's own code runs first, and calls operators on its inner tensors.
             return NotImplemented
+        # Composite operators arrive whole where autograd, which takes them apart, is not active.
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
-            # Not `decompose`, which has code in Python for some that copies where the kernel
-            # doesn't.
+            # Not `func.decompose`: Python code that copies for some operators, unlike the kernel.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         inner = _implementation(func) if isinstance(func, OpOverload) else None
@@ -225,7 +226,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _trace_inside(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator's code, in which autograd takes no composite operator apart."""
+        """Run an operator's Python code, below autograd, and trace the operators that it calls."""
         before, self._is_inside = self._is_inside, True
         try:
             with self:
@@ -237,7 +238,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tuple((t.shape, t.dtype) for t in _tensors_in((args, kwargs)))
         outputs = tuple((t.shape, t.dtype) for t in _tensors_in(result))
         options = _options(func, args)
-        # Calls alike are one entry: a step of hundreds of layers has few different ones.
+        # Equal calls share one entry: a step of hundreds of layers has few distinct ones.
         key = (func, self._phase_index, inputs, outputs, options)
         index = self._keys.get(key)
         if index is None:
@@ -249,8 +250,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.phases.append(self._phase_index)
 
     def _follow_recomputation(self) -> None:
-        """Autograd's formulas run without recording; what records in a backward pass computes
-        a forward pass again."""
+        """Keep the ticks of recomputed forward passes: in a backward pass, autograd's own formulas
+        run without gradients, and a recomputed forward pass with gradients."""
         tick = len(self.trace.calls)
         if self._phase.startswith("backward") and torch.is_grad_enabled():
             if self._recomputed_since < 0:
@@ -282,7 +283,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._watched[identity]
 
     def finish(self) -> Trace:
-        """The trace, complete. Storages that are alive stay alive."""
+        """End the trace and return it. Storages that are alive now have the death `ALIVE`."""
         if self._recomputed_since >= 0:
             self.trace.recomputations.append((self._recomputed_since, self.tick))
             self._recomputed_since = -1
@@ -291,8 +292,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.trace
 
 
-#: The package's own operators whose code is traced instead of their outputs' shapes: it has
-#: temporaries of a size.
+#: Custom operators of this package whose Python code is traced, because of its large temporaries.
+#: Of others, only the outputs' shapes are in a trace.
 _TRACED_INSIDE = (
     "firstlight::linear_cross_entropy",
     "firstlight::nf4_linear",
@@ -322,7 +323,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """The tensors that one made of several consists of; else itself."""
+    """The inner tensors of a tensor subclass that wraps several; otherwise the tensor itself."""
     if tensor is None:
         return
     if is_traceable_wrapper_subclass(tensor):
@@ -334,7 +335,7 @@ def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _options(func: Any, args: tuple[Any, ...]) -> str:
-    """The settings, beside shapes and dtypes, that a kernel's memory depends on."""
+    """Properties of a call, besides shapes and dtypes, that its kernel's memory depends on."""
     if func is _ATTENTION_BACKWARD and not args[0].transpose(1, 2).is_contiguous():
         return "copies the gradient"
     if func in _PRODUCTS and args[_PRODUCTS[func]].stride(-1) != 1:
@@ -344,7 +345,7 @@ def _options(func: Any, args: tuple[Any, ...]) -> str:
 
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-#: Matrix products, and the place of their first factor.
+#: Matrix products, and the index of their first factor among the arguments.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.mm.out: 0,
