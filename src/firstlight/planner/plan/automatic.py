@@ -34,7 +34,7 @@ from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolv
 from firstlight.training.forecast import Forecast
 from firstlight.training.micro_batch import Trial, ask_module, try_rows
 
-#: Changes that are tried for advice, in this order: each saves activations or similar memory.
+#: Changes that are tried for advice, in this order: each saves memory of activations or logits.
 _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")
 
 _GIB = 2**30
@@ -50,7 +50,7 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
         return None
     peaks = run_phases(found.training, found.evaluation, recipe, machine)
     phase = max(peaks, key=lambda name: peaks[name].bytes)
-    # Processes on a CPU share it: nothing is known of their speed.
+    # Several processes share the CPU, and the speed model does not cover that.
     is_shared = processes > 1 and machine.target.kind == "cpu"
     rate = None if is_shared else found.tokens_per_second
     return Forecast(
@@ -68,11 +68,11 @@ def run_phases(
     recipe: ResolvedRecipe,
     machine: Machine,
 ) -> dict[str, PhasePeak]:
-    """The peaks of a run's phases: of its steps, evaluations, sample texts, saves, and of the
-    average of its last weights.
+    """The memory peaks of a run's phases by name: those of its steps, evaluations, sample texts and
+    saves, and of averaging its last checkpoints.
 
-    On a CPU, a checkpoint that is written in the background is a copy of the state, which is kept
-    from the first save on; with a GPU this copy is in the host's memory.
+    On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
+    is kept from the first save on. With a GPU this copy is in the host's memory.
 
     Args:
         training, evaluation: predictions for one process.
@@ -81,7 +81,7 @@ def run_phases(
     """
     evaluating = evaluation.phases
     if engine_of(recipe, machine.count).keeps_buckets:
-        # Its buckets, which keep all gradients, stay between steps.
+        # DDP's buckets, which are as large as all gradients, are kept between steps.
         buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
         evaluating = {
             name: _with(peak.parts, gradients=buckets) for name, peak in evaluating.items()
@@ -94,9 +94,9 @@ def run_phases(
     state = {name: size for name, size in parts.items() if name in kept}
     copied = _copied_bytes(state, recipe)
     if engine_of(recipe, machine.count).shards_state:
-        # The main process writes the pieces of all.
+        # The main process writes the shards of all processes.
         copied *= copies_of(recipe, machine.count)
-    # Half of the free memory, see `CheckpointSaver`.
+    # As `CheckpointSaver` decides: in the background if the copy fits into half of the free memory.
     asynchronous = recipe.checkpoint.asynchronous
     if asynchronous is None:
         asynchronous = copied <= machine.usable_bytes / 2
@@ -106,7 +106,8 @@ def run_phases(
     if copied and every and (steps is None or every < steps):
         peaks = {name: _with(p.parts, checkpoint_copy=copied) for name, p in peaks.items()}
     if recipe.checkpoint.average_last:
-        # They are written once they are evaluated; the copies of checkpoints are gone.
+        # The averaged weights are evaluated before they are written; checkpoints have no copies
+        # by then.
         averaged = 4 * count_parameters(meta_model(recipe.model)).total
         peaks["averaging"] = _with(evaluating["evaluation"].parts, averaged_weights=averaged)
     return {**peaks, "save": _with(state, checkpoint_copy=copied)}
@@ -116,9 +117,9 @@ def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
     """Bytes of a checkpoint's state: weights in fp32, and moments."""
     weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
     if recipe.lora is not None:
-        # States of the adapters alone, which have two moments each.
+        # Only adapters are saved: two moments, and weights of half their size.
         return states + states // 2
-    # Those that compute are not saved where there are masters.
+    # With master weights, which are among the optimizer's states, the bf16 weights are not saved.
     return states if recipe.efficiency.precision == "bf16_params" else weights + states
 
 
@@ -169,7 +170,7 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    # A candidate that should fit ran out of memory: there is less than reported, so save the most.
+    # If the recipe itself should have fitted, there is less memory than reported: save the most.
     fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())
@@ -204,14 +205,14 @@ def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str
 def planned_elsewhere(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """`planned_recipe` in a separate process, which ends, because the memory that planning leaves
-    would count as the run's.
+    """Call `planned_recipe` in a separate process, so that memory which planning leaves behind does
+    not count as the run's.
 
     Args:
-        recipe, hardware, tell, init_from: see there.
+        recipe, hardware, tell, init_from: see `planned_recipe`.
 
     Raises:
-        ConfigError: see there.
+        ConfigError: see `planned_recipe`.
         TrainingError: the process failed.
     """
     request = {
@@ -245,7 +246,8 @@ def planned_recipe(
         init_from: the folder of a model to start from.
 
     Raises:
-        ConfigError: nothing fits; names the nearest that would.
+        ConfigError: the recipe can't be planned, or nothing fits; the message then names the
+            nearest settings that would.
     """
     machine = _this_machine(hardware, 1)
     if machine is None:
@@ -262,7 +264,7 @@ def planned_recipe(
         nearest = f"; what would: {', '.join(names)}" if names else ""
         raise ConfigError(f"nothing that the plan tried fits into this machine's memory{nearest}")
     found = _corrected(best, machine, hardware, tell)
-    # A model to start from brings its own.
+    # With `init_from` the model's config comes from that folder: the written section stays.
     return Recipe.model_validate(dict(found) | ({"model": recipe.model} if init_from else {}))
 
 
@@ -286,7 +288,7 @@ def _corrected(
         raise ConfigError("--plan auto: not even a micro-batch of one row fits: lower data.seq_len")
     busy = sizes[place] * recipe.data.seq_len >= BUSY_TOKENS[machine.target.kind]
     if place > 0 and sizes[place] == written and not busy:
-        # Less than was predicted may leave room for more.
+        # If the trial took less memory than predicted, a larger micro-batch may fit.
         share = trial.peak_bytes / max(best.training.peak_bytes, 1)
         larger = sizes[place - 1] / sizes[place] * share * best.needed_bytes
         if larger <= 0.95 * free_memory_bytes(hardware.device):
@@ -302,7 +304,8 @@ def _corrected(
 
 
 def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, size: int) -> Trial | None:
-    """Two steps of the recipe's global batch in micro-batches of `size`; None without memory."""
+    """Try two steps of the recipe's global batch in micro-batches of `size`; None if memory ran
+    out."""
     try:
         return try_rows(_cut(recipe, machine, size), hardware, size)
     except FirstlightError as error:

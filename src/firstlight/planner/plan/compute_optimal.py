@@ -1,8 +1,8 @@
 """The best model size, number of tokens and batch for a given budget.
 
-A larger model learns more from each token, and gets fewer of them in the same time. Where the two
-balance is read off the scaling laws that were fitted to hundreds of runs; which model that is here
-follows from how fast each size trains on the hardware at hand.
+A larger model learns more from each token, and gets fewer tokens in the same time. The best balance
+comes from scaling laws that were fitted to hundreds of runs, and from the speed at which a model of
+each size trains on the hardware at hand.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ class ScalingLaw:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """The loss of a model by its parameters and its training tokens of new text."""
+        """The loss, in nats a token, of a model with this number of parameters after training on
+        this number of tokens, none of them repeated."""
         return float(
             self.irreducible + self.a / parameters**self.alpha + self.b / tokens**self.beta
         )
 
 
-#: Two fits of the same runs (web text, a vocabulary of 32,000): what lies between them is the least
-#: that a loss can be uncertain by.
+#: Two fits of the same runs (web text, a vocabulary of 32,000; arXiv 2203.15556 and 2404.10102).
+#: Their difference is a lower bound of a loss's uncertainty.
 LAWS = (
     ScalingLaw("Hoffmann et al. 2022, approach 3", 1.69, 406.4, 410.7, 0.34, 0.28),
     ScalingLaw("Besiroglu et al. 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658),
 )
 
-#: The law that decides: it reproduces the 20 tokens a parameter of the other approaches.
+#: The law by which models are compared: it agrees with the 20 tokens a parameter of Hoffmann et
+#: al.'s approaches 1 and 2.
 _DECIDING = LAWS[1]
 
-#: Number of repetitions after which reading a text again adds nothing (Muennighoff et al. 2023).
+#: Decay constant of the worth of repeated text, as a number of repetitions: R*_D of Muennighoff et
+#: al. 2023, arXiv 2305.16264.
 _WORTH_OF_REPETITION = 15.39
 
 
 def expected_loss(parameters: float, tokens: float, vocab_size: int) -> tuple[float, float]:
-    """The least and the greatest loss that the scaling laws expect, in nats for each token, at most
-    the loss of guessing."""
+    """The smallest and the largest loss by the scaling laws, in nats a token; at most the loss of a
+    uniform guess, log(vocab_size)."""
     losses = [min(law.loss(parameters, tokens), math.log(vocab_size)) for law in LAWS]
     return min(losses), max(losses)
 
@@ -63,7 +66,8 @@ def worth_of_tokens(tokens: float, unique: float | None) -> float:
     """Number of tokens of new text that are worth as much as `tokens` read from repeated text.
 
     Args:
-        unique: tokens of the text; None is as many as are read.
+        tokens: tokens that are read, repetitions included.
+        unique: tokens of the text; None if nothing is repeated.
 
     Source: Muennighoff et al. 2023, equation 5.
     """
@@ -73,30 +77,33 @@ def worth_of_tokens(tokens: float, unique: float | None) -> float:
     return unique * (1 + _WORTH_OF_REPETITION * (1 - math.exp(-repeats / _WORTH_OF_REPETITION)))
 
 
-#: Readings of a text beyond which more are worth next to nothing (Muennighoff et al. 2023).
+#: Number of epochs beyond which more are worth next to nothing (Muennighoff et al. 2023).
 MOST_EPOCHS = 40.0
 
 
 def useful_tokens(tokens: float, unique: float | None) -> float:
-    """The number of tokens worth their time, if they are read from less text.
+    """The number of tokens worth reading: at most `MOST_EPOCHS` epochs of the text.
 
     Args:
-        unique: tokens of the text; None is as many as are read.
+        tokens: tokens that there is time for.
+        unique: tokens of the text; None if nothing is repeated.
     """
     return tokens if unique is None else min(tokens, MOST_EPOCHS * unique)
 
 
 def batch_tokens(flops: float, seq_len: int) -> int:
-    """Tokens of a step, for a run by its FLOPs: rows of a power of two.
+    """Tokens of a step, for a run of this number of FLOPs; the number of sequences is a power of
+    two.
 
-    Source: DeepSeek LLM (Bi et al. 2024), equation 1: 0.292 x FLOPs^0.3271.
+    Source: DeepSeek LLM (Bi et al. 2024, arXiv 2401.02954), equation 1: 0.292 x FLOPs^0.3271.
     """
     rows = max(0.2920 * flops**0.3271 / seq_len, 1.0)
     return seq_len * (1 << round(math.log2(rows)))
 
 
 def peak_learning_rate(flops: float) -> float:
-    """AdamW's learning rate, for a run by its FLOPs and `batch_tokens`, in two digits.
+    """AdamW's peak learning rate, for a run of this number of FLOPs with `batch_tokens` a step,
+    rounded to two digits.
 
     Source: DeepSeek LLM (Bi et al. 2024), equation 1: 0.3118 x FLOPs^-0.125.
     """
@@ -105,15 +112,15 @@ def peak_learning_rate(flops: float) -> float:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A suggested training.
+    """The suggested model and run for a budget.
 
     Attributes:
-        config: the model.
-        parameters: number of its parameters.
+        config: config of the model.
+        parameters: number of the model's parameters.
         tokens: tokens of the run.
         global_batch_tokens, max_steps, learning_rate: suggested values of the recipe's keys.
         seconds: duration at the expected rate.
-        loss: least and most expected at the end, nats a token.
+        loss: smallest and largest expected loss at the end, nats a token.
         epochs: passes over the text at hand; None if its size is not known.
     """
 
@@ -140,23 +147,22 @@ def suggest(
     """The model of a budget with the least expected loss.
 
     Args:
-        rate: tokens a second at which a model trains here; None where it doesn't fit. Called for
-            some models until they get worse.
+        rate: function from a model to the tokens a second at which it trains here; None if it does
+            not fit. Called for one model after the other until the expected loss gets worse.
         models: candidate models, smallest first; see `model_ladder`.
         seq_len: tokens of a sequence.
-        seconds: the budget as time, or
-        tokens: the budget as tokens.
+        seconds, tokens: the budget as time or as tokens; exactly one of them.
         unique_tokens: tokens of the text at hand; None if there is no limit.
 
     Raises:
-        ConfigError: not even the smallest fits, or the budget is nothing.
+        ConfigError: not even the smallest model fits, or not exactly one budget is given.
     """
     if (seconds is None) is (tokens is None):
         raise ConfigError("give either a time or a number of tokens as the budget")
     best: tuple[float, Suggestion] | None = None
     for config in models:
         speed = rate(config)
-        # The models rise in size: no larger one fits either.
+        # The models are sorted by size: no larger one fits either.
         if speed is None:
             break
         in_time = useful_tokens(speed * (seconds or 0.0), unique_tokens)
@@ -179,7 +185,8 @@ def suggest(
     return best[1]
 
 
-#: Tokens for each parameter with a budget in tokens, or little text (Hoffmann et al. 2022).
+#: Smallest number of tokens a parameter with a budget in tokens or little text (Hoffmann et al.
+#: 2022).
 _TOKENS_A_PARAMETER = 20.0
 
 
@@ -190,7 +197,7 @@ def _suggestion(
     parameters = sum(p.numel() for p in model.parameters())
     flops = train_flops_per_token(model, seq_len) * max(budget, 1.0)
     batch = batch_tokens(flops, seq_len)
-    # A schedule needs some steps, however little there is.
+    # A learning-rate schedule needs some steps, so a small budget gets smaller steps.
     while batch > seq_len and budget / batch < _FEWEST_STEPS:
         batch //= 2
     steps = max(int(budget / batch), 1)
@@ -209,10 +216,12 @@ def _suggestion(
 
 
 def with_steps(found: Suggestion, steps: int, unique_tokens: float | None = None) -> Suggestion:
-    """A suggestion with another number of steps and the values that follow from it, except its
-    batch and its seconds.
+    """The suggestion with another number of steps, and with the values that follow from it, except
+    `global_batch_tokens` and `seconds`.
 
     Args:
+        found: the suggestion.
+        steps: the new number of steps.
         unique_tokens: tokens of the text at hand; None if there is no limit.
     """
     config, tokens = found.config, steps * found.global_batch_tokens
@@ -228,9 +237,10 @@ def with_steps(found: Suggestion, steps: int, unique_tokens: float | None = None
     )
 
 
+#: Smallest number of steps, unless a step is already a single sequence.
 _FEWEST_STEPS = 200
 
-#: (hidden_size, num_hidden_layers) of models from 1M to 70B: some 64 to 128 of width a layer.
+#: (hidden_size, num_hidden_layers) of models from 1M to 70B parameters.
 _SHAPES = (
     *((128, 4), (192, 5), (256, 6), (320, 6), (384, 8), (448, 8), (512, 8), (576, 10), (640, 10)),
     *((704, 12), (768, 12), (896, 14), (1024, 16), (1152, 18), (1280, 20), (1536, 20), (1792, 22)),
@@ -242,13 +252,15 @@ _SHAPES = (
 def model_ladder(
     vocab_size: int, seq_len: int, *, ties: bool = True, cuts: int = 1
 ) -> Iterator[LlamaConfig]:
-    """Models of the Llama family of rising size: SwiGLU of 8/3 the width, heads of 64 or, from a
-    width of 2,048 on, of 128 with a quarter of key-value heads.
+    """Models of the Llama family, smallest first. SwiGLU has 8/3 of the hidden size. Heads have a
+    size of 64; from a hidden size of 2,048 on, 128, with a quarter as many key-value heads.
 
     Args:
-        ties: True ties the embedding and the head up to a width of 1,024.
-        cuts: processes that share the key-value heads evenly; there are as many of them as come
-            nearest to the usual. If no number of them does, they keep the usual number.
+        vocab_size, seq_len: vocabulary and context of all models.
+        ties: True ties the embedding and the head up to a hidden size of 1,024.
+        cuts: number of processes among which the key-value heads are to be divided evenly. Their
+            number is then the possible one that is nearest to the usual one; the usual one if none
+            is possible.
     """
     for hidden, layers in _SHAPES:
         head_dim = 64 if hidden < 2048 else 128

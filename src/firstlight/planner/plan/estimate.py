@@ -1,5 +1,5 @@
-"""Estimated memory and speed of candidate settings and of each method alone, and the reasons why a
-plan takes a setting."""
+"""Estimated memory and speed of candidate settings and of each method alone, and the reasons for
+the settings of a plan."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend
 
-#: Seconds for timing operators that were never timed on this machine: at least and at most, and the
-#: seconds in which a plan should be complete.
+#: Least and most seconds for timing operators that were never timed on this machine, and the time
+#: in seconds in which a plan should be complete.
 _LEAST_MEASURING_SECONDS, _MOST_MEASURING_SECONDS = 0.2, 3.0
 _PLANNING_SECONDS = 5.0
 
@@ -39,11 +39,11 @@ class Candidate:
     Attributes:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        name: short description, for people.
+        name: short description, as text for the user.
         changes: values of keys of the recipe (`section.key`) that the candidate sets.
         evaluates: True includes the memory of evaluations.
-        compiles: True traces the step as torch.compile makes it, which takes ten seconds and more;
-            False takes the memory of the step without it.
+        compiles: True predicts the memory of the compiled step, if the recipe compiles, which takes
+            ten seconds and more; False predicts that of the step without torch.compile.
     """
 
     recipe: ResolvedRecipe
@@ -61,13 +61,15 @@ class Estimate:
     Attributes:
         name, changes: see `Candidate`.
         recipe: the recipe with `changes` applied; without them if they are invalid.
-        training, evaluation: memory of one device in each; evaluations include sample texts.
-        speed: None if the device's rates are not known.
+        training, evaluation: predicted memory of one device in training and in an evaluation with
+            its sample texts.
+        speed: predicted speed of training; None if the device's rates are not known.
         usable_bytes: bytes of a device that a run may take.
         problem: the reason why the candidate is invalid; "" if it is valid.
-        is_bound: True if training's memory is that of the step without torch.compile, mostly an
-            upper bound.
-        traced: the operators of training in one process, until `speed` is known.
+        is_bound: True if `training` is the memory of the step without torch.compile, mostly an
+            upper bound of the compiled step's.
+        traced: the prediction with the operators of one process's step, from which `speed` is
+            predicted; None once that is done.
     """
 
     name: str
@@ -93,8 +95,8 @@ class Estimate:
 
     @property
     def may_fit_compiled(self) -> bool:
-        """True if the candidate could fit with torch.compile, judged from the step without it:
-        evaluations are not compiled, and the state of an update stays as large."""
+        """True if the candidate could fit with torch.compile, judged by what that does not change:
+        the memory of evaluations, and of weights, gradients and optimizer states in the update."""
         if not self.is_bound or self.training is None:
             return False
         peak = self.training.phases.get("optimizer")
@@ -129,7 +131,7 @@ class Estimator:
     Args:
         workers: processes that trace; None traces in this process.
         measures: True times operators that were never timed on this machine's CPU, for some
-            seconds, fewer the longer tracing took. The next plan continues with them.
+            seconds: the longer tracing took, the fewer. The next plan times further ones.
         tell: called with a message about what is estimated.
     """
 
@@ -151,7 +153,7 @@ class Estimator:
         """Estimates for several candidates, in their order, each as soon as it is made; `tell` is
         called with the candidate's name then."""
         traced = self._workers.map(_memory_of, [(candidate,) for candidate in candidates])
-        # Not in the workers: operators that run beside each other on one CPU slow each other down.
+        # Not in the workers: operators that are timed at the same time slow each other down.
         for estimate, candidate in zip(traced, candidates, strict=True):
             found = self._with_speed(estimate, candidate)
             self.tell(found.name)
@@ -171,7 +173,7 @@ class Estimator:
             )
         except FirstlightError as error:
             return dataclasses.replace(estimate, problem=str(error))
-        # The thousands of operators have served; estimates are kept until a plan is shown.
+        # Estimates are kept until the plan is shown: drop the thousands of operators.
         return dataclasses.replace(estimate, speed=speed, traced=None)
 
 
@@ -187,7 +189,7 @@ def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True
 
 
 def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:
-    """The estimate without its speed."""
+    """The estimate for a candidate, without its speed."""
     machine, recipe = candidate.machine, candidate.recipe
     known = (candidate.name, candidate.changes)
     try:
@@ -199,7 +201,7 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
         )
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile
-        # A compiled step's kernels are not in its trace: speed is predicted from the plain step.
+        # The trace of a compiled step has no kernels: speed is predicted from the plain step.
         plain = uncompiled(part) if compiles else part
         jobs = [training_job(plain, machine.target)]
         if compiles and candidate.compiles:
@@ -212,7 +214,7 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
         last = found[-1] if candidate.evaluates else None
         evaluation = None if last is None else of_one_rank(last, recipe, machine.count)
     except TrainingError:
-        # A process that failed says nothing about the candidate.
+        # A worker process failed, which does not make the candidate invalid.
         raise
     except FirstlightError as error:
         return Estimate(*known, recipe, usable_bytes=machine.usable_bytes, problem=str(error))
@@ -239,7 +241,7 @@ def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
 
 
 def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
-    """Each method that the recipe does not have, alone beside it. For candidates that compile,
+    """An estimate for each method that the recipe does not use, added alone to the recipe. The
     memory is that without torch.compile, unless compiling is the method.
 
     Args:
@@ -262,7 +264,7 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
 
 
 def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, keys of the recipe) of each method that would change something."""
+    """(name, {key of the recipe: value}) of each method that would change something."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
         changes: dict[str, Any] = {"batch.micro_batch_size": 1}
@@ -300,7 +302,7 @@ def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dic
 
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
-    """The changes to another optimizer, without the options that it refuses."""
+    """The changes that set another optimizer, and that turn off the options which it refuses."""
     off = {"embeddings_in_32_bits": False, "cautious_weight_decay": False, "tuned_width": None}
     own, has = recipe.optimizer, OPTIMIZERS[name].options
     refused = [key for key, value in off.items() if getattr(own, key) != value and key not in has]
@@ -308,7 +310,7 @@ def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
 
 
 def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
-    """The change that LoRA needs, whose checkpoints are not averaged."""
+    """The change that turns off the averaging of checkpoints, which LoRA does not support."""
     return {"checkpoint.average_last": 0} if recipe.checkpoint.average_last else {}
 
 
@@ -328,12 +330,12 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
 def reasons_for(
     recipe: Recipe, best: Estimate, first: Estimate, machine: Machine
 ) -> dict[str, str]:
-    """For each key that the recipe left open, or that the best candidate sets otherwise, why.
+    """The reason for each key that the recipe leaves open, or that the best candidate changes.
 
     Args:
         recipe: the recipe as written.
         best: the chosen estimate.
-        first: the recipe as it stands.
+        first: the estimate for the recipe as it stands.
         machine: the machine that was planned for.
     """
     reasons: dict[str, str] = {}
@@ -379,8 +381,8 @@ _ATTENTION = {
 
 
 def _logits_bytes(recipe: ResolvedRecipe) -> int:
-    """Computed without a trace, because the trace of a compiled step does not show which bytes are
-    logits."""
+    """Bytes of a micro-batch's logits in fp32. Not from the trace, because that of a compiled step
+    does not show which bytes are logits."""
     return 4 * recipe.batch.micro_batch_size * recipe.data.seq_len * recipe.model.vocab_size
 
 

@@ -99,7 +99,7 @@ class Machine:
     def hardware(self) -> Hardware:
         """The `Hardware` that describes this target to the rest of firstlight."""
         device = torch.device(self.target.kind)
-        # For a GPU whose memory alone is known, nothing is refused.
+        # No capability for a GPU of which only the memory is known, so that no method is refused.
         of_table = self.gpu is not None and self.gpu.capability != (0, 0)
         known = self.target.kind == "cuda" and (self.is_here or of_table)
         capability = self.target.capability if known else None
@@ -118,7 +118,8 @@ def find_machine(
         count: number of GPUs.
 
     Raises:
-        ConfigError: there is no such GPU (names the nearest), or the numbers make no sense.
+        ConfigError: there is no such GPU (the message names the nearest), or `memory_bytes` or
+            `count` is invalid.
     """
     if count < 1:
         raise ConfigError(f"--gpus is {count}: at least 1 is needed")
@@ -166,7 +167,8 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """Memory of a process beside torch's allocator, where that was measured on this kind of GPU."""
+    """GPU memory of a process outside of torch's allocator; None if it was not measured on this GPU
+    type."""
     found = measured_gpu(gpu)
     return None if found is None else found.context_bytes
 
@@ -194,7 +196,7 @@ def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> Resolved
     """The recipe with some keys (`section.key`) set; a section's name alone sets the whole section.
 
     Raises:
-        ConfigError: a value can't be.
+        ConfigError: a value is invalid.
     """
     if not changes:
         return recipe
@@ -212,6 +214,8 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
     """The recipe as a run on the machine would resolve it; see `resolve`.
 
     Args:
+        recipe: the recipe as written.
+        machine: the machine to run on.
         init_from: folder of a model to start from.
 
     Raises:
@@ -232,21 +236,21 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
 
 
 def facts_of(recipe: Recipe, machine: Machine) -> Facts:
-    """Facts that the recipe is resolved with on the machine.
+    """The facts with which the recipe is resolved on the machine.
 
     Raises:
-        ConfigError: the machine's devices don't make whole groups.
+        ConfigError: the number of devices is no multiple of tensor_parallel x pipeline.
     """
     processes, tokens = copies_of(recipe, machine.count), _epoch_tokens(recipe)
     if machine.is_here or machine.target.kind == "cpu":
         return facts_here(machine.hardware, processes=processes, epoch_tokens=tokens)
     gpu = machine.gpu
-    # Without the GPU's rates nothing can be compared, and `resolve` takes the usual choice.
+    # With unknown rates (None), `resolve` can't compare them and takes its usual choice.
     rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
     return Facts(
         machine.target.kind,
         machine.precision,
-        # On a GPU that is elsewhere triton is taken for granted: it comes with torch.
+        # On another machine triton is assumed to be installed: it comes with torch.
         machine.compiles,
         lambda dtype: rates.get(dtype, 0 if gpu is None else gpu.fp32) or None,
         processes,
@@ -278,7 +282,7 @@ def _prepared_kind(recipe: Recipe) -> Kind:
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
     if init_from is not None:
         config = read_model_folder(init_from, read_config)
-        # The run tells the person about changed positions; a plan would say it twice.
+        # Only the run tells the user about changed positions, so that it is said once.
         config = with_positions(recipe, config, init_from, tell=lambda _: None)
         return recipe.model_copy(update={"model": config})
     model = recipe.model or recipe.planning.model
@@ -315,10 +319,10 @@ class PlannedRun:
     """Length of a run in steps, tokens and epochs.
 
     Attributes:
-        schedule: its steps, as `train` works them out.
+        schedule: resolved schedule, as `train` computes it.
         batch: sequences of each optimizer step, all devices together.
         tokens: tokens of the whole run.
-        epochs: passes over the training split; None where the data are not here.
+        epochs: passes over the training split; None if the data are not on this machine.
     """
 
     schedule: Schedule
@@ -339,7 +343,7 @@ def planned_run(
         tokens_per_second: predicted speed, for a run in minutes; None where it is not known.
 
     Raises:
-        ConfigError: the schedule can't be; see `resolve_schedule`.
+        ConfigError: the schedule is invalid; see `resolve_schedule`.
     """
     seq_len, copies = recipe.data.seq_len, copies_of(recipe, machine.count)
     batch = recipe.batch.schedule(seq_len, copies)

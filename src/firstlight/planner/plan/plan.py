@@ -46,8 +46,8 @@ class Budget:
     """The budget of a training: time or tokens.
 
     Attributes:
-        seconds, tokens: one of them.
-        price_per_hour: price of one device, in any currency.
+        seconds, tokens: length of the run; at most one of them is given.
+        price_per_hour: price of one device for an hour, in any currency.
     """
 
     seconds: float | None = None
@@ -76,13 +76,13 @@ class Plan:
         machine: the machine that was planned for.
         recipe: the recipe, resolved for the machine.
         as_it_stands: the estimate for `recipe`.
-        run: length of its run; None if that depends on data that are not on this machine.
-        best: the fastest candidate that fits; None if none fits or none was looked for.
-        reasons: explanation of each key of `best` that was decided.
+        run: length of the recipe's run; None if it depends on data that are not on this machine.
+        best: the fastest candidate that fits; None if none fits or none was searched for.
+        reasons: reason for each key that `best` resolves or changes.
         methods: an estimate for each method alone.
-        nearest: changed settings that would fit, where nothing fits.
+        nearest: changed settings that would fit, if no candidate fits.
         budget: the time or the tokens to train with, and the price.
-        warnings: sizes of the model that this machine computes slowly.
+        warnings: warnings of sizes of the model that the machine computes slowly.
         suggestion: the model and the schedule for the budget.
         suggested: the estimate for `suggestion`.
     """
@@ -121,7 +121,7 @@ class Plan:
         return self.run.tokens / taken.tokens_per_second.expected
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """The plan as JSON values."""
         machine = {
             "name": self.machine.name,
             "count": self.machine.count,
@@ -138,7 +138,7 @@ class Plan:
             seconds = self.run_seconds
             price = None if seconds is None else cost(seconds, self.budget, self.machine)
             run = {**dataclasses.asdict(self.run), "seconds": seconds, "cost": price}
-            # The key that readers of --json know.
+            # Programs that read --json know the size of a step by this key.
             batch = run.pop("batch")
             run["rows_a_step"] = batch["size"]
             if batch["ramp_steps"]:
@@ -182,8 +182,8 @@ def make_plan(
         estimator: makes the estimates; None makes a new one.
 
     Raises:
-        ConfigError: the recipe can't be trained anywhere: says why; or there is a price, and
-            nothing whose duration is known.
+        ConfigError: the recipe can't be trained on any machine; or there is a price, but neither a
+            budget nor a run of known length.
         ModelError: `init_from` is not the folder of a model.
     """
     resolved = resolve_for(recipe, machine, init_from)
@@ -218,16 +218,16 @@ def make_plan(
 
 
 def _run_of(estimate: Estimate, machine: Machine) -> PlannedRun | None:
-    """Length of an estimate's run, at the speed of the estimate."""
+    """Length of the run of an estimate's recipe, at the estimated speed."""
     speed = estimate.tokens_per_second
     return planned_run(estimate.recipe, machine, None if speed is None else speed.expected)
 
 
-#: Number of further models that are tried: a smaller one if the suggested model does not fit, or
-#: another one if its rate differs from the assumed rate.
+#: Number of models that are tried: after one that does not fit, a smaller one; after one whose rate
+#: differs from the assumed rate, one suggested by its rate.
 _TRIES = 6
 
-#: Rates of FLOPs that differ by less suggest the same.
+#: Relative difference of two rates of FLOPs below which the suggestion does not change.
 _SAME_RATE = 0.1
 
 #: Bytes that a parameter takes in training, with fp32 AdamW.
@@ -235,10 +235,10 @@ _STATE_BYTES = 16
 
 
 def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, Any]:
-    """The suggestion and its estimate.
+    """The suggestion and its estimate, as attributes of `Plan`.
 
-    Models are compared at one rate of FLOPs: first at the predicted rate of the recipe's own model,
-    then at that of the suggested model, until the suggestion stays the same.
+    All models of a try are compared at one rate of FLOPs: in the first at the predicted rate of the
+    recipe's own model, then at that of the suggested model, until the suggestion stays the same.
     """
     best = plan.best or plan.as_it_stands
     if best.tokens_per_second is None:
@@ -254,7 +254,7 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
-        # Its limits are bound at once: the next turn of the loop has other values.
+        # Defaults bind the values of this turn of the loop; later turns change them.
         def rate(
             config: ModelConfig, most: float = most_parameters, flops: float = flops
         ) -> float | None:
@@ -275,7 +275,7 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
         found = _for_all_devices(found, seq_len * machine.count)
         estimate = best_estimate(_suggested_recipe(recipe, found), machine, estimator)
         if estimate is None:
-            # A fifth smaller, but never smaller than a model that is known to fit.
+            # Next a model that is a fifth smaller, but not smaller than one that is known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         assert estimate.tokens_per_second is not None
@@ -285,7 +285,7 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
             suggested = one
         reached = estimate.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
         is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
-        # With a budget of tokens, the rate decides nothing but the duration.
+        # With a budget in tokens, the rate only changes the duration.
         if budget.seconds is None or is_same:
             break
         seen.append(found.config)
@@ -301,7 +301,7 @@ def _loss(suggested: dict[str, Any]) -> float:
 
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """The number of parameters whose state alone fills the devices."""
+    """Number of parameters whose training state alone fills the devices."""
     sharded = named_engine(recipe.distributed).keeps_shards
     pieces = machine.count // (1 if sharded else copies_of(recipe, machine.count))
     return pieces * machine.usable_bytes / _STATE_BYTES
@@ -331,7 +331,8 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
     """The suggestion with a batch that all devices can share evenly.
 
     Args:
-        least: tokens of one row of each.
+        found: the suggestion.
+        least: tokens of a batch with one sequence for each device.
     """
     batch = -(-found.global_batch_tokens // least) * least
     steps = max(found.tokens // batch, 1)
@@ -369,7 +370,8 @@ def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedReci
 def _in_time(
     found: Suggestion, estimate: Estimate, budget: Budget, unique_tokens: float | None
 ) -> dict[str, Any]:
-    """The suggestion and its estimate, with the steps that its own predicted speed has time for."""
+    """The suggestion and its estimate, as attributes of `Plan`. With a budget in seconds, with as
+    many steps as the estimated speed has time for."""
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:

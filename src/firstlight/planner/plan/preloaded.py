@@ -1,7 +1,8 @@
-"""Imports of the process that workers are forked from; no other module imports this one.
+"""Imports of the process from which workers are forked; no other module imports this one.
 
-Python's garbage collector is off meanwhile, which saves a tenth of the time. Afterwards the
-imported objects are frozen, so that workers neither visit them again nor copy their pages.
+Python's garbage collector is off during the imports, which saves a tenth of the time. Afterwards
+the imported objects are frozen, so that collections in workers neither visit them nor copy their
+pages.
 """
 
 import gc

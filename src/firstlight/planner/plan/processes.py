@@ -1,7 +1,7 @@
-"""Plans traced in two processes at a time.
+"""Worker processes in which plans are traced, and the process that predicts a run.
 
-Tracing is Python alone, so one process uses one core. The workers are forks of a process that has
-imported torch while this one did.
+Tracing is pure Python, so a process uses one core. The workers are forks of a process that imports
+torch while this process does its own imports.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: More gain little: the search needs one answer to ask the next candidate.
+#: Number of workers. More gain little: the search often needs a result before the next candidate.
 _COUNT = 2
 
-#: Python takes some tenths of a second to end.
+#: Seconds that workers get to end by themselves; Python takes some tenths of a second.
 _ENDING_SECONDS = 1.0
 
-#: Modules that the process imports which workers are forked from.
+#: Modules that are imported by the process from which workers are forked.
 PRELOADED = ["firstlight.planner.plan.preloaded"]
 
 _KILLED = (
@@ -52,13 +52,13 @@ class WorkerProcesses:
     """Runs functions in worker processes, or in this process.
 
     Args:
-        start: starts the processes, when they are first needed, and returns them by the ends of the
-            pipes to them; none is here, one after the other.
+        start: function that starts the processes when they are first needed, and returns them by
+            this process's ends of their pipes. If it returns none, all calls run in this process.
     """
 
     def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
         self._start = start
-        #: The task of each busy worker, by the number of the call.
+        #: The number of the call that each busy worker runs.
         self._busy: dict[Connection, int] = {}
         self._calls = 0
 
@@ -67,17 +67,18 @@ class WorkerProcesses:
         return self._start()
 
     def map(self, function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-        """A function's results, in the order of its arguments, as they come.
+        """A function's results in the order of its arguments, each as soon as it is there.
+
+        An exception of the function is raised here.
 
         Args:
-            function: a function of a module.
+            function: a function at the top level of a module.
             arguments: the arguments of each call; they have to be picklable.
 
         Raises:
-            TrainingError: a process was killed or crashed. An exception of the function is raised
-                here.
+            TrainingError: a process was killed or crashed.
         """
-        # A single call goes there, too: a crash must not end this process.
+        # A single call goes to a worker, too: a crash must not end this process.
         if not self._ends:
             yield from (function(*one) for one in arguments)
             return
@@ -94,7 +95,7 @@ class WorkerProcesses:
                             end.send((function, one))
                         except (BrokenPipeError, ConnectionResetError):
                             raise self._gone(end) from None
-                # Among them may be results of a call that nobody waits for any more.
+                # They may include results of an earlier `map` whose caller stopped iterating.
                 found.update(self._results())
             good, result = found.pop(number)
             if not good:
@@ -124,10 +125,11 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def started() -> Iterator[WorkerProcesses]:
-    """Workers, which import while this process does. Ended when the block is left, however."""
+    """Context with workers, which import while this process does. They are ended with the block,
+    also after an exception."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # To start a process would be to wait until that has imported.
+    # Only the fork server for now: starting a worker would wait for its imports.
     forkserver.ensure_running()
     processes: dict[Connection, BaseProcess] = {}
 
@@ -157,17 +159,17 @@ def started() -> Iterator[WorkerProcesses]:
 
 
 def _work(end: Connection) -> None:
-    """Answer calls until there is nobody who asks."""
-    # Ctrl-C is for the process that asks, which ends this one.
+    """Run calls from the pipe and send their results, until the other end of the pipe is closed."""
+    # Ctrl-C is for the parent process, which then ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # torch's warnings about code that is only traced are of no use to people.
+    # torch's warnings about code that is only traced are of no use to the user.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     gc.disable()
     with contextlib.suppress(EOFError, OSError):
         while True:
             function, arguments = end.recv()
-            # The garbage of the last call: collecting it earlier would have delayed its answer.
+            # Frees the garbage of the last call; before its answer, this would have delayed it.
             gc.collect(0)
             try:
                 answer = (True, function(*arguments))
@@ -177,7 +179,7 @@ def _work(end: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or an error with its text if it can't be sent."""
+    """The error, or a `TrainingError` with its text if it can't be pickled."""
     try:
         sent = multiprocessing.reduction.ForkingPickler.dumps(error)
         multiprocessing.reduction.ForkingPickler.loads(sent)
@@ -188,13 +190,13 @@ def _sendable(error: Exception) -> Exception:
 
 _COMMAND = [sys.executable, "-P", "-m", "firstlight.planner.plan.automatic"]
 
-#: The most that a run waits for a forecast.
+#: Most seconds that a run waits for a forecast.
 _MOST_SECONDS = 90.0
 
 
 class RunForecaster:
-    """Predicts the runs of this machine; see `training.forecast.Forecaster`. A context that ends
-    the process with it."""
+    """Predicts runs on this machine in a separate process; see `training.forecast.Forecaster`. A
+    context manager; the process ends at its end."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -206,7 +208,7 @@ class RunForecaster:
         self._end()
 
     def start(self) -> None:
-        """Start the process ahead of the first candidate."""
+        """Start the process before it gets a request, so that it has imported torch by then."""
         self._process = subprocess.Popen(
             _COMMAND,
             stdin=subprocess.PIPE,
@@ -240,14 +242,14 @@ class RunForecaster:
         return None if found is None else str(found)
 
     def _ask(self, what: str, recipe: Recipe, hardware: Hardware, processes: int) -> Any:
-        """The answer, as JSON values. The process ends with it."""
+        """The answer to a request, as JSON values; the process ends after it."""
         request = {
             "what": what,
             "recipe": recipe.model_dump(mode="json"),
             "device": str(hardware.device),
             "processes": processes,
         }
-        # Other processes wait for this one, and take it for gone after their timeout.
+        # The run's other processes wait for this one, and consider it dead after their timeout.
         patience = min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2)
         if self._process is None:
             self.start()

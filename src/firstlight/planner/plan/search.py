@@ -1,4 +1,4 @@
-"""The fastest candidate that fits; and where none does, changed settings that would fit."""
+"""The search for the fastest candidate that fits or, if none does, for settings that would fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from firstlight.planner.plan.estimate import (
 from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.recipe import ResolvedRecipe
 
-#: Changes that are tried to make a step fit, or its micro-batches larger: the cheap ones first.
+#: Changes that are tried to make a step fit or its micro-batches larger; those that cost least
+#: speed first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as it stands", {}),
     ("chunked loss", {"efficiency.loss_chunk_tokens": 1024}),
@@ -44,10 +45,10 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 
-#: Tokens of a micro-batch from which on a device is busy: more gain little.
+#: Tokens of a micro-batch that keep a device busy: larger micro-batches gain little speed.
 BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
-#: Changes that are tried if all weights don't fit.
+#: LoRA as it is tried if nothing fits, and the changes with which all such settings are tried.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
 _LEAST: dict[str, Any] = {
     "batch.micro_batch_size": 1,
@@ -63,11 +64,14 @@ def best_estimate(
 ) -> Estimate | None:
     """The settings with the most tokens a second among those that fit; None if none does.
 
-    The recipe's precision, optimizer and global batch are kept, but not its micro-batch size.
-    Memory is freed by the cheapest methods, and only as much as keeps the device busy. Candidates
-    that compile are searched without torch.compile, which is quicker and mostly takes more memory.
-    The candidate found, and the recipe as it stands, are then estimated with it; if neither fits,
-    every candidate that could fit is.
+    The recipe's precision and global batch are kept, but not its micro-batch size; AdamW becomes
+    8-bit AdamW only if nothing else fits. Methods that save memory are added, the cheapest first,
+    only until the micro-batch keeps the device busy.
+
+    If the recipe compiles, candidates are searched without torch.compile, which is quicker and
+    mostly takes more memory. The candidate found, and the recipe as it stands, are then estimated
+    with torch.compile. If neither fits, the search is repeated with it, for all candidates that
+    could fit.
 
     Args:
         recipe: the resolved recipe.
@@ -81,7 +85,7 @@ def best_estimate(
     if not recipe.efficiency.compile:
         return found
     estimates: list[Estimate] = []
-    # First, so that of equal ones it is the one that changes nothing.
+    # The unchanged recipe first: `max` takes the first of equally fast ones.
     if found is None or found.changes:
         estimates.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
@@ -103,23 +107,29 @@ def _fastest(
     compiles: bool = False,
     hopeless: Container[str] = (),
 ) -> Estimate | None:
-    """
+    """The fastest of the candidates of `_SAVINGS` that fits; None if none does.
+
     Args:
-        looked_at: receives each estimate, with the largest micro-batch that fits.
+        recipe: the resolved recipe.
+        machine: the machine to run on.
+        estimator: makes the estimates.
+        looked_at: receives each candidate's estimate by name, with the largest micro-batch that
+            fits.
+        compiles: see `Candidate`.
         hopeless: names of candidates to leave out.
     """
     found: list[Estimate] = []
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
-        # Settings that the recipe has already make no new candidate.
+        # Changes that the recipe has already are left out, which may leave an earlier candidate.
         if wanted in tried:
             continue
         tried.append(wanted)
         if name in hopeless:
             continue
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
-            # Another optimizer learns otherwise: only for AdamW, and where nothing else fits.
+            # Another optimizer changes the result: only in place of AdamW, if nothing else fits.
             continue
         if "optimizer.name" in wanted:
             wanted |= other_optimizer(recipe, wanted["optimizer.name"])
@@ -143,11 +153,11 @@ def largest_that_fits(
     *,
     compiles: bool,
 ) -> Estimate:
-    """Estimate with the largest micro-batch that fits and divides the step evenly; with the
+    """The estimate with the largest micro-batch that fits and divides the step evenly; with the
     smallest micro-batch if none fits.
 
-    Memory grows with the micro-batch: the two smallest give the slope, and the candidates that
-    the slope says fit are estimated themselves, the largest first.
+    Memory is about linear in the size of the micro-batch: the two smallest give the slope, and the
+    sizes that should fit by it are estimated themselves, the largest first.
     """
     sizes = list(micro_batches(recipe, machine))
 
@@ -156,11 +166,11 @@ def largest_that_fits(
         return dataclasses.replace(candidate, compiles=compiles)
 
     if compiles:
-        # One by one: the tracing of a compiled step is itself spread over the workers.
+        # One after the other: tracing a compiled step already keeps both workers busy.
         first = estimator.estimate(asked(sizes[-1]))
         more = [estimator.estimate(asked(size)) for size in sizes[-2:-1] if first.fits]
     else:
-        # The two smallest, beside each other in the workers.
+        # The two smallest at the same time, in the workers.
         first, *more = estimator.estimate_all([asked(size) for size in sizes[:-3:-1]])
     if not (first.fits and more and more[0].fits):
         return first
@@ -168,7 +178,6 @@ def largest_that_fits(
     slope = (second.needed_bytes - first.needed_bytes) / (sizes[-2] - sizes[-1])
     busy = BUSY_TOKENS[machine.target.kind]
     seq_len = recipe.data.seq_len
-    # Largest first: the first that fits is the answer.
     for size in sizes[:-2]:
         expected = first.needed_bytes + slope * (size - sizes[-1])
         # Twice what keeps the device busy gains nothing.
@@ -195,7 +204,7 @@ def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
     one before."""
     total = sequences_per_step(recipe, machine)
     if recipe.batch.ramp_start_tokens is not None:
-        # The first step of a ramp has to come out even too.
+        # The first step of a batch-size ramp has to be divided evenly, too.
         share = recipe.data.seq_len * copies_of(recipe, machine.count)
         total = math.gcd(total, recipe.batch.ramp_start_tokens // share)
     before = 2 * total
@@ -225,7 +234,7 @@ def _with_micro_batch_size(
 def _has(recipe: ResolvedRecipe, key: str, value: object) -> bool:
     section, _, name = key.partition(".")
     found = getattr(getattr(recipe, section), name)
-    # A loss that is cut up already is cut up.
+    # Any number of tokens makes a chunked loss.
     return bool(found == value or (name == "loss_chunk_tokens" and found))
 
 
@@ -236,7 +245,7 @@ def _is_busy(one: Estimate, machine: Machine) -> bool:
 
 
 def _rate(one: Estimate) -> float:
-    """Without rates, the larger micro-batch, and of equal ones the earlier."""
+    """Expected tokens a second; if the device's rates are unknown, the micro-batch size."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
     return float(one.recipe.batch.micro_batch_size)
@@ -245,8 +254,9 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Alternatives for a recipe that does not fit with any settings, each with the greatest saving
-    of memory: LoRA, LoRA on weights in four bits, offloading to the CPU, more devices.
+    """Alternatives that fit, for a recipe of which no candidate fits: LoRA, LoRA on weights in four
+    bits, offloading to the CPU, more devices; each with a micro-batch of one sequence and full
+    activation checkpointing.
 
     Args:
         recipe: the resolved recipe.
@@ -258,7 +268,7 @@ def nearest_estimates(
     for name, changes, where in _fallbacks(recipe, machine):
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
-            # More devices share the same step.
+            # The global batch stays the same, also on more devices.
             cut = with_changes(recipe, {k: v for k, v in changes.items() if "distributed" in k})
             copies = copies_of(cut, where.count)
             least["batch.gradient_accumulation_steps"] = max(sequences // copies, 1)

@@ -1,4 +1,4 @@
-"""A plan as lines and tables for people."""
+"""A plan as lines and tables for the user."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from firstlight.recipe import ResolvedRecipe
 
 _GIB = 2**30
 
-#: A table: rows of cells, the first its head.
+#: A table: rows of cells; the first row is the header.
 Table = list[Sequence[str]]
 
 
 def blocks(plan: Plan) -> Iterator[str | Table]:
-    """Lines and tables, in the order in which they are said."""
+    """The lines and tables of a plan, in the order in which they are shown."""
     machine, recipe = plan.machine, plan.recipe
     count = f"{machine.count} x " if machine.count > 1 else ""
     yield (
@@ -67,7 +67,7 @@ def _run(plan: Plan, run: PlannedRun) -> str:
     if not run.schedule.max_steps:
         return "the recipe's run: no steps, the model is evaluated and saved unchanged"
     read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
-    # Evaluations and saves take their part of the time, too; the run measures them.
+    # A run in minutes has fewer steps than predicted: evaluations and saves take some of its time.
     about = "at the predicted speed about " if run.schedule.is_open else ""
     text = (
         f"the recipe's run: {about}{run.schedule.max_steps:,} steps of {run.batch.in_words} rows, "
@@ -87,13 +87,13 @@ _PRECISIONS = {
 
 
 def precision_text(recipe: ResolvedRecipe) -> str:
-    """The precision of a resolved recipe, and whether it is compiled."""
+    """Text for the precision of a resolved recipe, with ", compiled" if it compiles."""
     name = recipe.efficiency.precision
     return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
 
 
 def in_words(one: Estimate) -> str:
-    """Memory, and if it fits, the speed if it is known."""
+    """Text for an estimate's memory and, if it fits and the rates are known, its speed."""
     if one.problem:
         return one.problem
     fits = "fits" if one.fits else "may not fit" if one.may_fit_compiled else "DOES NOT FIT"
@@ -110,7 +110,7 @@ def in_words(one: Estimate) -> str:
 
 
 def memory_table(one: Estimate) -> Table:
-    """Rows of memory by part, for training and evaluation."""
+    """A table of memory by part, for training and evaluation."""
     columns = [
         (name, p)
         for name, p in (("training", one.training), ("evaluation", one.evaluation))
@@ -133,8 +133,8 @@ def memory_table(one: Estimate) -> Table:
 
 
 def method_rows(plan: Plan) -> Table:
-    """Memory and speed of each method beside those of the recipe as it stands. Memory that is known
-    only without torch.compile is compared with that of the recipe without it."""
+    """A table of memory and speed with each method, compared with the recipe as it stands. Memory
+    that is known only without torch.compile is compared with that of the recipe without it."""
     rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
     first = plan.as_it_stands
     assert first.training is not None
@@ -214,7 +214,7 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     )
     if found.epochs is not None:
         read = f"    the prepared text is read {found.epochs:.2g} times"
-        # Less than all tokens, by the rest of a step.
+        # Not exactly `MOST_EPOCHS`, because a run has whole steps.
         is_all = found.epochs > 0.9 * MOST_EPOCHS
         yield f"{read}: more would be worth little, and more text much" if is_all else read
 
@@ -241,7 +241,7 @@ def speed(rate: Range) -> str:
 
 def _rate(one: Estimate) -> str:
     if not one.fits:
-        # The bound is that of a step without torch.compile, which mostly takes less.
+        # The known memory is that of the step without torch.compile, which mostly takes more.
         return "may not fit" if one.may_fit_compiled else "does not fit"
     rate = one.tokens_per_second
     return "" if rate is None else f"{rate.expected:,.0f}"
