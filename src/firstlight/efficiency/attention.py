@@ -1,4 +1,7 @@
-"""Choice of the attention backend, and its installation in a plain model from outside."""
+"""Choice of the attention backend, and its installation in a plain model from outside.
+
+Shape letters as in `models/ops.py`.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """True if torch.compile's inductor can work for a device: on CUDA triton is installed, on a CPU
-    there is a C++ compiler."""
+    """True if torch.compile's inductor can work for a device. CUDA needs triton, and a GPU that
+    triton has code for; a CPU needs a C++ compiler. Other devices can't compile."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
@@ -179,9 +179,9 @@ def same_bits(
     """Context whose computations give the same bits every time: on a CPU always; on a CUDA GPU with
     `deterministic`, for which `require_same_bits` must have been called.
 
-    Without it, sums have no fixed order in compiled code on a CPU (the gradient of the embedding),
-    and on a GPU in the backward passes of attention and of a compiled embedding; and inductor
-    chooses kernels for a GPU by measuring them.
+    Without this context, sums have no fixed order: on a CPU, in compiled code (the gradient of the
+    embedding); on a GPU, in the backward passes of attention and of a compiled embedding. And
+    inductor chooses kernels for a GPU by measuring them.
     """
     kind = hardware.device.type
     if (kind == "cpu" and config.compile is True) or (kind == "cuda" and deterministic):

@@ -16,7 +16,7 @@ ActivationCheckpointing = Literal["none", "full", "selective", "budget"]
 
 
 class LossConfig(Section):
-    """The `loss` section of a recipe: what training minimises beside the cross-entropy."""
+    """The `loss` section of a recipe: terms of the training loss besides the cross-entropy."""
 
     z_loss_coef: float = Field(0.0, ge=0)
     """coefficient of the z-loss, the squared logarithm of the softmax' divisor of each token

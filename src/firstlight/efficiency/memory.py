@@ -136,10 +136,10 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 
     Args:
         hardware: hardware of the process.
-        sharded: True gives larger tensors back, for a model that is sharded over processes. Its
-            gathered layers and gradients come in many sizes between the activations: kept, they
-            leave holes that fit nothing else (measured: a GiB of holes beside 0.8 GiB in use, so
-            that fsdp took more memory than ddp).
+        sharded: True gives larger tensors back, for a model that is sharded over processes. The
+            gathered layers and gradients have many sizes and lie between the activations. Kept,
+            they leave holes that no other tensor fits into: a GiB of holes was measured beside 0.8
+            GiB in use, so that fsdp took more memory than ddp.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return False

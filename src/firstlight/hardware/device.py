@@ -163,7 +163,7 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
 
     Otherwise each thread that runs an operator in parallel would get OpenMP threads of its own,
     which stay with it. Once a process has more of these than cores, GNU's OpenMP lets all threads
-    that wait for work sleep at once: training steps of small models took 1.7 times as long after
+    that wait for work sleep at once. Training steps of small models took 1.7 times as long after
     their first checkpoint was written by such a thread.
 
     Args:

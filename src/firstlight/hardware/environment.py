@@ -23,7 +23,7 @@ SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
 #: The same if other programs keep the cores busy. A spinning thread then uses up its time slice,
-#: and the other threads of its parallel region wait for its next slice: on two cores with a load of
+#: and the other threads of its parallel region wait for its next slice. On two cores with a load of
 #: 12, steps took 2.8 s with 5000, 0.35 s with 1000 and 0.21 s with 100 (0.14 s on free cores).
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 

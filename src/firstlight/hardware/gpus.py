@@ -186,7 +186,7 @@ _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
 def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
-    """A GPU of the table, by its name as a person or a driver writes it.
+    """A GPU of the table, by its name as users or drivers write it.
 
     Args:
         name: such as "RTX 4090", "NVIDIA GeForce RTX 4090", "a100-80gb", "h100".

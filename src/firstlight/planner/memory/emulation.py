@@ -1,6 +1,5 @@
-"""The kernels of a CUDA GPU in place of a CPU's, for code that is traced on CPU tensors, so that
-autograd keeps the same tensors for the backward pass as on the GPU; and torch.compile without real
-kernels."""
+"""Stand-ins for kernels in a trace on CPU tensors: a CUDA GPU's, so that autograd keeps the same
+tensors for the backward pass as on the GPU, and empty ones for torch.compile."""
 
 from __future__ import annotations
 
@@ -93,9 +92,9 @@ class _SoftmaxKeepingInput(torch.autograd.Function):
 class CudaKernels(TorchFunctionMode):
     """Function mode in which functions on CPU tensors run as on a CUDA GPU.
 
-    - `scaled_dot_product_attention`: flash attention, which keeps queries, keys, values, output and
-      the log-sum-exp of each query; if it can't be used, the memory-efficient kernel, which keeps
-      the same; if neither can, two products and a softmax, which keep all scores.
+    - `scaled_dot_product_attention` is flash attention, which keeps queries, keys, values, output
+      and the log-sum-exp of each query. If that can't be used, it is the memory-efficient kernel,
+      which keeps the same; if neither can, two products and a softmax, which keep all scores.
     - `dropout` keeps a mask of one byte an element, not a factor of the element's dtype.
     - autocast computes norms, softmax and losses in fp32.
 

@@ -153,7 +153,7 @@ class Target:
 
 
 def this_cpu() -> Target:
-    """This machine's CPU."""
+    """The target for this machine's CPU."""
     found = {torch.bfloat16: torch.cpu._is_amx_tile_supported()}
     found[torch.float16] = torch.cpu._is_amx_fp16_supported()
     # torch reaches the tiles through oneDNN alone.
@@ -167,7 +167,7 @@ def cuda_target(
     context_bytes: int | None = None,
     torch_version: tuple[int, int] = (2, 13),
 ) -> Target:
-    """A CUDA GPU.
+    """The target for a CUDA GPU.
 
     Args:
         name, capability, torch_version: see `Target`.
@@ -195,9 +195,9 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """`models.blockwise`, for a part of the heads at a time: contiguous queries, keys and values;
-    queries in fp32, and keys too in half precision or if values of another size make it scale them;
-    backward also the gradients of these and of the result. For a block of queries: scores twice in
+    """`models.blockwise`, for a part of the heads at a time: contiguous queries, keys and values,
+    and backward their gradients and the result's. Queries are also kept in fp32; so are keys, in
+    half precision or if values have another size. For a block of queries, scores are kept twice in
     fp32, or (backward) weights and their gradients three times in the inputs' dtype."""
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
@@ -252,9 +252,9 @@ def attention_bytes(operator: Operator, target: Target) -> int:
 
 
 def attention_backward_bytes(operator: Operator, target: Target) -> int:
-    """The backward pass of `attention_bytes`' kernel: for each thread, a block of scores and one of
-    their gradients; the incoming gradient if it is copied into another layout; in half precision
-    also the rounded blocks, and oneDNN's copies (approximately)."""
+    """The backward pass of `attention_bytes`' kernel: for each thread a block of scores and one of
+    their gradients, and the incoming gradient if it is copied into another layout. In half
+    precision also the rounded blocks, and oneDNN's copies (approximately)."""
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
     keys_of_block = min(keys[2], _KEY_BLOCK)

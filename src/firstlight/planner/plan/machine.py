@@ -145,7 +145,7 @@ def find_machine(
 
 
 def parse_bytes(text: str) -> int:
-    """ "24GiB", "24 GB", "24000 MiB" -> bytes.
+    """Bytes of a size such as "24GiB", "24 GB" or "24000 MiB"; the unit may be missing.
 
     Raises:
         ConfigError: the text is not a size.

@@ -237,8 +237,8 @@ _STATE_BYTES = 16
 def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`.
 
-    All models of a try are compared at one rate of FLOPs: in the first at the predicted rate of the
-    recipe's own model, then at that of the suggested model, until the suggestion stays the same.
+    All models of a try are compared at one rate of FLOPs. The first try has the predicted rate of
+    the recipe's own model, each further try that of the last suggestion, until it stays the same.
     """
     best = plan.best or plan.as_it_stands
     if best.tokens_per_second is None:

@@ -230,7 +230,7 @@ def gib(size: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """ "15.5M", "1.36B"."""
+    """A number as "15.5M" or "1.36B"."""
     return f"{count / 1e6:,.3g}M" if count < 1e9 else f"{count / 1e9:,.4g}B"
 
 
@@ -248,7 +248,7 @@ def _rate(one: Estimate) -> str:
 
 
 def hours(seconds: float) -> str:
-    """ "45 s", "90 min", "5.2 h", "3.1 days"."""
+    """A duration as "45 s", "90 min", "5.2 h" or "3.1 days"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -1,11 +1,11 @@
 """Times of this machine's operators: measured, kept in a file, and used to estimate others.
 
 Each kind of machine has a store, a JSON file in the cache's calibration/ (see
-`data.remote.cache_folder`): its name is the hash of the processor, the number of threads, torch's
-version and the settings of its threads and its allocator, which the file contains as well. For each
-operator that was timed, the file has the last few times, each divided by the time of a reference
-operator at that moment. A time is predicted as the median of these ratios times the present time of
-the reference, because machines in data centres are not equally fast at all times.
+`data.remote.cache_folder`). The file's name is a hash of the processor, the number of threads,
+torch's version and the settings of its threads and allocator, which the file contains as well. For
+each operator that was timed, the file has the last few times, each divided by the time of a
+reference operator at that moment. A time is predicted as the median of these ratios times the
+present time of the reference, because machines in data centres are not always equally fast.
 
 An operator that was not measured is estimated from the most similar ones (`_interpolated`).
 """
@@ -215,7 +215,7 @@ class Calibration:
         fingerprint: description of the machine, see `machine_fingerprint`.
         reference: present durations of the reference operators.
         entries: timed operators by `Features.key`.
-        notes: remarks on the store, for people.
+        notes: remarks on the store, as text for the user.
     """
 
     def __init__(

@@ -18,9 +18,10 @@ about 64 more elements of the inner dimension for its beginning and end.
 
 For GPU types that `firstlight bench gpu` has measured, fitted constants (`measured_gpus.json`)
 replace these shares, which this project has not checked on a GPU. The ranges were set wide enough
-for two published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB: 135 ms for 12 x 1024
-tokens (nanoGPT's README) and 115,000 tokens/s with 32 x 1024 (karpathy/llm.c, pull request 323,
-PCIe).
+for two published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
+
+- 135 ms for 12 x 1024 tokens (nanoGPT's README);
+- 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
 """
 
 from __future__ import annotations

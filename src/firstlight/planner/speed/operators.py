@@ -122,7 +122,7 @@ class MatrixProduct:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
@@ -158,8 +158,8 @@ def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False
 def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[bool, bool]]:
     """For each matrix product, True for each factor that is transposed in memory.
 
-    A layer with tokens T and weight W computes x @ W.T where W is stored [out, in], x @ W where it
-    is stored [in, out], and autograd gives the weight's gradient the weight's own layout (torch's
+    A layer with T tokens and weight W computes x @ W.T if W is stored [out, in], and x @ W if it is
+    stored [in, out]. Autograd gives the weight's gradient the layout of the weight (torch's
     mm_mat2_backward): g.T @ x or x.T @ g. So if there is a product [in, T] x [T, out] besides the
     forward product [T, in] x [in, out], W is stored [in, out]; otherwise [out, in]. For a square
     weight both have the same shape: it is taken to be stored as the others. Of batched products,

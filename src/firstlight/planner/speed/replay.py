@@ -348,7 +348,8 @@ def _tensors(operator: Operator, transposed: tuple[bool, bool]) -> list[Tensor]:
 
 
 def _heads_inside(tensor: Tensor) -> Tensor:
-    """[B, H, T, D] as a view of [B, T, H, D], as projections give it."""
+    """The tensor [batch, heads, tokens, head size] as a view of [batch, tokens, heads, head size],
+    the layout in which a model's projections give it."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 

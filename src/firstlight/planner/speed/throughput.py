@@ -132,7 +132,7 @@ class SpeedPrediction:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values; ranges as "low", "expected", "high"."""
+        """The prediction as JSON values; ranges as "low", "expected", "high"."""
         values = asdict(self)
         for name in ("tokens_per_second", "mfu"):
             found: Range = getattr(self, name)
