@@ -240,7 +240,7 @@ CEILINGS = Part(
 #: Products of fewer FLOPs are limited by the start of kernels rather than by the matrix units.
 _LARGE_FLOPS = 1e10
 
-#: By model: number of blocks, (inputs, outputs) of the head, and of each linear layer of a block.
+#: Model -> number of blocks, (inputs, outputs) of the head, and of each linear layer of a block.
 _LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
     "gpt2-124m": (
         *(12, (768, 50304)),

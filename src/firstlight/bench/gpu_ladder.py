@@ -168,7 +168,7 @@ _PUBLISHED_3B: Published = (
     ("+ 8-bit AdamW", 17.6, 6960),
 )
 _PUBLISHED_ADAPTERS_3B: Published = (("LoRA", 8.5, 8210), ("QLoRA", 4.6, 8035))
-#: From the same page's table for an RTX 4090: batch size 2, sequences of 2,048 tokens, compiled.
+#: Published rungs of the same page for an RTX 4090: batch size 2, 2,048 tokens, compiled.
 _PUBLISHED_8B: Published = (("LoRA", 16.2, 3083), ("QLoRA", 7.4, 2413))
 
 

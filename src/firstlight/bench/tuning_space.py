@@ -41,11 +41,11 @@ _SCALED = (
     *("schedule.cooldown_steps", "batch.ramp_steps", "optimizer.muon_momentum_warmup_steps"),
 )
 
-#: Without --search: learning rates and weight decay are searched from the recipe's own value
+#: Learning rates and weight decay are searched, without --search, from the recipe's own value
 #: divided by this factor to the value times this factor.
 _FACTOR = 5.0
 
-#: Without --search: the range of schedule.warmup_ratio.
+#: Range of schedule.warmup_ratio without --search.
 _WARMUP = (0.005, 0.2)
 
 #: A value of a trial: a number from a range, or the YAML text of a choice.

@@ -114,7 +114,7 @@ _GPT2_SHAPES = {
     if shape
 }
 _LLAMA_SHAPES = {f"{row[0]}.weight": row[1] for row in _LLAMA}
-#: By family, (Hugging Face tensor, its dimension) that gives the size of each letter.
+#: Family -> letter -> (Hugging Face tensor, its dimension) that gives the size of the letter.
 SIZES = {
     "gpt2": {
         "V": ("transformer.wte.weight", 0),

@@ -24,7 +24,7 @@ class Settings:
         notes: a sentence for the user about an assumed setting, by its key.
         model_args: settings by the program's own names. Those of a GPT are compared with its
             tensors.
-        where: where `model_args` was found, for messages.
+        where: place where `model_args` was found, for messages.
         sines: table of sines [positions, head size] that older Llamas of LLMs-from-scratch save;
             None if there is none.
     """

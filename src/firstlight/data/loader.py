@@ -32,8 +32,8 @@ from firstlight.section import Section
 #: Label of a position without a prediction: `ignore_index` of PyTorch's cross entropy.
 IGNORE_INDEX = -100
 
-#: How text becomes rows: "stream" cuts one stream of all documents, "document" packs documents into
-#: rows (see `alignment`).
+#: Ways in which text becomes rows: "stream" cuts one stream of all documents, "document" packs
+#: documents into rows (see `alignment`).
 RowAlignment = Literal["stream", "document"]
 
 
@@ -47,7 +47,7 @@ class Batch:
         num_valid: number of labels that are not -100.
         document_ids: number of each input token's document, counted from 0 within its row,
             int32 [B, T]; None without document masking.
-        references: for preference pairs, log-probability of each document's answer under the
+        references: log-probability of each document's answer (preference pairs) under the
             reference model (the model before training), fp64 [B, D], where D is the largest number
             of documents in a row. 0: not known; NaN: the row has no such document. Documents
             2 i and 2 i + 1 are a pair. None for other data.

@@ -127,7 +127,7 @@ class MixedDataset(Corpus):
 
     Attributes:
         turns: the corpus of each row.
-        has_examples: at least one corpus consists of conversations.
+        has_examples: True if at least one corpus consists of conversations.
         folder: folder of the first corpus of conversations, or of the first corpus if there are no
             conversations. The tokenizer is read from it; all corpora have the same tokenizer.
         manifest: manifests of all corpora, with their weights.

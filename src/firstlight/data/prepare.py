@@ -227,8 +227,8 @@ class _Preparation:
         #: Numbers of the documents with a Gutenberg header, and how many of them were written.
         self.with_header: set[int] = set()
         self.stripped = 0
-        #: With `max_tokens`, rejected records that are not counted yet, each with the number of the
-        #: document before it.
+        #: Rejected records that are not counted yet (with `max_tokens`), each with the number of
+        #: the document before it.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
         self.gzip_bytes = 0

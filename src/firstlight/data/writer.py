@@ -163,7 +163,7 @@ class CorpusWriter:
 
     Attributes:
         dtype: dtype of the token ids.
-        counts: for each split, numbers by name: "documents", "tokens", "text_bytes" (UTF-8 bytes)
+        counts: split -> numbers by name: "documents", "tokens", "text_bytes" (UTF-8 bytes)
             and, with `labelled`, "learned" (labels).
         rejected: number of rejected documents for each reason.
         first_rejected: place and reason of the first rejected document; "" if there is none.

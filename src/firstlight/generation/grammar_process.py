@@ -16,7 +16,7 @@ import random
 import sys
 from typing import Any
 
-#: At most one space between the parts of an object or array, so that a model can't write endless
+#: One space at most between the parts of an object or array, so that a model can't write endless
 #: white space.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 #: Options that override those in a schema (`x-guidance`). Not `lenient`: keywords that llguidance

@@ -148,7 +148,7 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     return product
 
 
-#: Without a grouped kernel, the CPU reads the number of rows of each expert from the GPU. CUDA
+#: The CPU reads each expert's number of rows from the GPU where there is no grouped kernel. CUDA
 #: graphs can't record this, so torch.compile records the code before and after the operator.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 

@@ -53,8 +53,8 @@ class Metrics:
 
     Attributes:
         steps: step of each of the N lines, rising, [N].
-        columns: for each key, the indices (from 0) of the lines that have a number, and the
-            numbers, [M] each. Values that are not finite numbers (null, a text) are left out.
+        columns: key -> the indices (from 0) of the lines that have a number, and the numbers,
+            [M] each. Values that are not finite numbers (null, a text) are left out.
     """
 
     steps: Floats

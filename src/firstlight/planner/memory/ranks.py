@@ -110,9 +110,8 @@ def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPredict
 def _of_fsdp(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe, processes: int
 ) -> MemoryPrediction:
-    """FSDP2 keeps shards of the state, and the parameters that are gathered at the moment. In the
-    passes these are the parameters of one or two layers (of all with `reshard_after_forward:
-    false`), and all parameters outside of the layers."""
+    """FSDP2 keeps shards of the state and the gathered parameters: in the passes one or two
+    layers (all with `reshard_after_forward: false`), and all parameters outside of the layers."""
     pieces = part.distributed.shard or copies_of(recipe, processes)
     offloads = part.distributed.offload == "cpu"
     state = 0 if offloads else 1

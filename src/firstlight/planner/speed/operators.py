@@ -109,7 +109,7 @@ class MatrixProduct:
 
     Attributes:
         added: True if a bias or another matrix is added.
-        transposed: for each of the two factors, True if it lies transposed in memory.
+        transposed: True for each of the two factors that lies transposed in memory.
     """
 
     batch: int
