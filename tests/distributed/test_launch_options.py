@@ -129,5 +129,5 @@ def test_a_rendezvous_that_another_machine_has_closed_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(LocalElasticAgent, "run", lambda _: None)
-    with pytest.raises(RankError, match="was closed by another machine before this one joined"):
+    with pytest.raises(RankError, match="the rendezvous of the processes was closed by another"):
         elastic.launch(["true"], Launch(2))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,12 @@ def test_greedy_is_the_likeliest_token_of_each_full_forward_pass(
     expected = greedy_by_full_passes(model, prompt_ids, count)
     assert len(set(expected)) > 1 or count == 1
     assert list(generate_ids(model, prompt_ids, GREEDY)) == expected
+
+
+def test_each_setting_of_generate_is_one_of_sampling() -> None:
+    # It takes those by name: another name on one side would be left out without an error.
+    given = set(inspect.signature(generate).parameters) - {"checkpoint", "prompt", "compile"}
+    assert given <= {field.name for field in dataclasses.fields(SamplingConfig)}
 
 
 def test_generation_ends_before_the_end_token(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -33,6 +34,7 @@ from firstlight.report.length import read_length
 from firstlight.report.records import read_json_lines, read_run
 from firstlight.training import loop, minutes, saving, validation
 from firstlight.training.cooldown import cooldown_recipe
+from firstlight.training.guard import DivergedError
 from firstlight.training.length import (
     LoopTimes,
     Periodic,
@@ -230,6 +232,22 @@ def test_parts_of_a_step_are_kept_apart() -> None:
     assert list(times.steps) == [(8, 4.0)] * 2
     assert times.seconds == {"evaluation": 5.0, "save": 2.0}
     assert (times.settled_steps, times.settled_seconds, times.elapsed) == (2, 8.0, 51.0)
+
+
+def test_an_evaluation_that_is_broken_off_is_no_step_and_no_evaluation() -> None:
+    machine = Machine()
+    times = LoopTimes(lambda: machine.now)
+    times.begin_step()
+    with times.part("evaluation"):
+        machine.now += 60
+    with contextlib.suppress(DivergedError), times.part("evaluation"):
+        machine.now += 2
+        raise DivergedError("a token's probability is nan")
+    machine.now += 4
+    times.count(8)
+    times.begin_step()
+    assert list(times.slow_steps) == [(8, 4.0)]
+    assert times.seconds == {"evaluation": 60.0}
 
 
 # The schedule

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,6 +271,33 @@ def test_the_plan_alone_expects_the_memory_of_the_run(
     machine, recipe = find_machine(), load_recipe(run.run_folder / "recipe.yaml")
     needed = machine_module.estimate_run(resolve_for(recipe, machine), machine).needed_bytes
     assert expected == pytest.approx(needed, rel=0.05)
+
+
+def test_the_plan_alone_takes_the_micro_batch_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_texts(tmp_path / "texts", count=12)
+    command = ["train", "texts", "--plan-only", "--steps", "3", "--json"]
+
+    def planned(*options: str) -> tuple[int, int]:
+        assert main([*command, *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        rows = {one["key"]: one["value"] for one in found["choices"]}["batch.micro_batch_size"]
+        return rows, found["memory_bytes"]
+
+    rows, needed = planned()
+    assert rows > 1
+    known = machine_module.machine_facts
+
+    def smaller(gpu: str | None = None) -> tuple[Any, MachineFacts]:
+        found, speed = known(gpu)
+        return replace(found, usable_bytes=needed - 1), speed
+
+    monkeypatch.setattr(machine_module, "machine_facts", smaller)
+    fewer, less = planned()
+    assert fewer == rows // 2
+    assert less < needed
+    assert planned("--batch.micro_batch_size", str(rows)) == (rows, needed)
 
 
 def test_inputs_are_told_from_recipes(tmp_path: Path) -> None:

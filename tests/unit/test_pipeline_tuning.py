@@ -228,6 +228,11 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     assert "all weights" in shown.out
     assert "10 times the conversations" in shown.out
     assert shown.out.count("expected memory: ") == 1
+    needed = []
+    for rows in ("1", "4"):
+        assert main([*arguments, "--plan-only", "--json", "--batch.micro_batch_size", rows]) == 0
+        needed.append(json.loads(capsys.readouterr().out)["memory_bytes"])
+    assert needed[0] < needed[1]
     assert not Path("runs").exists()
 
 

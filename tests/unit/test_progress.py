@@ -128,6 +128,15 @@ def test_time_left_is_that_of_the_last_steps() -> None:
     assert "left" not in course(100).time
 
 
+def test_a_validation_loss_of_zero_is_one() -> None:
+    shown = Course(lambda: 100, 0)
+    shown.step({**record(1), "val/loss": 2.0})
+    shown.step(record(2))
+    assert "2.000" in "\n".join(shown.lines(80, 24))
+    shown.step({**record(3), "val/loss": 0.0})
+    assert "2.000" not in "\n".join(shown.lines(80, 24))
+
+
 def test_a_number_of_steps_that_changes_on_the_way_is_followed() -> None:
     steps = 100
     shown = Course(lambda: steps, 0)

@@ -261,13 +261,13 @@ def _families_of(architecture: str) -> list[str]:
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
     """The `model_type` of the architecture's first family that can have the file's number of
-    experts, gating function and window (0 is none); the architecture's first family if none can."""
-    named = _families_of(values.architecture)
+    experts and window (0 is none), of those with its gating function; the first of these if none
+    can."""
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
+    forms = {name: FAMILIES[name].spec.gguf for name in _families_of(values.architecture)}
+    named = [n for n, form in forms.items() if form.layer != "latent" or form.gating == gating]
     for name in named:
         family = FAMILIES[name].spec
-        if family.gguf.layer == "latent" and family.gguf.gating != gating:
-            continue
         has_window = not window or "sliding_window" in family.own_keys
         has_experts = "num_experts" in FAMILIES[name].config.model_fields
         if has_window and has_experts == (experts > 0):

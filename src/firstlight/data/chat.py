@@ -1,6 +1,7 @@
 """Preparation of conversations as token shards: read, check, render, encode, hold out, write.
 
 The result depends only on the records, the tokenizer with its chat template, and the options.
+`tokenizer/chat_labels.py` makes the loss mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The table of model families: config class, model class and facts of each family."""
+"""The table of model families: config class, model class and facts of each family.
+
+The entries of Llama-like families are in `llama_families.py`.
+"""
 
 from __future__ import annotations
 

@@ -144,9 +144,9 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
     )
+    where = f"the rendezvous {options.endpoint or 'of the processes'}"
     with _quiet(), tempfile.TemporaryDirectory(prefix="firstlight-ranks-") as temporary:
-        folder = Path(temporary)
-        agent = _Agent(command, options, list(on_restart), folder)
+        agent = _Agent(command, options, list(on_restart), Path(temporary))
         try:
             result = agent.run()
         except SignalException as caught:
@@ -155,15 +155,16 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         except RendezvousError as error:
             if agent.has_failed_ranks():
                 return agent.code_after_failure()
-            where = f"the rendezvous {options.endpoint or 'of the processes'}"
             raise RankError(
                 f"{where} could not be reached, or not all {options.nnodes} machines connected "
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             ) from error
         if result is None:  # torch's answer to a rendezvous that is closed
+            if agent.has_failed_ranks():
+                return agent.code_after_failure()
             raise RankError(
-                f"the rendezvous {options.endpoint} was closed by another machine before this one "
-                "joined: start all machines again"
+                f"{where} was closed by another machine before this one joined: the run has ended "
+                "there; to begin it again, start all machines"
             )
         if result.is_failed() and options.nnodes > 1:
             # This process may host the store from which ranks of other machines read the failure.

@@ -138,6 +138,7 @@ class FineTuning:
             *(request, machine, speed, self._data, self._model, method, epoch, held, row),
             None if self._chats is None else self._chats.template,
             choices,
+            recipe,
             method.memory_bytes,
         )
 

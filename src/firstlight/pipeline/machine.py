@@ -148,22 +148,51 @@ def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
     return Estimator(measures=False).estimate(Candidate(recipe, machine))
 
 
-def memory_of_choices(
-    choices: Choices, overrides: Sequence[tuple[str, str]], machine: Machine
-) -> int | None:
-    """Expected memory in bytes of a new model's run, before its texts are prepared; None if it
-    can't be predicted.
+def fitting_choices(
+    choices: Choices,
+    recipe_of: Callable[[Choices], ResolvedRecipe],
+    fixed: Mapping[str, Any],
+    machine: Machine,
+) -> tuple[Choices, int | None]:
+    """Choices whose micro-batch is halved until the run fits into memory, as `fitted_recipe` does
+    once the data is prepared; and the expected memory in bytes, None if it can't be predicted.
+
+    Args:
+        choices: all settings.
+        recipe_of: function from choices to the recipe of the run.
+        fixed: values of keys that the user has given, which stay.
+        machine: the machine to train on.
+    """
+    key = "batch.micro_batch_size"
+    while True:
+        found, rows = estimate_run(recipe_of(choices), machine), choices[key]
+        if found.problem or found.fits or rows == 1 or key in fixed:
+            return choices, None if found.problem else found.needed_bytes
+        choices = choices.with_value(key, rows // 2)
+
+
+def fitting_before_data(
+    choices: Choices,
+    overrides: Sequence[tuple[str, str]],
+    fixed: Mapping[str, Any],
+    machine: Machine,
+) -> tuple[Choices, int | None]:
+    """`fitting_choices` for a new model's run whose texts are not prepared yet.
 
     Args:
         choices: all settings.
         overrides: pairs (`section.key`, value as YAML text).
+        fixed: the values of the overrides.
         machine: the machine to train on.
     """
-    values = choices.values
-    values["data"] |= {"dir": "unused"}
-    recipe = parse_recipe(values, "the chosen recipe", overrides)
-    found = estimate_run(resolve_for(recipe, machine), machine)
-    return None if found.problem else found.needed_bytes
+
+    def recipe_of(choices: Choices) -> ResolvedRecipe:
+        values = choices.values
+        values["data"] |= {"dir": "unused"}
+        recipe = parse_recipe(values, "the chosen recipe", overrides)
+        return resolve_for(recipe, machine)
+
+    return fitting_choices(choices, recipe_of, fixed, machine)
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:

@@ -44,8 +44,7 @@ class Request:
     Attributes:
         inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
         seconds: wall-clock time of the whole command.
-        tokens: number of tokens to train on.
-        steps: number of optimizer steps.
+        tokens, steps: number of tokens to train on; number of optimizer steps.
         size: name of a size, or number of parameters, of the model; None chooses it.
         overrides: pairs (`section.key`, value as YAML text).
         text_key: field of the text in JSONL lines, tables and datasets.
@@ -214,10 +213,11 @@ class TextPlan:
 
     def with_memory(self) -> TextPlan:
         """See `RunPlan.with_memory`."""
-        from firstlight.pipeline.machine import memory_of_choices
+        from firstlight.pipeline.machine import fitting_before_data
 
-        overrides = self.request.overrides
-        return replace(self, memory_bytes=memory_of_choices(self.choices, overrides, self.machine))
+        given = self.request.overrides, self.request.fixed
+        choices, memory = fitting_before_data(self.choices, *given, self.machine)
+        return replace(self, choices=choices, memory_bytes=memory)
 
     def lines(self) -> Iterator[str]:
         """See `RunPlan.lines`."""

@@ -13,6 +13,7 @@ from firstlight.pipeline.tuning_choices import Method, StartingModel, TuningData
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.machine import Machine
+    from firstlight.recipe import ResolvedRecipe
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class TuningPlan:
         row: the choice of a training row's tokens.
         template: name of the chat template and the reason for it; None for texts.
         choices: all settings.
-        memory_bytes: expected memory of the run.
+        recipe: the recipe by which the method was chosen, with one sequence at a time.
+        memory_bytes: expected memory of `recipe`, or of the run.
     """
 
     request: Request
@@ -45,6 +47,7 @@ class TuningPlan:
     row: Choice
     template: tuple[str, str] | None
     choices: Choices
+    recipe: ResolvedRecipe
     memory_bytes: float
 
     def choose_again(self, length: Length) -> TuningPlan:
@@ -63,8 +66,17 @@ class TuningPlan:
         return replace(self, choices=choices)
 
     def with_memory(self) -> TuningPlan:
-        """The plan itself, because the memory is known from the choice of the method."""
-        return self
+        """The plan with the expected memory of the chosen micro-batch, halved until it fits."""
+        from firstlight.pipeline.machine import fitting_choices
+        from firstlight.planner.plan.machine import with_changes
+
+        def recipe_of(choices: Choices) -> ResolvedRecipe:
+            keys = ("batch.micro_batch_size", "efficiency.compile")
+            return with_changes(self.recipe, {key: choices[key] for key in keys})
+
+        fixed = self.request.fixed
+        choices, memory = fitting_choices(self.choices, recipe_of, fixed, self.machine)
+        return replace(self, choices=choices, memory_bytes=memory or self.memory_bytes)
 
     def lines(self) -> Iterator[str]:
         """See `RunPlan.lines`."""

@@ -2,7 +2,7 @@
 
 A field is implemented, or refused by name. Only fields that do not change an answer are accepted
 without effect. `access.py` checks the sizes of headers and body, `processor.py` the length of
-prompts and the number of answers.
+prompts and the number of answers, `service.py` the queue and the time.
 """
 
 from __future__ import annotations

@@ -122,8 +122,10 @@ class LoopTimes:
         try:
             yield
         finally:  # an evaluation may end in a rollback, after which the run goes on
-            self.seconds[name] = self._clock() - began
-            self._apart += self.seconds[name]
+            taken = self._clock() - began
+            self._apart += taken
+        # Not of work that was broken off, which says nothing of the next.
+        self.seconds[name] = taken
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The memory at each moment of a trace: the peak, by part and by phase, and the bytes that CUDA's
-caching allocator reserves for it."""
+caching allocator reserves for it. `recipe.py` predicts the memory of a recipe, `trace.py` makes the
+trace."""
 
 from __future__ import annotations
 
