@@ -87,7 +87,7 @@ class OutputFile:
         size: number of bytes written.
 
     Raises:
-        OSError: from every method: a file system error, or the file exists already.
+        OSError: a file system error in any method, or the file exists already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,7 +153,7 @@ class AppendedFile:
     again.
 
     Raises:
-        OSError: from every method: a file system error.
+        OSError: a file system error in any method.
     """
 
     def __init__(self, path: Path) -> None:

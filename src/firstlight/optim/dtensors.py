@@ -100,7 +100,7 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
     calls of `gather`.
 
     Args:
-        shards: for each parameter, this process' shard of a tensor with the parameter's shape; all
+        shards: this process' shard of a tensor for each parameter, with the parameter's shape; all
             of one dtype.
         parameters: parameters of one `shard_group`, at most one for each of its processes.
     """
