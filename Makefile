@@ -11,7 +11,8 @@
 #                 of them. In an environment of your own: python -m pytest -m gpu tests/gpu
 # make test-torch VERSION=2.14.1   all tests with another version of torch, in an environment of its own
 # make docs   the documentation as a site in site/, its links checked
-# make benchmarks   every page of docs/benchmarks measured anew, on a quiet machine; goes on where it was stopped
+# make benchmarks   the pages of docs/benchmarks measured anew, on a quiet machine; goes on where it was stopped
+# make benchmarks NAMES=learning   the page on learning, which takes as long as all others together
 # make constraints   the newest versions that go together, for Python 3.11 and newer, into constraints.txt
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 

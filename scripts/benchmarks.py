@@ -1,6 +1,7 @@
-"""Measure every page of docs/benchmarks anew, by one command that goes on where it was stopped.
+"""Measure the pages of docs/benchmarks anew, by a command that goes on where it was stopped.
 
     make benchmarks                             or:  python scripts/benchmarks.py [NAME...]
+    make benchmarks NAMES=learning
 
 A page has its figures in blocks, and each block names the command that makes it:
 
@@ -9,7 +10,8 @@ A page has its figures in blocks, and each block names the command that makes it
     <!-- end -->
 
 The command's output replaces what stands between the two comments, and its picture
-docs/images/NAME.png. docs/benchmarks/learning.md is written by its own commands as a whole. Each
+docs/images/NAME.png. docs/benchmarks/learning.md is written by its own commands as a whole, which
+take as long as all others and are called by name: learning, or one of learning-NAME. Each
 command's results lie in benchmarks/NAME, with a file `done` once it is finished; a finished one is
 not measured again before its folder is removed, and one that was stopped goes on where its bench
 can. The text around a block is a person's: read it again beside the new figures.
@@ -35,8 +37,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, IMAGES = ROOT / "docs" / "benchmarks", ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks"
-#: A text of the page on learning.
-TEXT = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+#: Texts of the page on learning.
+SHAKESPEARE, WIKITEXT = (
+    ROOT.parent / "shared" / "data" / name
+    for name in ("tinyshakespeare.txt", "wikitext2-valid.txt")
+)
 #: Share of the processors that other programs may use before a command is started.
 _MOST_BUSY, _SECONDS_OF_WATCHING = 0.1, 5.0
 
@@ -81,21 +86,33 @@ def blocks() -> list[Block]:
         for page in sorted(PAGES.glob("*.md"))
         for name, minutes, command, _ in _BLOCK.findall(page.read_text(encoding="utf-8"))
     ]
-    learning = "firstlight bench learning --corpus"
     return [
         *found,
-        Block(
-            "learning-shakespeare",
-            12,
-            f"{learning} bytes:{TEXT} --sizes 0.8m --rows nanogpt-cpu,new --minutes 2",
-            None,
+        *(
+            Block(f"learning-{name}", minutes, f"firstlight bench learning {options}", None)
+            for name, minutes, options in _learning()
         ),
-        Block(
-            "learning-stdlib",
-            6,
-            f"{learning} stdlib --sizes 2.6m --rows nanogpt-tuned,new --minutes 1 "
+    ]
+
+
+def _learning() -> list[tuple[str, int, str]]:
+    """Name, minutes and options of the commands of the page on learning; the last writes it."""
+    texts, by_bytes = f"--corpus stdlib --corpus {WIKITEXT}", f"--corpus bytes:{SHAKESPEARE}"
+    rows, sample = "--rows nanogpt-tuned,before,nanochat,new", "--held-out-tokens 16384"
+    equal_tokens = f"--sizes 2.6m --tokens 150000 {sample}"
+    large = f"--sizes 30m --tokens 50000 {sample}"
+    return [
+        ("cpu", 14, f"{by_bytes} --sizes 0.8m --rows nanogpt-cpu,new --minutes 2"),
+        ("bytes", 4, f"{by_bytes} {rows} {equal_tokens}"),
+        ("changes", 37, f"{texts} {rows},changes {equal_tokens}"),
+        ("30m", 15, f"{texts} {by_bytes} --rows before,new {large}"),
+        # The changes that gain at 2.6m, and are part of the settings of new models.
+        ("30m-changes", 10, f"{texts} --rows before,qk-norm,untied-head {large}"),
+        (
+            "minute",
+            32,
+            f"{texts} {by_bytes} --sizes 2.6m --rows nanogpt-tuned,new --minutes 1 "
             f"--page {PAGES / 'learning.md'}",
-            None,
         ),
     ]
 
@@ -163,18 +180,27 @@ def publish(block: Block, output: str, busy: float) -> None:
     block.page.write_text(text, encoding="utf-8")
 
 
+def _is_named(block: Block, name: str) -> bool:
+    """True if a name is the block's, or its beginning up to a hyphen."""
+    return f"{block.name}-".startswith(f"{name}-")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is left of all blocks, or of those that are named."""
+    """Measure what is left of the blocks in pages, or of those that are named."""
     parser = argparse.ArgumentParser(description="Measure docs/benchmarks anew, or go on with it.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these blocks")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="only these blocks, or those of NAME-..."
+    )
     parser.add_argument("--list", action="store_true", help="show what is left, and stop")
     options = parser.parse_args(arguments)
     known = blocks()
-    if unknown := set(options.names) - {block.name for block in known}:
-        parser.error(
-            f"no block {', '.join(sorted(unknown))}: {', '.join(one.name for one in known)}"
-        )
-    wanted = [one for one in known if not options.names or one.name in options.names]
+    # The page on learning takes as long as all others together: it is measured by name only.
+    wanted = [one for one in known if one.page is not None]
+    if options.names:
+        wanted = [one for one in known if any(_is_named(one, name) for name in options.names)]
+    for name in options.names:
+        if not any(_is_named(block, name) for block in known):
+            parser.error(f"no block {name}: {', '.join(one.name for one in known)}")
     left = [block for block in wanted if not block.is_done]
     for block in left:
         print(f"{block.minutes:>4} minutes  {block.name:<20}  {block.command}")

@@ -11,7 +11,15 @@ import pytest
 from firstlight.bench import learning
 from firstlight.bench.learning import bench_learning, learning_cases
 from firstlight.bench.learning_page import RowFigures, learning_groups, page, verdicts
-from firstlight.bench.learning_rows import BEFORE, ROWS, SIZES, choose_rows, find_row, recipe_values
+from firstlight.bench.learning_rows import (
+    BEFORE,
+    NEW,
+    ROWS,
+    SIZES,
+    choose_rows,
+    find_row,
+    recipe_values,
+)
 from firstlight.bench.options import LearningBench
 from firstlight.bench.process import error_of
 from firstlight.bench.runner import Found
@@ -302,27 +310,42 @@ def test_the_baselines_loss_is_reached_between_two_points() -> None:
     assert figures([line("nanogpt", 0, 1.0), line(BEFORE, 0, 2.0)])[BEFORE].to_goal() is None
 
 
+@pytest.mark.parametrize("row", [_CHANGE, NEW])
 @pytest.mark.parametrize(
     ("gains", "verdict"),
     [
-        ({("a", "2.6m"): 0.1, ("b", "30m"): 0.1}, "kept"),
-        ({("a", "2.6m"): 0.1, ("b", "2.6m"): 0.1}, "open: a gain on 2 corpora, at 1 sizes so far"),
+        ({("a", "2.6m"): 0.1, ("b", "30m"): 0.1}, "kept: gains on a, b, at 2.6m, 30m"),
+        ({("a", "2.6m"): 0.1, ("b", "2.6m"): 0.1}, "open: gains on a, b, at 2.6m"),
         ({("a", "2.6m"): 0.1, ("b", "30m"): 0.1, ("c", "30m"): -0.1}, "not kept: worse on c 30m"),
         ({("a", "2.6m"): 0.01, ("b", "30m"): 0.0}, "not kept: no gain above twice its spread"),
     ],
 )
 def test_a_change_is_kept_for_gains_on_two_corpora_and_sizes(
-    gains: dict[tuple[str, str], float], verdict: str
+    gains: dict[tuple[str, str], float], verdict: str, row: str
 ) -> None:
     runs = []
     for (corpus, size), gain in gains.items():
         # Seeds differ much, and the gain of one seed little from that of another.
         for seed, noise in enumerate((-0.01, 0.0, 0.01)):
+            runs.append(line("nanogpt", seed, 9.0 + seed, corpus, size))
             runs.append(line(BEFORE, seed, 2.0 + seed, corpus, size))
-            runs.append(line(_CHANGE, seed, 2.0 + seed - gain + noise, corpus, size))
-    assert verdicts(learning_groups(runs)) == {_CHANGE: verdict}
+            runs.append(line(row, seed, 2.0 + seed - gain + noise, corpus, size))
+    assert verdicts(learning_groups(runs)) == {row: verdict}
     two_seeds = [run for run in runs if run["seed"] < 2]
     assert verdicts(learning_groups(two_seeds)) == {}
+
+
+def test_new_settings_are_compared_with_those_before_or_else_with_the_baseline() -> None:
+    runs = [
+        line(name, seed, bits)
+        for name, bits in (("nanogpt", 3.0), (NEW, 1.0))
+        for seed in (0, 1, 2)
+    ]
+    assert (figures(runs)[NEW].over, figures(runs)[NEW].gains) == ("nanogpt", [2.0, 2.0, 2.0])
+    assert verdicts(learning_groups(runs)) == {}
+    runs += [line(BEFORE, seed, 1.5) for seed in (0, 1, 2)]
+    assert (figures(runs)[NEW].over, figures(runs)[NEW].gains) == (BEFORE, [0.5, 0.5, 0.5])
+    assert figures(runs)[BEFORE].over == "nanogpt"
 
 
 def test_the_page_names_all_recipes_and_verdicts() -> None:

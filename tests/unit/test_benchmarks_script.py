@@ -57,7 +57,9 @@ def test_each_page_has_blocks_whose_commands_there_are(script: ModuleType) -> No
     blocks = script.blocks()
     pages = {path.name for path in script.PAGES.glob("*.md")} - {"learning.md"}
     assert {block.page.name for block in blocks if block.page is not None} == pages
-    assert sum(block.minutes for block in blocks) <= 130
+    for learning in (False, True):
+        minutes = [one.minutes for one in blocks if one.name.startswith("learning-") is learning]
+        assert 0 < sum(minutes) < 120
     for block in blocks:
         name, *options = shlex.split(block.command)[2:]
         command = bench_group.commands[name]

@@ -26,14 +26,16 @@ class RowFigures:
         name: name of the row.
         row: the recipe.
         runs: the row's lines of results.jsonl.
-        compared: the runs of the row that this row changes; of the baseline if this row is a
-            complete recipe; empty for the baseline itself.
+        over: name of the row with which this one is compared: the one that it changes, or that it
+            replaced as the default; the baseline for other complete recipes.
+        compared: the runs of that row; empty for the baseline itself, and if there are none.
         goal: mean bits per byte at the end of the baseline's curve.
     """
 
     name: str
     row: LearningRow
     runs: Sequence[Mapping[str, Any]]
+    over: str
     compared: Sequence[Mapping[str, Any]]
     goal: float
 
@@ -125,20 +127,21 @@ def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
         groups.setdefault(key, {}).setdefault(run["row"], []).append(run)
     found = []
     for (corpus, size, budget), rows in groups.items():
-        baseline = next(iter(rows.values()))
-        goal = statistics.mean(run["curve"][-1][2] for run in baseline)
+        baseline = next(iter(rows))
+        goal = statistics.mean(run["curve"][-1][2] for run in rows[baseline])
         figures = []
         for name, own in rows.items():
             row = find_row(name)
-            compared = rows.get(row.of, []) if row.of else baseline
-            compared = [] if compared is own else compared
-            figures.append(RowFigures(name, row, own, compared, goal))
+            over = row.of or (row.successor_of if row.successor_of in rows else baseline)
+            compared = [] if over == name else rows.get(over, [])
+            figures.append(RowFigures(name, row, own, over, compared, goal))
         found.append(LearningGroup(corpus, size, budget, figures))
     return found
 
 
 def verdicts(groups: Sequence[LearningGroup]) -> dict[str, str]:
-    """The verdict on each single change, by name of the row.
+    """The verdict on each single change, and on each recipe that replaced another as the default,
+    by name of the row.
 
     A change is kept if its gain exceeds two standard deviations on two corpora and at two sizes,
     and no group has a loss of that size.
@@ -146,7 +149,8 @@ def verdicts(groups: Sequence[LearningGroup]) -> dict[str, str]:
     found: dict[str, list[tuple[LearningGroup, RowFigures]]] = {}
     for group in groups:
         for row in group.rows:
-            if row.row.of and row.gain_in_spreads is not None:
+            decided = row.over in (row.row.of, row.row.successor_of)
+            if decided and row.gain_in_spreads is not None:
                 found.setdefault(row.name, []).append((group, row))
     return {name: _verdict(cases) for name, cases in found.items()}
 
@@ -158,11 +162,10 @@ def _verdict(cases: Sequence[tuple[LearningGroup, RowFigures]]) -> str:
     corpora, sizes = {one.corpus for one in better}, {one.size for one in better}
     if worse:
         return f"not kept: worse on {', '.join(worse)}"
-    if len(corpora) > 1 and len(sizes) > 1:
-        return "kept"
     if not better:
         return "not kept: no gain above twice its spread"
-    return f"open: a gain on {len(corpora)} corpora, at {len(sizes)} sizes so far"
+    gained = f"gains on {', '.join(sorted(corpora))}, at {', '.join(sorted(sizes))}"
+    return f"{'kept' if len(corpora) > 1 and len(sizes) > 1 else 'open'}: {gained}"
 
 
 HEADER = (
@@ -181,7 +184,7 @@ def row_cells(row: RowFigures) -> tuple[str, ...]:
         "never" if goal is None else f"{goal[0]:,.0f}",
         "never" if goal is None else f"{goal[1]:,.0f}",
         f"{row.seconds:,.0f}",
-        (row.row.of or "the baseline") if row.compared else "",
+        row.over if row.compared else "",
         _gain_cell(row.gains),
         cell("{row.gain_in_spreads:+.1f}", {"row": row}),
     )
@@ -197,7 +200,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
     """A PNG of the held-out bits per byte by tokens and by seconds, with bands over the seeds, for
     the baseline and the best rows."""
     groups = learning_groups(result["runs"])
-    figure = new_figure(13, 4.5 * max(len(groups), 1))
+    figure = new_figure(13, 3.6 * max(len(groups), 1))
     axes = figure.subplots(max(len(groups), 1), 2, squeeze=False)
     for places, group in zip(axes, groups, strict=False):
         # Only the baseline and the best rows: more lines could not be told apart.
@@ -220,6 +223,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
                 place.set_ylim(min(ends) - 0.02, max(middle))
             place.set_title(group.title, loc="left", fontsize="medium", parse_math=False)
             place.legend(fontsize="small")
+        places[0].xaxis.set_major_formatter("{x:,.0f}")
     return png_of(figure)
 
 
@@ -258,7 +262,7 @@ _HEAD = """\
     firstlight bench learning --out DIR --page docs/benchmarks/learning.md
 
 adds a page such as this one to the results in DIR; the page of the documentation is made by
-`make benchmarks NAMES="learning-shakespeare learning-stdlib"`.
+`make benchmarks NAMES=learning`.
 
 Each run is `firstlight train` in a separate process.
 
@@ -271,7 +275,8 @@ Each run is `firstlight train` in a separate process.
   process.
 - **gain**: bits per byte fewer than the compared row; mean and standard deviation over pairs of
   runs with one seed, which read the same text in the same order. **in spreads** is the gain divided
-  by its standard deviation.
+  by its standard deviation. A change is compared with the recipe that it changes, and `new` with
+  `before`, whose place it took, where both were measured.
 
 A change is kept if it gains more than two standard deviations on two corpora and at two sizes with
 three seeds, and nowhere loses as much. If the tokens of a corpus are bytes, a nat is 1.4427 bits: a

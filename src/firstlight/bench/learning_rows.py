@@ -27,11 +27,14 @@ class LearningRow:
         changes: values of the recipe by key (`section.key`).
         of: name of the row to which the changes are applied; "" for a complete recipe.
         about: description of the recipe or of the change.
+        successor_of: name of the row that a complete recipe replaced as the default, with which it
+            is compared where both were measured; "" for all others.
     """
 
     changes: Mapping[str, Any]
     of: str = ""
     about: str = ""
+    successor_of: str = ""
 
 
 #: Model shapes by name. Layouts like Llama and like GPT-2 have about as many parameters in a shape.
@@ -43,6 +46,8 @@ SIZES: dict[str, dict[str, Any]] = {
     # nanoGPT's shape for Shakespeare by characters on a GPU.
     "11m": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6},
     "30m": {"hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8},
+    # The shape of GPT-2 124M, with a smaller vocabulary.
+    "88m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
 }
 
 #: The demo's earlier recipe: the row to which each single change is applied.
@@ -139,6 +144,7 @@ ROWS: dict[str, LearningRow] = {
         },
         about="the settings of new models: nanochat's, but Muon at 0.012 at a width of 192, and "
         "down to zero",
+        successor_of=BEFORE,
     ),
     # Single changes.
     "linear-to-zero": LearningRow(_ZERO, BEFORE, "linear decay to zero after the warm-up"),

@@ -195,7 +195,7 @@ class LearningBench(FolderBench):
     Attributes:
         corpora: the source of Python's standard library; a text; or a text whose tokens are bytes.
             May be given several times.
-        sizes: only these: 0.8m, 2.6m, 11m, 30m, which are parameters. [2.6m]
+        sizes: only these: 0.8m, 2.6m, 11m, 30m, 88m, which are parameters. [2.6m]
         rows: only these recipes, or `changes` for all single changes; the first one is the
             baseline of tokens and seconds. [nanogpt, nanogpt-tuned, nanogpt-cpu, nanochat, before,
             new]
