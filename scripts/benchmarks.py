@@ -104,13 +104,13 @@ def _learning() -> list[tuple[str, int, str]]:
     return [
         ("cpu", 14, f"{by_bytes} --sizes 0.8m --rows nanogpt-cpu,new --minutes 2"),
         ("bytes", 4, f"{by_bytes} {rows} {equal_tokens}"),
-        ("changes", 37, f"{texts} {rows},changes {equal_tokens}"),
-        ("30m", 15, f"{texts} {by_bytes} --rows before,new {large}"),
+        ("changes", 34, f"{texts} {rows},changes {equal_tokens}"),
+        ("30m", 21, f"{texts} {by_bytes} --rows before,new {large}"),
         # The changes that gain at 2.6m, and are part of the settings of new models.
-        ("30m-changes", 10, f"{texts} --rows before,qk-norm,untied-head {large}"),
+        ("30m-changes", 14, f"{texts} --rows before,qk-norm,untied-head {large}"),
         (
             "minute",
-            32,
+            25,
             f"{texts} {by_bytes} --sizes 2.6m --rows nanogpt-tuned,new --minutes 1 "
             f"--page {PAGES / 'learning.md'}",
         ),
