@@ -65,9 +65,10 @@ def _require_equal(cases: list[dict[str, Any]], size: int, timeout: float = 400)
             assert line["gradients"] < 1e-5, line
             assert line["norms"] < 1e-5, line
             assert line["losses"] < 1e-6, line
-            # AdamW divides by gradients: of those near zero, little is certain.
+            # AdamW divides by gradients: of those near zero, little is certain. One process alone,
+            # with the same rows in other micro-batches, ends 2e-4 apart, and its moments 6e-5.
             assert line["weights"] < 1e-3, line
-            assert line["state"] < 1e-4, line
+            assert line["state"] < 1e-3, line
             for name in ("refused", "restored", "goes_on"):
                 assert line[name], (name, line)
 
