@@ -351,7 +351,9 @@ def test_new_settings_are_compared_with_those_before_or_else_with_the_baseline()
 def test_the_page_names_all_recipes_and_verdicts() -> None:
     runs = [line(name, seed, 2.0) for name in (BEFORE, _CHANGE) for seed in range(3)]
     machine = {"name": "a CPU", "threads": 2, "torch": "2"}
-    text = page({"runs": runs, "machine": machine, "problems": {}}, "x.png")
+    problems = {"a, 2.6m, new": "too few steps"}
+    text = page({"runs": runs, "machine": machine, "problems": problems}, "x.png")
+    assert "## Runs that failed\n\n- a, 2.6m, new: too few steps\n" in text
     assert "## a, 2.6m, 200 tokens" in text
     assert f"- `{_CHANGE}`: not kept: no gain above twice its spread" in text
     assert "![" in text

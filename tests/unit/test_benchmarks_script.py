@@ -102,6 +102,27 @@ def test_figures_and_pictures_are_replaced_and_a_second_call_goes_on(
     assert "figures of two" in page.read_text(encoding="utf-8")
 
 
+def test_the_page_on_learning_is_measured_by_name_only(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_folder(script, tmp_path, monkeypatch)
+    measured: list[str] = []
+    monkeypatch.setattr(script, "measure", lambda block: measured.append(block.name))
+
+    def asked(*names: str) -> list[str]:
+        measured.clear()
+        script.main(list(names))
+        return [*measured]
+
+    assert asked() == ["one", "two"]
+    learning = [block.name for block in script.blocks() if block.page is None]
+    assert len(learning) > 4
+    assert learning[-1] == "learning-minute"
+    assert asked("learning") == learning
+    assert asked("two", "learning-bytes") == ["two", "learning-bytes"]
+    assert asked("learning-30m") == ["learning-30m", "learning-30m-changes"]
+
+
 def test_a_busy_machine_is_refused(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,6 +235,17 @@ def test_a_warm_up_and_a_decay_that_overlap_are_refused() -> None:
     assert resolved(kind="wsd", max_steps=100, warmup_steps=80).decay_begin == 80
 
 
+@pytest.mark.parametrize("steps, warm_up, decay", [(1, 1, 0), (2, 1, 1), (3, 1, 2), (100, 2, 65)])
+def test_parts_of_few_steps_share_them(steps: int, warm_up: int, decay: int) -> None:
+    """Both parts are rounded up, and the decay takes what the warm-up leaves."""
+    found = resolved(
+        kind="wsd", max_steps=steps, warmup_ratio=0.02, decay_fraction=0.65, min_lr_ratio=0.1
+    )
+    assert (found.warmup_steps, found.cooldown_steps) == (warm_up, decay)
+    scales = [found.lr_scale(step) for step in range(steps)]
+    assert (max(scales), scales[-1]) == (1.0, 1.0 if decay == 0 else 0.1)
+
+
 @pytest.mark.parametrize(
     "epochs, rows, steps",
     # 1.1 x 100 is more than 110 as a float.

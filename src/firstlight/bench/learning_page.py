@@ -14,8 +14,8 @@ from firstlight.bench.tables import cell, markdown_table
 #: Minimum of seeds for a verdict; minimum of a gain that counts, in standard deviations.
 _SEEDS, _LEAST_GAIN = 3, 2.0
 
-#: Maximum of lines in a panel of the picture.
-_LINES = 6
+#: Number of the best rows in a panel of the picture.
+_BEST = 4
 
 
 @dataclass(frozen=True)
@@ -198,14 +198,15 @@ def _gain_cell(gains: Sequence[float]) -> str:
 
 def draw(result: Mapping[str, Any]) -> bytes:
     """A PNG of the held-out bits per byte by tokens and by seconds, with bands over the seeds, for
-    the baseline and the best rows."""
+    the baseline, the best rows and the rows with which they are compared."""
     groups = learning_groups(result["runs"])
     figure = new_figure(13, 3.6 * max(len(groups), 1))
     axes = figure.subplots(max(len(groups), 1), 2, squeeze=False)
     for places, group in zip(axes, groups, strict=False):
-        # Only the baseline and the best rows: more lines could not be told apart.
-        best = sorted(group.rows[1:], key=lambda row: row.bits_per_byte)[: _LINES - 1]
-        shown = [row for row in group.rows if row is group.rows[0] or row in best]
+        # Only the best rows, and those that they are compared with: more could not be told apart.
+        best = sorted(group.rows[1:], key=lambda row: row.bits_per_byte)[:_BEST]
+        names = {group.rows[0].name, *(row.name for row in best), *(row.over for row in best)}
+        shown = [row for row in group.rows if row.name in names]
         for row in shown:
             curve = row.curve()
             for place, axis in zip(places, (0, 1), strict=True):
@@ -215,7 +216,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
                 low, high = ([f(point[2]) for point in curve] for f in (min, max))
                 place.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
         ends = [bits for row in shown for _, _, seeds in row.curve()[-1:] for bits in seeds]
-        middle = [bits for row in shown for _, _, seeds in row.curve()[2:3] for bits in seeds]
+        middle = [bits for row in shown for _, _, seeds in row.curve()[:3][-1:] for bits in seeds]
         for place, label in zip(places, ("tokens", "seconds of training"), strict=True):
             place.set(xlabel=label, ylabel="held-out bits per byte")
             # The axis ends at the third points: the first two are far above all others.
@@ -249,6 +250,9 @@ def page(result: Mapping[str, Any], picture: str) -> str:
         seeds = max(len(row.runs) for row in group.rows)
         parts.append(f"## {group.title}\n\nBaseline: {group.rows[0].name}; {seeds} seeds.\n")
         parts.append(markdown_table(HEADER, [row_cells(row) for row in group.rows]))
+    if result["problems"]:
+        parts.append("## Runs that failed\n")
+        parts.append("\n".join(f"- {title}: {one}" for title, one in result["problems"].items()))
     if decided:
         parts.append("## Changes that are kept, and those that did not help\n")
         parts.append("\n".join(f"- `{name}`: {one}" for name, one in decided.items()) + "\n")

@@ -343,6 +343,10 @@ def resolve_schedule(
             "it is counted from the run's first step; raise it, or shorten the warm-up"
         )
     cooldown_steps = _cooldown_steps(config, max_steps)
+    shares = Fraction(str(config.warmup_ratio or 0)) + _decay_share(config)
+    if config.warmup_ratio is not None and config.cooldown_steps is None and shares <= 1:
+        # In a run of few steps both are rounded up: the decay takes what the warm-up leaves.
+        cooldown_steps = min(cooldown_steps, decay_steps - warmup_steps)
     if cooldown_steps and warmup_steps + cooldown_steps > decay_steps:
         raise ConfigError(
             f"schedule: a warm-up of {warmup_steps} steps and a decay of {cooldown_steps} are "
@@ -395,5 +399,8 @@ def _cooldown_steps(config: ScheduleConfig, max_steps: int) -> int:
     """The number of steps of wsd's decay; 0 for other kinds."""
     if config.kind != "wsd":
         return 0
-    share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
-    return config.cooldown_steps or math.ceil(share * max_steps)
+    return config.cooldown_steps or math.ceil(_decay_share(config) * max_steps)
+
+
+def _decay_share(config: ScheduleConfig) -> Fraction:
+    return Fraction(str(config.decay_fraction or _DECAY_FRACTION))
