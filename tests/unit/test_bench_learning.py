@@ -353,7 +353,7 @@ def test_the_page_names_all_recipes_and_verdicts() -> None:
     machine = {"name": "a CPU", "threads": 2, "torch": "2"}
     problems = {"a, 2.6m, new": "too few steps"}
     text = page({"runs": runs, "machine": machine, "problems": problems}, "x.png")
-    assert "## Runs that failed\n\n- a, 2.6m, new: too few steps\n" in text
+    assert "## Runs that failed\n\n- a, 2.6m, new: too few steps\n\n" in text
     assert "## a, 2.6m, 200 tokens" in text
     assert f"- `{_CHANGE}`: not kept: no gain above twice its spread" in text
     assert "![" in text

@@ -232,6 +232,8 @@ def test_keys_of_other_kinds_are_refused(values: dict[str, Any], says: str) -> N
 def test_a_warm_up_and_a_decay_that_overlap_are_refused() -> None:
     with pytest.raises(ConfigError, match="a warm-up of 90 steps and a decay of 20 are more than"):
         resolved(kind="wsd", max_steps=100, warmup_steps=90)
+    with pytest.raises(ConfigError, match="a warm-up of 50 steps and a decay of 60 are more than"):
+        resolved(kind="wsd", max_steps=100, warmup_ratio=0.5, decay_fraction=0.6)
     assert resolved(kind="wsd", max_steps=100, warmup_steps=80).decay_begin == 80
 
 

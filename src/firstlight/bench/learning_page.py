@@ -251,8 +251,8 @@ def page(result: Mapping[str, Any], picture: str) -> str:
         parts.append(f"## {group.title}\n\nBaseline: {group.rows[0].name}; {seeds} seeds.\n")
         parts.append(markdown_table(HEADER, [row_cells(row) for row in group.rows]))
     if result["problems"]:
-        parts.append("## Runs that failed\n")
-        parts.append("\n".join(f"- {title}: {one}" for title, one in result["problems"].items()))
+        failed = [f"- {title}: {problem}" for title, problem in result["problems"].items()]
+        parts.append("\n".join(["## Runs that failed", "", *failed, ""]))
     if decided:
         parts.append("## Changes that are kept, and those that did not help\n")
         parts.append("\n".join(f"- `{name}`: {one}" for name, one in decided.items()) + "\n")

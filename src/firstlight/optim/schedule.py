@@ -321,12 +321,10 @@ def resolve_schedule(
         length: number of steps of a run in minutes, predicted or decided; None for other runs.
 
     Raises:
-        ConfigError: `decay_steps` is not after the warm-up, or warm-up and decay together take more
-            steps than there are.
+        ConfigError: `decay_steps` is not after the warm-up, or warm-up and decay overlap.
     """
     if config.max_steps == 0:
-        # A run without steps. Lengths of warm-up and decay are not checked: the same recipe may be
-        # used for a longer run later.
+        # Warm-up and decay are not checked: the same recipe may be used for a longer run later.
         return Schedule(0, 0, 0, config.minimum_scale(learning_rate), config.kind)
     given_steps = most_steps(config, rows_per_epoch, batch)
     if config.max_minutes is not None:
@@ -342,19 +340,14 @@ def resolve_schedule(
             f"schedule.decay_steps {decay_steps} is not after the warm-up of {warmup_steps} steps: "
             "it is counted from the run's first step; raise it, or shorten the warm-up"
         )
-    cooldown_steps = _cooldown_steps(config, max_steps)
-    shares = Fraction(str(config.warmup_ratio or 0)) + _decay_share(config)
-    if config.warmup_ratio is not None and config.cooldown_steps is None and shares <= 1:
-        # In a run of few steps both are rounded up: the decay takes what the warm-up leaves.
-        cooldown_steps = min(cooldown_steps, decay_steps - warmup_steps)
+    cooldown_steps = _cooldown_steps(config, max_steps, decay_steps - warmup_steps)
     if cooldown_steps and warmup_steps + cooldown_steps > decay_steps:
         raise ConfigError(
             f"schedule: a warm-up of {warmup_steps} steps and a decay of {cooldown_steps} are "
             f"more than {decay_steps} steps: shorten one (schedule.decay_fraction, "
             "cooldown_steps, warmup_steps)"
         )
-    minimum = config.minimum_scale(learning_rate)
-    shape = config.decay_shape or "linear"
+    minimum, shape = config.minimum_scale(learning_rate), config.decay_shape or "linear"
     return Schedule(
         max_steps, warmup_steps, decay_steps, minimum, config.kind, cooldown_steps, shape
     )
@@ -368,18 +361,17 @@ def _schedule_in_minutes(
     length: PredictedLength,
 ) -> Schedule:
     """The schedule of a run whose length is given in minutes."""
-    # By the predicted length even after the decision: the warm-up has begun by then, and must not
-    # change.
+    # Even after the decision, by which the warm-up has begun: its length must not change.
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True
-    cooldown_steps = min(_cooldown_steps(config, predicted), max(predicted - warmup_steps, 0))
+    free_steps = max(predicted - warmup_steps, 0)
+    cooldown_steps = min(_cooldown_steps(config, predicted, free_steps), free_steps)
     if isinstance(length, DecidedLength):
         max_steps, is_open = length.max_steps, False
         if config.kind in ("wsd", "cosine", "linear"):
             cooldown_steps = max(max_steps - max(length.decided_at, warmup_steps), 0)
-    minimum = config.minimum_scale(learning_rate)
-    shape = config.decay_shape or "linear"
+    minimum, shape = config.minimum_scale(learning_rate), config.decay_shape or "linear"
     return Schedule(
         max_steps, warmup_steps, max_steps, minimum, config.kind, cooldown_steps, shape, is_open
     )
@@ -395,12 +387,14 @@ def _warmup_steps(
     return decay_steps // 20 if config.warmup_steps is None else config.warmup_steps
 
 
-def _cooldown_steps(config: ScheduleConfig, max_steps: int) -> int:
-    """The number of steps of wsd's decay; 0 for other kinds."""
+def _cooldown_steps(config: ScheduleConfig, max_steps: int, free_steps: int) -> int:
+    """Steps of wsd's decay, of which the warm-up leaves `free_steps`; 0 for other kinds."""
     if config.kind != "wsd":
         return 0
-    return config.cooldown_steps or math.ceil(_decay_share(config) * max_steps)
-
-
-def _decay_share(config: ScheduleConfig) -> Fraction:
-    return Fraction(str(config.decay_fraction or _DECAY_FRACTION))
+    if config.cooldown_steps:
+        return config.cooldown_steps
+    share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
+    steps = math.ceil(share * max_steps)
+    # Two shares of few steps are both rounded up, and then more than all steps.
+    fits = share + Fraction(str(config.warmup_ratio or 1)) <= 1
+    return min(steps, free_steps) if fits else steps
