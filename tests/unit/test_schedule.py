@@ -234,6 +234,8 @@ def test_a_warm_up_and_a_decay_that_overlap_are_refused() -> None:
         resolved(kind="wsd", max_steps=100, warmup_steps=90)
     with pytest.raises(ConfigError, match="a warm-up of 50 steps and a decay of 60 are more than"):
         resolved(kind="wsd", max_steps=100, warmup_ratio=0.5, decay_fraction=0.6)
+    with pytest.raises(ConfigError, match="a decay of 65 are more than 50 steps"):
+        resolved(kind="wsd", max_steps=100, warmup_ratio=0.1, decay_fraction=0.65, decay_steps=50)
     assert resolved(kind="wsd", max_steps=100, warmup_steps=80).decay_begin == 80
 
 

@@ -340,7 +340,7 @@ def resolve_schedule(
             f"schedule.decay_steps {decay_steps} is not after the warm-up of {warmup_steps} steps: "
             "it is counted from the run's first step; raise it, or shorten the warm-up"
         )
-    cooldown_steps = _cooldown_steps(config, max_steps, decay_steps - warmup_steps)
+    cooldown_steps = _cooldown_steps(config, max_steps, warmup_steps)
     if cooldown_steps and warmup_steps + cooldown_steps > decay_steps:
         raise ConfigError(
             f"schedule: a warm-up of {warmup_steps} steps and a decay of {cooldown_steps} are "
@@ -365,8 +365,8 @@ def _schedule_in_minutes(
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True
-    free_steps = max(predicted - warmup_steps, 0)
-    cooldown_steps = min(_cooldown_steps(config, predicted, free_steps), free_steps)
+    cooldown_steps = _cooldown_steps(config, predicted, warmup_steps)
+    cooldown_steps = min(cooldown_steps, max(predicted - warmup_steps, 0))
     if isinstance(length, DecidedLength):
         max_steps, is_open = length.max_steps, False
         if config.kind in ("wsd", "cosine", "linear"):
@@ -387,8 +387,8 @@ def _warmup_steps(
     return decay_steps // 20 if config.warmup_steps is None else config.warmup_steps
 
 
-def _cooldown_steps(config: ScheduleConfig, max_steps: int, free_steps: int) -> int:
-    """Steps of wsd's decay, of which the warm-up leaves `free_steps`; 0 for other kinds."""
+def _cooldown_steps(config: ScheduleConfig, max_steps: int, warmup_steps: int) -> int:
+    """The number of steps of wsd's decay after `warmup_steps`; 0 for other kinds."""
     if config.kind != "wsd":
         return 0
     if config.cooldown_steps:
@@ -397,4 +397,4 @@ def _cooldown_steps(config: ScheduleConfig, max_steps: int, free_steps: int) -> 
     steps = math.ceil(share * max_steps)
     # Two shares of few steps are both rounded up, and then more than all steps.
     fits = share + Fraction(str(config.warmup_ratio or 1)) <= 1
-    return min(steps, free_steps) if fits else steps
+    return min(steps, max_steps - warmup_steps) if fits else steps
