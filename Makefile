@@ -12,7 +12,7 @@
 # make test-torch VERSION=2.14.1   all tests with another version of torch, in an environment of its own
 # make docs   the documentation as a site in site/, its links checked
 # make benchmarks   the pages of docs/benchmarks measured anew, on a quiet machine; goes on where it was stopped
-# make benchmarks NAMES=learning   the page on learning, which takes as long as all others together
+# make benchmarks NAMES="learning budget"   the pages on learning and on budgets, which take hours
 # make constraints   the newest versions that go together, for Python 3.11 and newer, into constraints.txt
 # Each makes .venv and installs what it needs into it; a second call reuses it.
 

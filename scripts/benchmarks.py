@@ -10,11 +10,11 @@ A page has its figures in blocks, and each block names the command that makes it
     <!-- end -->
 
 The command's output replaces what stands between the two comments, and its picture
-docs/images/NAME.png. docs/benchmarks/learning.md is written by its own commands as a whole, which
-take as long as all others and are called by name: learning, or one of learning-NAME. Each
-command's results lie in benchmarks/NAME, with a file `done` once it is finished; a finished one is
-not measured again before its folder is removed, and one that was stopped goes on where its bench
-can. The text around a block is a person's: read it again beside the new figures.
+docs/images/NAME.png. docs/benchmarks/learning.md and budget.md are written as a whole by their own
+commands, which take hours and are called by name: learning and budget, or one of learning-NAME and
+budget-NAME. Each command's results lie in benchmarks/NAME, with a file `done` once it is finished;
+a finished one is not measured again before its folder is removed, and one that was stopped goes on
+where its bench can. The text around a block is a person's: read it again beside the new figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, IMAGES = ROOT / "docs" / "benchmarks", ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks"
-#: Texts of the page on learning.
+#: Texts of the pages on learning and on budgets.
 SHAKESPEARE, WIKITEXT = (
     ROOT.parent / "shared" / "data" / name
     for name in ("tinyshakespeare.txt", "wikitext2-valid.txt")
@@ -69,8 +69,13 @@ class Block:
 
     @property
     def folder(self) -> Path:
-        """The folder of the results."""
+        """The folder of this command."""
         return RESULTS / self.name
+
+    @property
+    def results(self) -> Path:
+        """The folder of the results. All commands of a page that they write themselves share it."""
+        return self.folder if self.page is not None else RESULTS / self.name.partition("-")[0]
 
     @property
     def is_done(self) -> bool:
@@ -80,7 +85,7 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    """The blocks of all pages, and the commands of the page on learning, which share a folder."""
+    """The blocks of all pages, and the commands of the pages that they write themselves."""
     found = [
         Block(name, int(minutes), command, page)
         for page in sorted(PAGES.glob("*.md"))
@@ -89,8 +94,9 @@ def blocks() -> list[Block]:
     return [
         *found,
         *(
-            Block(f"learning-{name}", minutes, f"firstlight bench learning {options}", None)
-            for name, minutes, options in _learning()
+            Block(f"{bench}-{name}", minutes, f"firstlight bench {bench} {options}", None)
+            for bench, commands in (("learning", _learning()), ("budget", _budget()))
+            for name, minutes, options in commands
         ),
     ]
 
@@ -117,6 +123,17 @@ def _learning() -> list[tuple[str, int, str]]:
     ]
 
 
+def _budget() -> list[tuple[str, int, str]]:
+    """Name, minutes and options of the commands of the page on budgets. Each measures the runs of
+    one more budget, and writes the page of all so far."""
+    options = f"--corpus stdlib --corpus {SHAKESPEARE} --corpus {WIKITEXT}"
+    commands = []
+    for budget, minutes in (("3m", 100), ("10m", 200), ("30m", 400)):
+        options += f" --budget {budget}"
+        commands.append((budget, minutes, f"{options} --page {PAGES / 'budget.md'}"))
+    return commands
+
+
 def others_share() -> float:
     """Share of the processors that other programs use now."""
     return psutil.cpu_percent(_SECONDS_OF_WATCHING) / 100
@@ -131,17 +148,15 @@ def measure(block: Block) -> None:
     busy = others_share()
     if busy > _MOST_BUSY:
         sys.exit(f"{busy:.0%} of the processors are busy: call again on a quiet machine")
-    # All runs on learning are compared with each other: they share results.
-    out = RESULTS / "learning" if block.page is None else block.folder
-    words = [*shlex.split(block.command)[1:], "--out", str(out)]
+    words = [*shlex.split(block.command)[1:], "--out", str(block.results)]
     print(f"$ firstlight {shlex.join(words)}", file=sys.stderr, flush=True)
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if block.page is None else {})
+    is_of_one_thread = words[1] == "learning"
     done = subprocess.run(
         [sys.executable, "-m", "firstlight", *words],
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env=environment,
+        env=os.environ | ({"OMP_NUM_THREADS": "1"} if is_of_one_thread else {}),
         check=False,
     )
     print(done.stdout, end="", flush=True)
@@ -180,9 +195,11 @@ def publish(block: Block, output: str, busy: float) -> None:
     block.page.write_text(text, encoding="utf-8")
 
 
-def _is_named(block: Block, name: str) -> bool:
-    """True if a name is the block's, or its beginning up to a hyphen."""
-    return f"{block.name}-".startswith(f"{name}-")
+def _named(known: Sequence[Block], name: str) -> list[Block]:
+    """The block of a name, or else those whose names begin with it and a hyphen."""
+    return [one for one in known if one.name == name] or [
+        one for one in known if one.name.startswith(f"{name}-")
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -194,13 +211,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="show what is left, and stop")
     options = parser.parse_args(arguments)
     known = blocks()
-    # The page on learning takes as long as all others together: it is measured by name only.
+    # The pages on learning and on budgets take hours: they are measured by name only.
     wanted = [one for one in known if one.page is not None]
     if options.names:
-        wanted = [one for one in known if any(_is_named(one, name) for name in options.names)]
-    for name in options.names:
-        if not any(_is_named(block, name) for block in known):
+        named = {name: _named(known, name) for name in options.names}
+        for name in (name for name, found in named.items() if not found):
             parser.error(f"no block {name}: {', '.join(one.name for one in known)}")
+        wanted = [one for one in known if any(one in found for found in named.values())]
     left = [block for block in wanted if not block.is_done]
     for block in left:
         print(f"{block.minutes:>4} minutes  {block.name:<20}  {block.command}")

@@ -29,9 +29,12 @@ class FakeRun:
         width = request["settings"].get("model.hidden_size", 200)
         if width == 64:
             return error_of("Failed", "killed by signal 9: most likely out of memory")
-        bits = 3 - width / 1000
-        lengths = {"seconds": 59.0, "step": 10, "tokens": 100, "parameters": 1_000_000}
-        return {"bits_per_byte": bits, "gzip": 3.1, "xz": None, "expected": [2.5, 2.7], **lengths}
+        bits, curve = 3 - width / 1000, [[0.5, 4.0], [1.0, 2.5]]
+        if width == 128:
+            return {"bits_per_byte": None, "curve": curve[:1], "seconds": 20.0}
+        found = {"bits_per_byte": bits, "curve": curve, "seconds": 59.0, "gzip": 3.1, "xz": None}
+        lengths = {"step": 10, "tokens": 100, "parameters": 1_000_000}
+        return found | lengths | {"expected": [2.5, 2.7]}
 
 
 @pytest.fixture
@@ -64,14 +67,63 @@ def test_a_draw_has_the_same_settings_for_every_text(tmp_path: Path, fake: FakeR
 
 def test_the_page_compares_the_chosen_run_with_the_best_draw(tmp_path: Path, fake: FakeRun) -> None:
     result = bench_budget(BudgetBench(tmp_path, ("a.txt",), ("1m",), 8), lambda _: None)
-    draws = [run["bits_per_byte"] for run in result["runs"][1:]]
+    ends = [run["bits_per_byte"] for run in result["runs"][1:]]
+    draws = [bits for bits in ends if bits is not None]
+    assert len(draws) < len(ends)
     (row,) = [line for line in page(result, "p.png").splitlines() if line.startswith("| a, 1m")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     # 2.8 is above the expected 2.5 to 2.7.
-    assert cells[1:4] == ["2.8000", "2.50 to 2.70, missed", f"{min(draws):.4f} of {len(draws)}"]
+    assert cells[1:4] == ["2.8000", "2.50 to 2.70, missed", f"{min(draws):.4f} of {len(ends)}"]
+    assert cells[4] == f"{len(ends) - len(draws)}"
     assert cells[5] == f"{2.8 / min(draws) - 1:+.1%}"
     assert cells[6:] == ["3.100", "", "59", "1M"]
     assert budget.draw(result).startswith(b"\x89PNG")
+
+
+def test_random_runs_get_the_curve_of_the_chosen_settings(tmp_path: Path, fake: FakeRun) -> None:
+    bench_budget(BudgetBench(tmp_path, ("a.txt",), trials=1), lambda _: None)
+    # Read from the results' file in the second call.
+    bench_budget(BudgetBench(tmp_path, ("a.txt",), trials=2), lambda _: None)
+    assert [list(one["chosen"]) for one in fake.requests] == [[], *[[[0.5, 4.0], [1.0, 2.5]]] * 2]
+
+
+@pytest.mark.parametrize(
+    ("share", "bits", "is_hopeless"),
+    [
+        (0.19, 9.0, False),
+        (0.25, 3.44, False),
+        (0.25, 3.46, True),
+        (0.5, 2.19, False),
+        (0.5, 2.21, True),
+        (0.75, 1.92, False),
+        (0.75, 1.93, True),
+    ],
+)
+def test_a_run_far_above_the_chosen_settings_is_hopeless(
+    share: float, bits: float, is_hopeless: bool
+) -> None:
+    # Half-way between 2.0 and 1.6 the chosen settings are at 1.8.
+    chosen = [(0.25, 3.0), (0.5, 2.0), (1.0, 1.6)]
+    assert budget.is_hopeless(share, bits, chosen) is is_hopeless
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_hopeless_run_is_ended_at_an_evaluation(tmp_path: Path, is_ended: bool) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(12):
+        (texts / f"{number}.txt").write_text(f"{number} is less than {number + 1}.\n" * 60)
+    settings = {"model.hidden_size": 64, "model.num_hidden_layers": 1, "schedule.epochs": 1.0}
+    request = {"text": str(texts), "budget": "20m", "run": str(tmp_path / "run")}
+    chosen = [[0.1, 0.01], [1.0, 0.01]] if is_ended else []
+    found = budget.measure(request | {"settings": settings, "chosen": chosen})
+    shares, bits = zip(*found["curve"], strict=True)
+    assert (shares[-1] < 1) == is_ended
+    if is_ended:
+        assert found["bits_per_byte"] is None
+    else:
+        # All of the held-out text is evaluated in the run, too.
+        assert found["bits_per_byte"] == pytest.approx(bits[-1], rel=0.02)
 
 
 def test_a_budget_that_is_no_time_is_refused_before_a_run(tmp_path: Path, fake: FakeRun) -> None:

@@ -55,11 +55,11 @@ def in_folder(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_each_page_has_blocks_whose_commands_there_are(script: ModuleType) -> None:
     blocks = script.blocks()
-    pages = {path.name for path in script.PAGES.glob("*.md")} - {"learning.md"}
+    pages = {path.name for path in script.PAGES.glob("*.md")} - {"learning.md", "budget.md"}
     assert {block.page.name for block in blocks if block.page is not None} == pages
     for learning in (False, True):
-        minutes = [one.minutes for one in blocks if one.name.startswith("learning-") is learning]
-        assert 0 < sum(minutes) < 120
+        named = [one for one in blocks if one.name.startswith("learning-") is learning]
+        assert 0 < sum(one.minutes for one in named if "budget" not in one.name) < 120
     for block in blocks:
         name, *options = shlex.split(block.command)[2:]
         command = bench_group.commands[name]
@@ -102,7 +102,7 @@ def test_figures_and_pictures_are_replaced_and_a_second_call_goes_on(
     assert "figures of two" in page.read_text(encoding="utf-8")
 
 
-def test_the_page_on_learning_is_measured_by_name_only(
+def test_pages_that_take_hours_are_measured_by_name_only(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_folder(script, tmp_path, monkeypatch)
@@ -115,12 +115,15 @@ def test_the_page_on_learning_is_measured_by_name_only(
         return [*measured]
 
     assert asked() == ["one", "two"]
-    learning = [block.name for block in script.blocks() if block.page is None]
+    apart = [block.name for block in script.blocks() if block.page is None]
+    learning = [name for name in apart if name.startswith("learning")]
     assert len(learning) > 4
     assert learning[-1] == "learning-minute"
     assert asked("learning") == learning
     assert asked("two", "learning-bytes") == ["two", "learning-bytes"]
-    assert asked("learning-30m") == ["learning-30m", "learning-30m-changes"]
+    assert asked("learning-30m") == ["learning-30m"]
+    assert asked("budget") == ["budget-3m", "budget-10m", "budget-30m"]
+    assert {*learning, *asked("budget")} == {*apart}
 
 
 def test_a_busy_machine_is_refused(

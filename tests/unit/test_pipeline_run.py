@@ -78,7 +78,9 @@ def test_a_command_begins_with_harmless_whole_words_of_a_prompt(prompt: str, wor
 
 def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "my texts")
-    run = trained(texts)
+    steps: list[int] = []
+    run = trained(texts, on_step=lambda record: steps.append(record["step"]))
+    assert steps == [1, 2, 3]
     assert run.run_folder == Path("runs/my-texts")
     assert run.training is not None
     assert run.training.step == 3
@@ -240,6 +242,8 @@ def test_empty_texts_are_refused(tmp_path: Path) -> None:
 def test_keys_that_texts_decide_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match="use --budget, --tokens or --steps"):
+        trained(texts, overrides={"schedule.max_steps": 2})
+    with pytest.raises(ConfigError, match="it limits the passes within a --budget: give one"):
         trained(texts, overrides={"schedule.epochs": 2})
     with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
         trained(texts, overrides={"model.hidden_sise": 2})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,12 @@ def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     return train_texts(inputs, init_from=model, progress=False, **(options | changes))
 
 
-def chosen(length: Length, method: Method = FULL, **changes: Any) -> Any:
-    data = dataclasses.replace(CHATS, **changes)
+def chosen(
+    length: Length, method: Method = FULL, fixed: Mapping[str, Any] | None = None, **changes: Any
+) -> Any:
+    data, facts = dataclasses.replace(CHATS, **changes), (MACHINE, 100_000.0, 10_000.0)
     row = row_of(data, MODEL, {})
-    return choose_tuning(data, MODEL, method, MACHINE, 100_000.0, 10_000.0, row, length, {})
+    return choose_tuning(data, MODEL, method, *facts, row, length, fixed or {})
 
 
 def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> None:
@@ -252,6 +255,8 @@ def test_few_conversations_are_read_more_often() -> None:
     assert chosen(Length(3600.0))["schedule.epochs"] == 3.0
     assert chosen(Length(3600.0), count=250)["schedule.epochs"] == 6.0
     assert chosen(Length(3600.0), count=20)["schedule.epochs"] == 10.0
+    given = chosen(Length(3600.0), fixed={"schedule.epochs": 1.0})
+    assert (given.epochs, given["schedule.epochs"]) == (pytest.approx(1.0, rel=0.05), 1.0)
     short = chosen(Length(5.0))
     assert short["schedule.max_minutes"] == pytest.approx(5 / 60, abs=1e-3)
     assert chosen(Length(3600.0))["schedule.max_minutes"] == pytest.approx(60.0)

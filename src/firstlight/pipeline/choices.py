@@ -192,7 +192,8 @@ def _candidate(
     rate = machine.tokens_per_second(shape.flops_per_token)
     if length.seconds is not None:
         tokens = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
-        tokens = min(tokens, settings.MOST_EPOCHS * text.train_tokens)
+        most = fixed.get("schedule.epochs", settings.MOST_EPOCHS)
+        tokens = min(tokens, most * text.train_tokens)
     else:
         tokens = length.tokens or 0.0
     steps = length.steps

@@ -247,6 +247,7 @@ class FineTuning:
         return train(
             fitted.recipe,
             init_from=request.init_from,
+            on_step=call.on_step,
             progress=call.progress,
             forecaster=KnownForecast(fitted.forecast),
         )

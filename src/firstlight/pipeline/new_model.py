@@ -72,7 +72,9 @@ class NewModel:
         call.write_recipe(fitted.resolved, plan.choices, request)
         call.remember(begun=True)
         forecaster = KnownForecast(fitted.forecast)
-        return train(fitted.recipe, progress=call.progress, forecaster=forecaster)
+        return train(
+            fitted.recipe, on_step=call.on_step, progress=call.progress, forecaster=forecaster
+        )
 
     def _fitted(self, plan: TextPlan, data: Path, call: RunCall) -> FittedRecipe:
         """The recipe of the choices, fitted to the memory by `fitted_recipe`."""

@@ -94,7 +94,10 @@ class Request:
         taken = {"data.dir": "the inputs are prepared for the run"}
         taken |= {"data.files": "they are the inputs", "data.kind": "the inputs tell it"}
         taken |= {"data.mix": "prepare the corpora, and train a recipe"}
-        taken |= {f"schedule.{key}": "use --budget, --tokens or --steps" for key in _LENGTH_KEYS}
+        lengths = ("schedule.max_steps", "schedule.max_minutes")
+        taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
+        if self.seconds is None:
+            taken["schedule.epochs"] = "it limits the passes within a --budget: give one"
         for name, _ in self.overrides:
             if name in taken:
                 raise ConfigError(f"--{name} is chosen with texts as inputs: {taken[name]}")
@@ -117,9 +120,6 @@ class Request:
         # Some keys are valid only with the kind of schedule that will be chosen.
         kind = settings.LAYOUT["schedule.kind"]
         parse_recipe({"data": data, "schedule": {"kind": kind}}, "options", self.overrides)
-
-
-_LENGTH_KEYS = ("max_steps", "epochs", "max_minutes")
 
 
 def request_of(

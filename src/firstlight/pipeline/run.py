@@ -91,6 +91,7 @@ def train_texts(
     run_dir: str | Path | None = None,
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
     text_key: str = "text",
+    on_step: Callable[[Mapping[str, Any]], None] | None = None,
     progress: bool = True,
     ask: Ask | None = None,
     began: float | None = None,
@@ -105,13 +106,13 @@ def train_texts(
             With `init_from` also conversations; see `prepare_chat`.
         budget: wall-clock time of the whole call, such as "30m", or a number of seconds. At most
             one of budget, tokens and steps may be given; without any, the budget is ten minutes.
-        tokens: number of tokens to train on, such as "10M".
-        steps: number of optimizer steps.
+        tokens, steps: number of tokens to train on, such as "10M"; number of optimizer steps.
         size: "tiny", "small", "medium", "large", "xl", or parameters such as "10M"; None chooses.
         init_from: folder, run or hub id of a model to fine-tune; None trains a new model.
         run_dir: run folder; None is runs/NAME, with the name of the first input.
         overrides: values of the recipe by `section.key`; other settings are chosen to fit them.
         text_key: field of the text in JSONL lines, tables and datasets.
+        on_step: called with each step's metrics; see `train`.
         progress: show messages and progress on stderr.
         ask: function that asks the user for the length of the run if none is given.
         began: `time.time()` from which the budget counts; None is now.
@@ -121,6 +122,7 @@ def train_texts(
         ConfigError: an argument is invalid, the budget is too short, or `run_dir` has another run.
         CheckpointError, ModelError, TrainingError, StorageError, DataError: see `train`.
     """
+    from firstlight.checkpoint.run_folder import held
     from firstlight.pipeline.result import result_of
 
     began = time.time() if began is None else began
@@ -132,10 +134,8 @@ def train_texts(
     # The time until the user answers does not count as the run's.
     began += 0.0 if plan is None else time.time() - asked
     folder = place_of_run(request, work.content_key, run_dir)
-    from firstlight.checkpoint.run_folder import held
-
     with held(folder, LOCK_NAME):
-        call = RunCall(folder, began, tell, progress=progress)
+        call = RunCall(folder, began, tell, progress=progress, on_step=on_step)
         result = _result(work, plan, request, call)
         if result is not None and result.stopped_by is None and not result.diverged:
             call.remember(complete=True)
@@ -185,6 +185,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             load_recipe(call.folder / RECIPE_NAME),
             resume=True,
             init_from=request.init_from,
+            on_step=call.on_step,
             progress=call.progress,
             forecaster=forecaster,
         )

@@ -46,6 +46,7 @@ class RunCall:
         began: `time.time()` from which the budget counts.
         tell: function that is called with each message for the user.
         progress: show progress bars.
+        on_step: called with each step's metrics; see `train`.
 
     Attributes:
         state: the contents of the folder's state file (`STATE_NAME`).
@@ -53,9 +54,16 @@ class RunCall:
     """
 
     def __init__(
-        self, folder: Path, began: float, tell: Callable[[str], None], *, progress: bool
+        self,
+        folder: Path,
+        began: float,
+        tell: Callable[[str], None],
+        *,
+        progress: bool,
+        on_step: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.folder, self.began, self.tell, self.progress = folder, began, tell, progress
+        self.on_step = on_step
         self.state = read_state(folder)
         self.choices: Choices | None = None
 

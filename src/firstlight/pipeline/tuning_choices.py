@@ -157,7 +157,7 @@ def choose_tuning(
         ConfigError: a given `batch.global_batch_tokens` is not a multiple of the row's tokens.
     """
     rate = machine.rates[0][1]
-    most = data.most_epochs * epoch_tokens
+    most = fixed.get("schedule.epochs", data.most_epochs) * epoch_tokens
     batch = fixed.get("batch.global_batch_tokens")
     tokens = length.tokens or most
     if length.seconds is not None:
