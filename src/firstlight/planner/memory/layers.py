@@ -125,6 +125,10 @@ def from_graphs(
         before, after = slope(ending)
         places[LATE_BACKWARD] = before, _with_more(after, accumulated)
     if MIDDLE_BACKWARD in places:
+        early, middle = places["backward"], places[MIDDLE_BACKWARD]
+        if middle[0].bytes > early[0].bytes and middle[1].bytes < early[1].bytes:
+            # With one layer more, the highest place of the graphs' layer is early.
+            places["backward"] = middle[0], early[1]
         # In the middle, layers are added before or behind the layer of the peak: the larger counts.
         ends = (places["backward"], places[LATE_BACKWARD])
         places[MIDDLE_BACKWARD] = max(ends, key=lambda pair: pair[1].bytes - pair[0].bytes)
