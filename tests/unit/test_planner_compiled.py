@@ -131,6 +131,17 @@ def test_each_stretch_of_the_backward_pass_has_its_own_slope(
     assert from_graphs(fused, graphs, more, 19).phases["backward"].bytes == at_twenty
 
 
+def test_a_peak_in_the_middle_of_one_layer_is_early_in_the_graphs_of_two() -> None:
+    fused, graphs, more = (
+        _compiled_made_up(n, fused=fused, each=4)
+        for n, fused in ((1, True), (1, False), (2, False))
+    )
+    # 50 bytes more than in the middle of one layer, and 90 more than early in it.
+    graphs.phases[MIDDLE_BACKWARD] = PhasePeak(550, {"temporaries": 550})
+    more.phases["backward"] = PhasePeak(600, {"temporaries": 600})
+    assert from_graphs(fused, graphs, more, 19).phases["backward"].bytes == 110 + 50 * 19
+
+
 @pytest.mark.parametrize(("weights", "more"), [(15, 15), (8, 8), (100, 15)])
 def test_accumulated_gradients_lie_beside_new_ones_of_the_parameters_dtype(
     weights: int, more: int
@@ -188,7 +199,11 @@ def test_parts_of_a_line_are_never_less_than_nothing_and_come_to_its_bytes(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"efficiency": {"precision": "bf16", "activation_checkpointing": "full"}}],
+    [
+        {},
+        {"efficiency": {"precision": "bf16"}},
+        {"efficiency": {"precision": "bf16", "activation_checkpointing": "full"}},
+    ],
 )
 def test_a_compiled_recipe_takes_what_its_real_steps_take(settings: dict[str, Any]) -> None:
     efficiency = {"compile": True} | settings.get("efficiency", {})
