@@ -12,9 +12,10 @@ A page has its figures in blocks, and each block names the command that makes it
 The command's output replaces what stands between the two comments, and its picture
 docs/images/NAME.png. docs/benchmarks/learning.md and budget.md are written as a whole by their own
 commands, which take hours and are called by name: learning and budget, or one of learning-NAME and
-budget-NAME. Each command's results lie in benchmarks/NAME, with a file `done` once it is finished;
-a finished one is not measured again before its folder is removed, and one that was stopped goes on
-where its bench can. The text around a block is a person's: read it again beside the new figures.
+budget-NAME. Each command's results lie in benchmarks/NAME, those of these two pages in
+benchmarks/learning and benchmarks/budget. A finished command has a file `done` in benchmarks/NAME,
+and is not called again before that is removed; one that was stopped goes on where its bench can.
+The text around a block is a person's: read it again beside the new figures.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Block:
 
     @property
     def results(self) -> Path:
-        """The folder of the results. All commands of a page that they write themselves share it."""
+        """The folder of the results, which commands that write the same page share."""
         return self.folder if self.page is not None else RESULTS / self.name.partition("-")[0]
 
     @property

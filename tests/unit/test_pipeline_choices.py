@@ -166,6 +166,8 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     assert choices.seconds < 3600
     assert choices["optimizer.weight_decay"] == settings.REPEATED_WEIGHT_DECAY
     assert "times" in choices.advice
+    adamw = choose(little, MACHINE, Length(3600.0), {"optimizer.name": "adamw"})
+    assert adamw["optimizer.weight_decay"] == settings.REPEATED_ADAMW_DECAY
     more = choose(little, MACHINE, Length(3600.0), {"schedule.epochs": 10.0})
     assert more.epochs == pytest.approx(10, rel=0.05)
     assert more["schedule.epochs"] == 10.0

@@ -149,10 +149,15 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert first.training.stopped_by == "max_minutes"
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
-    second = trained(texts, overrides=TINY | {"run.max_minutes": 1e-9})
+    steps: list[int] = []
+    second = trained(
+        texts,
+        overrides=TINY | {"run.max_minutes": 1e-9},
+        on_step=lambda record: steps.append(record["step"]),
+    )
     assert second.run_folder == first.run_folder
     assert second.training is not None
-    assert second.training.step == 3
+    assert second.training.step == steps[-1] == 3
 
 
 def test_changed_texts_are_another_run(tmp_path: Path) -> None:
@@ -243,8 +248,10 @@ def test_keys_that_texts_decide_are_refused_before_anything_is_trained(tmp_path:
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match="use --budget, --tokens or --steps"):
         trained(texts, overrides={"schedule.max_steps": 2})
-    with pytest.raises(ConfigError, match="it limits the passes within a --budget: give one"):
+    with pytest.raises(ConfigError, match="it is a number of passes within a --budget"):
         trained(texts, overrides={"schedule.epochs": 2})
+    with pytest.raises(ConfigError, match="it is a number of passes"):
+        trained(texts, steps=None, budget="10m", overrides={"schedule.epochs": None})
     with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
         trained(texts, overrides={"model.hidden_sise": 2})
     with pytest.raises(ConfigError, match="--budget and --steps both say how long"):

@@ -90,7 +90,9 @@ def chosen(
 
 def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}])
-    run = tuned(chats, model)
+    steps: list[int] = []
+    run = tuned(chats, model, on_step=lambda record: steps.append(record["step"]))
+    assert steps == [1, 2]
     assert run.run_folder == Path("runs/chats")
     assert run.training is not None
     assert run.training.step == 2

@@ -4,7 +4,7 @@ Each run is `train_texts` in a process of its own, from the texts to the trained
 budget of wall-clock time. The first run of a text and budget has the settings that firstlight
 chooses. The others have vocabulary, shape, sequence length, batch, learning rates and passes over
 the text drawn at random, the same draws for every text and budget. A run that is evaluated far
-above the first one at the same share of its steps is ended there (`_FAR_ABOVE`). All other runs of
+above the first one at the same share of its steps is ended there (`FAR_ABOVE`). All other runs of
 a text are evaluated on all of its held-out text, which is the same for all settings.
 
 Each finished run is one line of results.jsonl. A second call in the same folder measures the
@@ -27,11 +27,9 @@ from typing import Any
 import numpy as np
 
 from firstlight.bench.options import BudgetBench, Keep, Result, require_positive
-from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.process import ask, training_environment
+from firstlight.bench.process import ask, error_of, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
-from firstlight.bench.tables import markdown_table
-from firstlight.console import parse_time, rounded, say
+from firstlight.console import parse_time, say
 from firstlight.errors import ConfigError
 from firstlight.evaluation.inputs import load_for_evaluation
 from firstlight.evaluation.perplexity import evaluate
@@ -61,16 +59,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.muon_learning_rate": (0.003, 0.05),
     "optimizer.learning_rate": (0.05, 1.0),
     "optimizer.head_lr_multiple": (0.004, 0.1),
-    "optimizer.weight_decay": (0.01, 0.5),
+    "optimizer.weight_decay": (0.01, 3.0),
 }
 
 #: A random run is ended if its bits per byte exceed those of the chosen settings by more than a
-#: fraction, at the same share of their steps: (share from which it counts, fraction). 59 of 138
-#: runs of `bench learning` were so far above the best recipe, and ended 6 % above it or more.
-_FAR_ABOVE = ((0.7, 0.07), (0.45, 0.1), (0.2, 0.15))
+#: fraction, at the same share of their steps: (share from which it counts, fraction). 41 of 138
+#: runs of `bench learning` were so far above the best recipe, and ended 7 % above it or more.
+FAR_ABOVE = ((0.45, 0.1), (0.2, 0.15))
 
-#: Keys of length.json with a number of steps, the least of which is the run's.
-_STEPS_KEYS = ("predicted_steps", "most_steps", "max_steps")
+#: Version of the lines of results.jsonl: lines of another version are measured again.
+_FORMAT = 2
 
 #: Share of the steps and held-out bits per byte of each evaluation of a run, in their order.
 Curve = Sequence[Sequence[float]]
@@ -99,9 +97,22 @@ def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
         chosen: evaluations of the run of the chosen settings. Between two of them, its bits are
             taken to fall in a line.
     """
-    fraction = next((most for start, most in _FAR_ABOVE if share >= start), math.inf)
+    fraction = next((most for start, most in FAR_ABOVE if share >= start), math.inf)
     shares, values = zip(*chosen, strict=True)
     return bits > (1 + fraction) * float(np.interp(share, shares, values))
+
+
+def share_of_steps(record: Mapping[str, Any], length: Mapping[str, Any]) -> float:
+    """Share of a run's steps that are done; an estimate until their number is decided.
+
+    Args:
+        record: metrics of the last step.
+        length: result of `read_length`.
+    """
+    if "max_steps" in length:
+        return float(record["step"] / length["max_steps"])
+    by_time = record["elapsed_seconds"] / (60 * length["max_minutes"])
+    return float(max(by_time, record["step"] / length.get("most_steps", math.inf)))
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ class BudgetCase:
     def digest(self) -> str:
         """Hash of the text's name, budget and settings; the text's content and the code are not
         part of it."""
-        content = json.dumps([self.text, self.budget, self.settings], sort_keys=True)
+        content = json.dumps([_FORMAT, self.text, self.budget, self.settings], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -180,22 +191,27 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
 
     def measure(title: str) -> Found:
         case = cases[title]
-        chosen = lines.get(replace(case, trial=0).digest, {})
-        found = measure_run(case, bench.folder, chosen.get("curve", ()))
+        chosen = lines.get(replace(case, trial=0).digest)
+        if case.trial and chosen is None:
+            return error_of("Failed", "the run of the chosen settings failed")
+        found = measure_run(case, bench.folder, chosen["curve"] if chosen else ())
         if "error" in found:
             say(f"{title}: {found['error']['message']}")
             return found
         lines[case.digest] = found
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines.values()))
-        share, bits = found["curve"][-1]
-        end = f", ended after {share:.0%} of its steps" if found["bits_per_byte"] is None else ""
-        say(
-            f"{title}: {found['bits_per_byte'] or bits:.4f} bits per byte{end}, "
-            f"{found['seconds']:.0f} s"
-        )
+        say(f"{title}: {_said(found)}, {found['seconds']:.0f} s")
         return found
 
     return run_bench("budget", list(cases), 1, measure, result, on_run, outcomes=outcomes)
+
+
+def _said(run: Mapping[str, Any]) -> str:
+    """The bits per byte of a run, for a message."""
+    if run["bits_per_byte"] is not None:
+        return f"{run['bits_per_byte']:.4f} bits per byte"
+    share, bits = run["curve"][-1]
+    return f"{bits:.4f} bits per byte, ended after {share:.0%} of its steps"
 
 
 def measure_run(case: BudgetCase, folder: Path, chosen: Curve) -> dict[str, Any]:
@@ -235,7 +251,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
           ended early
         - "curve": share of the steps and bits per byte of each evaluation of the run
         - "seconds": duration of `train_texts`, without the evaluation on all held-out text
-        - the following ones of runs that were not ended early
+
+        A run that was not ended early has also:
+
         - "gzip", "xz": bits per byte of the held-out text by the two compression programs
         - "expected": [low, high], the range of bits per byte that was predicted
         - "step", "tokens", "parameters": optimizer steps, training tokens and model size
@@ -244,28 +262,19 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         FirstlightError: see `train_texts`.
     """
     folder, began = Path(request["run"]), time.monotonic()
-    curve: list[tuple[float, float]] = []
-
-    def on_step(record: Mapping[str, Any]) -> None:
-        if "bits_per_byte" not in record:
-            return
-        length = read_length(folder)
-        steps = min(length[key] for key in _STEPS_KEYS if key in length)
-        curve.append((record["step"] / steps, record["bits_per_byte"]))
-        if request["chosen"] and is_hopeless(*curve[-1], request["chosen"]):
-            raise _Hopeless
-
+    watch = _Watch(folder, request["chosen"])
     try:
         run = train_texts(
             request["text"],
             budget=request["budget"],
             run_dir=folder,
             overrides=request["settings"],
-            on_step=on_step,
+            on_step=watch,
             progress=False,
         )
     except _Hopeless:
-        return {"bits_per_byte": None, "curve": curve, "seconds": time.monotonic() - began}
+        seconds = time.monotonic() - began
+        return {"bits_per_byte": None, "curve": watch.curve(), "seconds": seconds}
     training, choices = run.training, run.choices
     assert training is not None
     assert choices is not None
@@ -273,7 +282,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     found = evaluate(load_for_evaluation(training.checkpoint), folder / "data")
     return {
         "bits_per_byte": found.bits_per_byte,
-        "curve": curve,
+        "curve": watch.curve(training.step),
         "seconds": run.seconds,
         "gzip": run.gzip_bits_per_byte,
         "xz": run.xz_bits_per_byte,
@@ -284,106 +293,42 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Hopeless(Exception):  # noqa: N818 - no error
-    """Raised to end a run that is far above the run of the chosen settings."""
-
-
-# The page
-
-
-def budget_groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The runs by text and budget ("TEXT, BUDGET"), each group in the order of its trials."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for run in sorted(runs, key=lambda run: run["trial"]):
-        groups.setdefault(f"{run['text']}, {run['budget']}", []).append(run)
-    # Without a run of the chosen settings, there is nothing to compare a random search with.
-    return {title: own for title, own in groups.items() if own[0]["trial"] == 0}
-
-
-HEADER = (
-    *("text, budget", "chosen", "expected", "best of random", "ended early", "chosen over best"),
-    *("gzip -9", "xz", "seconds", "parameters"),
-)
-
-
-def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A row of the table (see HEADER): the run of the chosen settings, and the random draws."""
-    chosen, ended = runs[0], [run for run in runs if run["bits_per_byte"] is None]
-    draws = [run["bits_per_byte"] for run in runs[1:] if run not in ended]
-    low, high = chosen["expected"]
-    bits = chosen["bits_per_byte"]
-    is_inside = "" if low <= bits <= high else ", missed"
-    return (
-        title,
-        f"{bits:.4f}",
-        f"{low:.2f} to {high:.2f}{is_inside}",
-        f"{min(draws):.4f} of {len(runs) - 1}" if draws else "",
-        f"{len(ended)}",
-        f"{bits / min(draws) - 1:+.1%}" if draws else "",
-        *("" if chosen[key] is None else f"{chosen[key]:.3f}" for key in ("gzip", "xz")),
-        f"{chosen['seconds']:.0f}",
-        rounded(chosen["parameters"]),
-    )
-
-
-def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of every run's bits per byte: a dot for a random draw, a circle for one that was ended
-    early, a line for chosen settings."""
-    groups = budget_groups(result["runs"])
-    figure = new_figure(10, 0.8 * len(groups) + 1.5)
-    axes = figure.subplots()
-    for place, (title, runs) in enumerate(groups.items()):
-        chosen = runs[0]["bits_per_byte"]
-        for run in runs[1:]:
-            bits, fill = run["bits_per_byte"], "full"
-            if bits is None:
-                bits, fill = run["curve"][-1][1], "none"
-            axes.plot(bits, place, "o", color="tab:gray", alpha=0.6, fillstyle=fill)
-        axes.plot([chosen] * 2, [place - 0.35, place + 0.35], color="tab:red", linewidth=3)
-        low, high = runs[0]["expected"]
-        axes.fill_betweenx([place - 0.2, place + 0.2], low, high, color="tab:red", alpha=0.12)
-        axes.annotate(title, (chosen, place - 0.38), fontsize="small", parse_math=False)
-    axes.set_yticks([])
-    axes.invert_yaxis()
-    axes.set_xlabel(
-        "held-out bits per byte (red: chosen, with the expected range; gray: random settings, "
-        "circles: ended early)"
-    )
-    return png_of(figure)
-
-
-def page(result: Mapping[str, Any], picture: str) -> str:
-    """The page of the results, in Markdown.
+class _Watch:
+    """Records the evaluations of a run, and ends it if it is hopeless.
 
     Args:
-        result: result of `bench_budget`.
-        picture: address of the picture.
+        folder: the run folder.
+        chosen: evaluations of the run of the chosen settings; empty to end no run.
     """
-    machine, groups = result["machine"], budget_groups(result["runs"])
-    name = f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}"
-    limits = ", ".join(
-        f"{most:.0%} from {start:.0%} of them on" for start, most in reversed(_FAR_ABOVE)
-    )
-    parts = [_HEAD.format(machine=name, limits=limits)]
-    parts.append(markdown_table(HEADER, [group_cells(*group) for group in groups.items()]))
-    parts.append(f"![bits per byte of chosen and of random settings]({picture})\n")
-    return "\n".join(parts)
+
+    def __init__(self, folder: Path, chosen: Curve) -> None:
+        self._folder, self._chosen = folder, chosen
+        self._evaluations: list[tuple[int, float]] = []
+        self._share = 0.0
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Take a step's metrics.
+
+        Raises:
+            _Hopeless: the run is far above the run of the chosen settings.
+        """
+        if "bits_per_byte" not in record:
+            return
+        self._evaluations.append((record["step"], record["bits_per_byte"]))
+        self._share = share_of_steps(record, read_length(self._folder))
+        is_open = self._share < 1 and len(self._chosen) > 0
+        if is_open and is_hopeless(self._share, record["bits_per_byte"], self._chosen):
+            raise _Hopeless
+
+    def curve(self, steps: int | None = None) -> Curve:
+        """Share of the steps and bits per byte of each evaluation.
+
+        Args:
+            steps: steps of the run; None if it was ended early, and has an estimated share.
+        """
+        total = steps or self._evaluations[-1][0] / self._share
+        return [(step / total, bits) for step, bits in self._evaluations]
 
 
-_HEAD = """\
-# Budget: chosen settings beside a random search
-
-    firstlight bench budget --out DIR --corpus stdlib --corpus FILE --page docs/benchmarks/budget.md
-
-`make benchmarks NAMES=budget` calls it with three texts and budgets. Each run is the whole
-command `firstlight train TEXT --budget TIME` in a process of its own. The random search draws
-vocabulary, width, depth, sequence length, batch, learning rates, weight decay, the decay's part of
-the schedule and the passes over the text; all else is as chosen. Bits per byte are those of the
-whole held-out text after training. The best of the random search is the best of its results on this
-same text. Seconds are those of the chosen run's whole command.
-
-A random run is ended early if its held-out bits per byte exceed those of the chosen settings, at
-the same share of their steps, by more than {limits}.
-
-Machine: {machine}.
-"""
+class _Hopeless(Exception):  # noqa: N818 - no error
+    """Raised to end a run that is far above the run of the chosen settings."""

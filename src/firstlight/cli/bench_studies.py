@@ -115,7 +115,8 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
     results.jsonl in --out has each finished run; the same command goes on where the last one
     stopped.
     """
-    from firstlight.bench.budget import bench_budget, draw, page
+    from firstlight.bench.budget import bench_budget
+    from firstlight.bench.budget_page import draw, page
 
     measure = partial(bench_budget, BudgetBench(folder, **options))
     result = publish("budget", folder, measure, _show_budget, draw)
@@ -246,7 +247,7 @@ def _show_learning(result: Result) -> None:
 
 def _show_budget(result: Result) -> None:
     """Show the result of `bench budget`."""
-    from firstlight.bench.budget import HEADER, budget_groups, group_cells
+    from firstlight.bench.budget_page import HEADER, budget_groups, group_cells
 
     groups = budget_groups(result["runs"])
     show_table([HEADER, *(group_cells(*group) for group in groups.items())])

@@ -336,7 +336,7 @@ def _length_choices(
         yield Choice("schedule.max_minutes", minutes, reason)
         # Also far below the limit of epochs: a machine that was busy when its speed was measured
         # may be several times as fast in the run.
-        if epochs > settings.MOST_EPOCHS / 16:
+        if epochs > settings.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
             reason = "passes over the text at most: more would not help"
             yield Choice("schedule.epochs", settings.MOST_EPOCHS, reason)
     else:
@@ -348,6 +348,8 @@ def _length_choices(
     decay, reason = settings.WEIGHT_DECAY, ""
     if epochs > settings.GOOD_EPOCHS:
         decay = settings.REPEATED_WEIGHT_DECAY
+        if not _uses_muon(fixed):
+            decay = settings.REPEATED_ADAMW_DECAY
         reason = f"the text is read {epochs:.0f} times: weights are kept smaller"
     yield Choice("optimizer.weight_decay", decay, reason)
 

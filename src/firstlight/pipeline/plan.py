@@ -96,8 +96,8 @@ class Request:
         taken |= {"data.mix": "prepare the corpora, and train a recipe"}
         lengths = ("schedule.max_steps", "schedule.max_minutes")
         taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
-        if self.seconds is None:
-            taken["schedule.epochs"] = "it limits the passes within a --budget: give one"
+        if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
+            taken["schedule.epochs"] = "it is a number of passes within a --budget"
         for name, _ in self.overrides:
             if name in taken:
                 raise ConfigError(f"--{name} is chosen with texts as inputs: {taken[name]}")

@@ -143,7 +143,7 @@ def _next_commands(
     )
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
-        return  # the run has reached the limit of epochs: a longer one would not be better
+        return  # the run has reached the limit of epochs: a larger budget would give the same
     longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
     more = "".join(
         f" --{key} {shlex.quote(value)}" for key, value in request.overrides if key != "run.dir"

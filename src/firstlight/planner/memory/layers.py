@@ -126,8 +126,8 @@ def from_graphs(
         places[LATE_BACKWARD] = before, _with_more(after, accumulated)
     if MIDDLE_BACKWARD in places:
         early, middle = places["backward"], places[MIDDLE_BACKWARD]
-        if middle[0].bytes > early[0].bytes and middle[1].bytes < early[1].bytes:
-            # With one layer more, the highest place of the graphs' layer is early.
+        # The graphs' peak is in the middle with few layers, and early with one layer more.
+        if early[0].bytes < middle[0].bytes <= early[1].bytes > middle[1].bytes:
             places["backward"] = middle[0], early[1]
         # In the middle, layers are added before or behind the layer of the peak: the larger counts.
         ends = (places["backward"], places[LATE_BACKWARD])
