@@ -21,7 +21,7 @@ from firstlight.errors import CheckpointError, ConfigError, InputError
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import preparation
 from firstlight.pipeline.facts import MachineFacts
-from firstlight.pipeline.plan import Request, request_of, run_name, time_text
+from firstlight.pipeline.plan import Request, request_of, run_name, scan_texts, time_text
 from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts
 from firstlight.pipeline.run_folder import RunCall
@@ -233,6 +233,17 @@ def test_one_file_of_one_line_trains(tmp_path: Path) -> None:
     overrides = {"model.hidden_size": 64, "evaluation.sample_tokens": 4}
     run = trained(tmp_path / "a.txt", steps=1, overrides=overrides)
     assert run.bits_per_byte is not None
+
+
+def test_the_tokenizer_has_not_seen_the_held_out_end_of_a_text(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=1, words=4500)
+    with open(texts / "00.txt", "a") as file:
+        file.write("Quetzalcoatl\n" * 100)
+    request = request_of(texts, None, None, 1, None, (), "text")
+    scan = scan_texts(request, lambda line: None, progress=False)
+    tokenizer = preparation.train_tokenizer_on(scan, "text", 512, lambda line: None)
+    assert len(tokenizer.encode(WORDS[1])) == 1
+    assert len(tokenizer.encode("Quetzalcoatl")) > 5
 
 
 def test_empty_texts_are_refused(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import lzma
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,7 +124,8 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
 def train_tokenizer_on(
     scan: Scan, text_key: str, vocab_size: int, tell: Callable[[str], None]
 ) -> Tokenizer:
-    """Train a tokenizer on texts.
+    """Train a tokenizer on texts, without what is held out: a tokenizer that has seen the held-out
+    text, with its names and rare words, would need fewer tokens for it than for other text.
 
     Args:
         scan: the scan of the texts.
@@ -131,17 +133,24 @@ def train_tokenizer_on(
         vocab_size: number of tokens.
         tell: function that is called with a message for the user.
     """
+    from firstlight.data.cutting import cut_tail
     from firstlight.data.records import read_documents
     from firstlight.tokenizer import train_tokenizer
 
     begun = time.time()
     split_of = scan.split.splitter()
     records = read_documents(limited_sources(scan.sources, _TOKENIZER_BYTES), text_key)
-    texts = (one.value for one in records if one.error is None)
-    # Held-out documents are left out. If the end of each document is held out ("tail"), the
-    # tokenizer is trained on whole documents.
-    kept = (text for text in texts if split_of(text) in ("train", "tail"))
-    tokenizer = train_tokenizer(kept, vocab_size)
+    fraction = Fraction(str(scan.split.fraction))
+
+    def kept() -> Iterator[str]:
+        for text in (one.value for one in records if one.error is None):
+            split = split_of(text)
+            if split == "train":
+                yield text
+            elif split == "tail":
+                yield cut_tail(text, fraction)[0]
+
+    tokenizer = train_tokenizer(kept(), vocab_size)
     tell(f"tokenizer: {tokenizer.vocab_size:,} tokens ({time_text(time.time() - begun)})")
     return tokenizer
 
