@@ -249,6 +249,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     Returns:
         - "bits_per_byte": bits per byte of the held-out text by the model; None if the run was
           ended early
+        - "step": optimizer steps
         - "curve": share of the steps and bits per byte of each evaluation of the run
         - "seconds": duration of `train_texts`, without the evaluation on all held-out text
 
@@ -256,7 +257,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
         - "gzip", "xz": bits per byte of the held-out text by the two compression programs
         - "expected": [low, high], the range of bits per byte that was predicted
-        - "step", "tokens", "parameters": optimizer steps, training tokens and model size
+        - "tokens", "parameters": training tokens and model size
 
     Raises:
         FirstlightError: see `train_texts`.
@@ -274,7 +275,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         )
     except _Hopeless:
         seconds = time.monotonic() - began
-        return {"bits_per_byte": None, "curve": watch.curve(), "seconds": seconds}
+        ended = {"bits_per_byte": None, "curve": watch.curve(), "seconds": seconds}
+        return ended | {"step": watch.step}
     training, choices = run.training, run.choices
     assert training is not None
     assert choices is not None
@@ -320,13 +322,18 @@ class _Watch:
         if is_open and is_hopeless(self._share, record["bits_per_byte"], self._chosen):
             raise _Hopeless
 
+    @property
+    def step(self) -> int:
+        """The step of the last evaluation."""
+        return self._evaluations[-1][0]
+
     def curve(self, steps: int | None = None) -> Curve:
         """Share of the steps and bits per byte of each evaluation.
 
         Args:
             steps: steps of the run; None if it was ended early, and has an estimated share.
         """
-        total = steps or self._evaluations[-1][0] / self._share
+        total = steps or self.step / self._share
         return [(step / total, bits) for step, bits in self._evaluations]
 
 
