@@ -272,6 +272,8 @@ Each run is `firstlight train` in a separate process.
 
 - **bits per byte**: on the whole held-out text at the end of a run, or on the number of its tokens
   that the heading names; mean and standard deviation over the seeds.
+  All rows share a tokenizer that is trained on all of the text. That it has seen the held-out part
+  lowers the bits of a small text: those of Shakespeare with 2,048 tokens by 2.6 %.
 - **tokens and seconds to the baseline**: the point at which a row's curve of held-out bits per byte
   reaches the end of the baseline's curve. Curves are measured on 32,768 held-out tokens, or on an
   eighth of the tokens in the heading.
