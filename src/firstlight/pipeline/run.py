@@ -106,7 +106,8 @@ def train_texts(
             With `init_from` also conversations; see `prepare_chat`.
         budget: wall-clock time of the whole call, such as "30m", or a number of seconds. At most
             one of budget, tokens and steps may be given; without any, the budget is ten minutes.
-        tokens, steps: number of tokens to train on, such as "10M"; number of optimizer steps.
+        tokens: number of tokens to train on, such as "10M".
+        steps: number of optimizer steps.
         size: "tiny", "small", "medium", "large", "xl", or parameters such as "10M"; None chooses.
         init_from: folder, run or hub id of a model to fine-tune; None trains a new model.
         run_dir: run folder; None is runs/NAME, with the name of the first input.
@@ -129,13 +130,10 @@ def train_texts(
     tell = say if progress else _silent
     request = request_of(inputs, budget, tokens, steps, size, overrides, text_key, init_from)
     work = work_of(request, tell, progress=progress)
-    asked = time.time()
-    request, plan = _with_length(request, work, ask, tell)
-    # The time until the user answers does not count as the run's.
-    began += 0.0 if plan is None else time.time() - asked
+    request, plan, waited = _with_length(request, work, ask, tell)
     folder = place_of_run(request, work.content_key, run_dir)
     with held(folder, LOCK_NAME):
-        call = RunCall(folder, began, tell, progress=progress, on_step=on_step)
+        call = RunCall(folder, began + waited, tell, progress=progress, on_step=on_step)
         result = _result(work, plan, request, call)
         if result is not None and result.stopped_by is None and not result.diverged:
             call.remember(complete=True)
@@ -144,16 +142,18 @@ def train_texts(
 
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
-) -> tuple[Request, RunPlan | None]:
-    """The request with a length, and the plan that was shown to the user; None if the user was not
-    asked."""
+) -> tuple[Request, RunPlan | None, float]:
+    """The request with a length, the plan that was shown to the user, and the seconds until the
+    answer, which do not count as the run's; (..., None, 0) if the user was not asked."""
     if request.has_length:
-        return request, None
+        return request, None, 0.0
     if ask is None:
         tell(f"no --budget is given: {time_text(DEFAULT_SECONDS)}")
-        return replace(request, seconds=DEFAULT_SECONDS), None
+        return replace(request, seconds=DEFAULT_SECONDS), None, 0.0
+    asked = time.time()
     plan = work.plan(request)
-    return replace(request, seconds=ask(plan)), plan
+    seconds = ask(plan)
+    return replace(request, seconds=seconds), plan, time.time() - asked
 
 
 def _result(
