@@ -70,7 +70,7 @@ class Block:
 
     @property
     def folder(self) -> Path:
-        """The folder of this command."""
+        """The folder of the command's file `done`, and of a block's results."""
         return RESULTS / self.name
 
     @property
@@ -86,7 +86,7 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    """The blocks of all pages, and the commands of the pages that they write themselves."""
+    """The blocks of all pages, and the commands that write a page as a whole."""
     found = [
         Block(name, int(minutes), command, page)
         for page in sorted(PAGES.glob("*.md"))
