@@ -94,7 +94,7 @@ def choose(
     best = _best(general, text, machine, length, fixed)
     items = [
         *_model_choices(best, is_chosen=len(candidates) > 1),
-        *_step_choices(best, machine, fixed),
+        *_step_choices(best, text, machine, fixed),
         *_length_choices(best.run, length, text, fixed),
         *best.run.other_choices(machine, text.val_tokens),
     ]
@@ -251,10 +251,11 @@ def _model_choices(best: _Candidate, *, is_chosen: bool) -> Iterator[Choice]:
 
 
 def _step_choices(
-    best: _Candidate, machine: MachineFacts, fixed: Mapping[str, Any]
+    best: _Candidate, text: TextFacts, machine: MachineFacts, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
     shape = best.shape
-    kept = f"about {shape.seq_len * 3.3:,.0f} characters that a prediction sees"
+    characters = shape.seq_len * text.bytes_per_token / text.bytes_per_character
+    kept = f"about {characters:,.0f} characters that a prediction sees"
     yield Choice("data.seq_len", shape.seq_len, kept)
     yield best.run.micro_batch(machine, fixed)
     tokens = rounded(best.run.tokens)

@@ -76,7 +76,7 @@ class TextFacts:
         vocab_size: vocabulary size of the tokenizer.
         train_tokens: number of tokens of the training split.
         bytes_per_token: mean UTF-8 bytes of text per token.
-        gzip_bits_per_byte: bits per byte of the text compressed by gzip -9.
+        xz_bits_per_byte: bits per byte of the text compressed by xz.
         val_tokens: number of tokens of the validation split.
         bytes_per_character: mean UTF-8 bytes of text per character.
     """
@@ -84,7 +84,7 @@ class TextFacts:
     vocab_size: int
     train_tokens: float
     bytes_per_token: float
-    gzip_bits_per_byte: float
+    xz_bits_per_byte: float
     val_tokens: float
     bytes_per_character: float = 1.0
 
@@ -160,10 +160,10 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     unique = max(text.train_tokens * text.bytes_per_token, 1.0)
     size = text.bytes_per_character
     characters = max(worth_of_bytes(read, unique) / size, 1.0)
-    gzip = text.gzip_bits_per_byte * size / settings.GZIP_OF_LIBRARY
-    bits: float = settings.FLOOR * math.pow(gzip, settings.FLOOR_POWER)
+    xz = text.xz_bits_per_byte * size / settings.XZ_OF_LIBRARY
+    bits: float = settings.FLOOR * math.pow(xz, settings.FLOOR_POWER)
     bits += settings.A / parameters**settings.ALPHA
-    bits += settings.B * math.pow(gzip, settings.B_POWER) / characters**settings.BETA
+    bits += settings.B * math.pow(xz, settings.B_POWER) / characters**settings.BETA
     # Guessing a byte costs 8 bits.
     return min(bits / size, 8.0)
 
@@ -180,7 +180,7 @@ def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
         vocab_size,
         (facts.total_bytes - held) / per_token,
         per_token,
-        facts.gzip_bits_per_byte,
+        facts.xz_bits_per_byte,
         held / per_token,
         facts.bytes_per_character,
     )

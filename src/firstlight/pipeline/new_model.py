@@ -116,7 +116,7 @@ def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:
         manifest["vocab_size"],
         train["tokens"],
         size / tokens,
-        facts.gzip_bits_per_byte,
+        facts.xz_bits_per_byte,
         val["tokens"],
         facts.bytes_per_character,
     )

@@ -227,7 +227,7 @@ class TextPlan:
         yield from run_lines(choices, self.speed, "the text")
         yield (
             f"expected: {low:.2f} to {high:.2f} bits for a byte of held-out text "
-            f"(gzip -9: about {self.text.gzip_bits_per_byte:.2f})"
+            f"(gzip -9: about {self.scan.facts.gzip_bits_per_byte:.2f})"
         )
         if self.memory_bytes is not None:
             yield memory_line(self.memory_bytes, self.speed)
