@@ -45,7 +45,7 @@ def recipe_of(choices: Choices) -> Any:
 
 @pytest.mark.parametrize(
     "size, tokens",
-    [(1e4, 512), (1.1e6, 512), (2e6, 1024), (12e6, 4096), (2e9, 16384), (2e10, 32768)],
+    [(1e4, 512), (1.1e6, 512), (2e6, 1024), (5e6, 2048), (12e6, 4096), (2e9, 16384), (2e10, 32768)],
 )
 def test_more_text_has_a_larger_vocabulary(size: float, tokens: int) -> None:
     assert choose_vocabulary(corpus(total_bytes=int(size)), {}).value == tokens
@@ -167,6 +167,8 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     assert choices.seconds < 3600
     assert choices["optimizer.weight_decay"] == settings.REPEATED_WEIGHT_DECAY
     assert "times" in choices.advice
+    layers = choices.parameters - 2 * TEXT.vocab_size * choices["model.hidden_size"]
+    assert layers <= settings.MOST_PARAMETERS_A_TOKEN * 30_000
     adamw = choose(little, MACHINE, Length(3600.0), {"optimizer.name": "adamw"})
     assert adamw["optimizer.weight_decay"] == settings.REPEATED_ADAMW_DECAY
     more = choose(little, MACHINE, Length(3600.0), {"schedule.epochs": 10.0})
@@ -231,6 +233,21 @@ def test_every_kind_of_schedule_can_be_given(kind: str) -> None:
 def test_an_automatic_micro_batch_can_be_given() -> None:
     chosen = choose(TEXT, MACHINE, Length(60.0), {"batch.micro_batch_size": "auto"})
     assert chosen["batch.micro_batch_size"] == "auto"
+
+
+def test_text_that_xz_makes_very_small_is_expected_to_need_few_bits() -> None:
+    easy = dataclasses.replace(TEXT, xz_bits_per_byte=0.15)
+    assert expected_bits(1e6, 1e6, easy) < expected_bits(1e6, 1e6, TEXT)
+
+
+def test_a_sequence_has_more_characters_where_a_token_has_more() -> None:
+    for text, characters in (
+        (TEXT, 845),
+        (dataclasses.replace(TEXT, bytes_per_character=2.0), 422),
+    ):
+        choices = choose(text, MACHINE, Length(60.0))
+        reason = next(one.reason for one in choices.choices if one.key == "data.seq_len")
+        assert reason.startswith(f"about {characters} characters")
 
 
 def test_a_text_of_wider_characters_needs_fewer_bits_for_a_byte() -> None:

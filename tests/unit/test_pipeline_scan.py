@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +145,14 @@ def test_prepared_shards_have_the_split_of_the_scan(tmp_path: Path) -> None:
     val = TokenDataset(tmp_path / "data", "val")
     first = tokenizer.decode(list(map(int, val[0 : val.num_tokens])))
     assert first.startswith(scan.prompts[0])
+
+
+def test_a_scan_tells_how_small_gzip_and_xz_make_the_text(tmp_path: Path) -> None:
+    text = prose(1, 3000)
+    facts = scanned(tmp_path, text).facts
+    data = text.encode()
+    assert facts.gzip_bits_per_byte == 8 * len(gzip.compress(data, 9)) / len(data)
+    assert facts.xz_bits_per_byte == 8 * len(lzma.compress(data)) / len(data)
 
 
 def test_one_text_is_split_at_its_end(tmp_path: Path) -> None:

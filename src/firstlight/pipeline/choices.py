@@ -338,7 +338,7 @@ def _length_choices(
         # Also far below the limit of epochs: a machine that was busy when its speed was measured
         # may be several times as fast in the run.
         if epochs > settings.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
-            reason = "passes over the text at most: more would not help"
+            reason = "passes over the text at most: more would help little, or harm"
             yield Choice("schedule.epochs", settings.MOST_EPOCHS, reason)
     else:
         passes = f"{run.tokens:,} tokens, {epochs:.2g} passes over the text"

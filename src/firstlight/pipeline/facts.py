@@ -76,7 +76,7 @@ class TextFacts:
         vocab_size: vocabulary size of the tokenizer.
         train_tokens: number of tokens of the training split.
         bytes_per_token: mean UTF-8 bytes of text per token.
-        xz_bits_per_byte: bits per byte of the text compressed by xz.
+        xz_bits_per_byte: bits per byte of the text's first MiB, compressed by xz.
         val_tokens: number of tokens of the validation split.
         bytes_per_character: mean UTF-8 bytes of text per character.
     """
@@ -163,7 +163,9 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     xz = text.xz_bits_per_byte * size / settings.XZ_OF_LIBRARY
     bits: float = settings.FLOOR * math.pow(xz, settings.FLOOR_POWER)
     bits += settings.A / parameters**settings.ALPHA
-    bits += settings.B * math.pow(xz, settings.B_POWER) / characters**settings.BETA
+    # Extrapolated below the standard library, the power would make the easiest texts the hardest.
+    hardness = math.pow(max(xz, 1.0), settings.B_POWER)
+    bits += settings.B * hardness / characters**settings.BETA
     # Guessing a byte costs 8 bits.
     return min(bits / size, 8.0)
 

@@ -1,9 +1,9 @@
 """Constants for choosing settings: layouts, learning rates, shapes, and the formula of the expected
 loss.
 
-They were measured with models of 0.8 to 5 million parameters that were trained on the source code
-of Python's standard library (`firstlight bench learning`). For larger models they are extrapolated
-by the published scaling laws that are named here.
+Constants without another source were measured with models of 0.8 to 5 million parameters that were
+trained on the source code of Python's standard library (`firstlight bench learning`). For larger
+models they are extrapolated by the published scaling laws that are named here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZES = {
 
 #: Vocabulary sizes by bytes of text: (upper limit of bytes, vocabulary size). For texts of 1 MB,
 #: which are read four times in a few minutes, 512 tokens had 0.8 % (Shakespeare) and 0.6 %
-#: (WikiText-2) fewer bits than 1,024. The sizes for 1.5 to 12 MB are interpolated.
+#: (WikiText-2) fewer bits than 1,024. Those for 1.5 to 10 MB are interpolated.
 VOCABULARIES = (
     *((1.5e6, 512), (3e6, 1024), (10e6, 2048), (40e6, 4096), (400e6, 8192), (4e9, 16384)),
     (float("inf"), 32768),
@@ -68,33 +68,37 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #:     FLOOR x^FLOOR_POWER + A / parameters^ALPHA + B x^B_POWER / characters^BETA
 #:
 #: Here x is xz's bits per character of the text, divided by those of the standard library
-#: (XZ_OF_LIBRARY). Parameters are those of the layers, characters those that training reads.
+#: (XZ_OF_LIBRARY); in the last term it is 1 for text that xz makes smaller than those, because
+#: such text is no harder to learn. Parameters are those of the layers, characters those that
+#: training reads.
 #: ALPHA, BETA and A are close to those of Hoffmann et al. 2022. The others were fitted to 21 runs
 #: with 0.6 to 7.6 million parameters that read 0.9 to 6.5 MB of the standard library, Shakespeare,
 #: WikiText-2, and Debian's documents in English, German, Greek, Russian, Arabic, Chinese, Japanese
-#: and Korean. All lie between 0.91 and 1.12 times the expected bits. With the constants fitted
-#: without a text, the text's runs lie between 0.90 and 1.17 times.
+#: and Korean, 0.5 to 11 MB each. All lie between 0.91 and 1.12 times the expected bits. With the
+#: constants fitted without a text, the text's runs lie between 0.90 and 1.17 times.
 FLOOR, A, ALPHA, B, BETA = 0.654, 6.5, 0.27, 49.0, 0.28
 XZ_OF_LIBRARY, FLOOR_POWER, B_POWER = 1.466, 1.27, -0.727
 #: Lowest and highest ratio of measured to expected bits.
 EXPECTED_RANGE = (0.88, 1.14)
 
 #: GOOD_EPOCHS: passes over the text up to which a repetition is nearly as good as new text
-#: (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: passes after which
-#: the held-out loss rises. It rose from 4 to 5 passes on with 85,000 tokens and 9 parameters per
-#: token, and from 4 passes on with 400,000 tokens and 2 parameters per token, with or without
-#: dropout. At 12 passes it was much higher.
+#: (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: largest
+#: number of passes. With a weight decay of 0.1 to 0.3, the held-out loss rose from 4 to 5 passes on
+#: with 85,000 tokens and 9 parameters per token, and from 4 passes on with 400,000 tokens and 2
+#: parameters per token, with or without dropout. At 12 passes it was much higher. With 3.0, six
+#: passes had 0.2 % fewer bits than four (one run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
 #: The largest model whose expected bits are within this fraction of the lowest is chosen, because
 #: the estimates for very small models are the least certain.
 INDIFFERENT = 0.005
-#: Largest number of the layers' parameters per token of the text. 14 parameters per token with
-#: REPEATED_WEIGHT_DECAY, four passes over 1 MB: 1.1 % fewer bits than 6 parameters (Shakespeare).
+#: Largest number of the layers' parameters per token of the text: a larger model memorizes it.
+#: After four passes over 1 MB (Shakespeare, 512 tokens), 15 parameters per token and a weight decay
+#: of 2.5 had 1.1 % fewer bits than 6 and 2.0. More were not measured.
 MOST_PARAMETERS_A_TOKEN = 16.0
 #: Weight decay, and weight decay if the text is read more often than `GOOD_EPOCHS`, by Muon and by
-#: other optimizers. Muon after four passes over 1 MB (Shakespeare): 2.0 had 0.9 % fewer bits than
-#: 1.0 with 3.7 million parameters, and 2.5 had 1.9 % fewer with 8 million. 3.0 and six passes with
-#: 3.0 had 0.1 % and 0.3 % fewer than 2.0.
+#: other optimizers. Muon after four passes over 1 MB (Shakespeare, 1,024 tokens): with 3.2 million
+#: parameters of the layers, 2.0 had 0.9 % fewer bits than 1.0, and 3.0 had 0.1 % fewer than 2.0.
+#: With 7.6 million, 2.5 had 1.9 % fewer than 1.0. AdamW's was not measured again. One run each.
 WEIGHT_DECAY, REPEATED_WEIGHT_DECAY, REPEATED_ADAMW_DECAY = 0.1, 2.0, 0.3
 
 #: Fraction of the run's time for all evaluations together, and number of evaluations of a run.
