@@ -71,9 +71,10 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #: (XZ_OF_LIBRARY); in the last term it is 1 for text that xz makes smaller than those, because
 #: such text is no harder to learn. Parameters are those of the layers, characters those that
 #: training reads.
+#:
 #: ALPHA, BETA and A are close to those of Hoffmann et al. 2022. The others were fitted to 21 runs
 #: with 0.6 to 7.6 million parameters that read 0.9 to 6.5 MB of the standard library, Shakespeare,
-#: WikiText-2, and Debian's documents in English, German, Greek, Russian, Arabic, Chinese, Japanese
+#: WikiText-2, and Debian's documents in English (two), German, Russian, Arabic, Chinese, Japanese
 #: and Korean, 0.5 to 11 MB each. All lie between 0.91 and 1.12 times the expected bits. With the
 #: constants fitted without a text, the text's runs lie between 0.90 and 1.17 times.
 FLOOR, A, ALPHA, B, BETA = 0.654, 6.5, 0.27, 49.0, 0.28
