@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from firstlight.bench import budget
-from firstlight.bench.budget import bench_budget, random_settings
+from firstlight.bench.budget import bench_budget, is_same_run, random_settings
 from firstlight.bench.budget_page import draw, page
 from firstlight.bench.options import BudgetBench
 from firstlight.bench.process import error_of
@@ -32,7 +32,7 @@ class FakeRun:
             return error_of("Failed", "killed by signal 9: most likely out of memory")
         bits, curve = 3 - width / 1000, [[0.5, 4.0], [1.0, 2.5]]
         if width == 128:
-            return {"bits_per_byte": None, "curve": curve[:1], "seconds": 20.0, "step": 5}
+            return {"bits_per_byte": None, "curve": [[0.5, 4.5]], "seconds": 20.0, "step": 5}
         found = {"bits_per_byte": bits, "curve": curve, "seconds": 59.0, "gzip": 3.1, "xz": None}
         lengths = {"step": 10, "tokens": 100, "parameters": 1_000_000}
         return found | lengths | {"expected": [2.5, 2.7]}
@@ -108,6 +108,44 @@ def test_a_run_far_above_the_chosen_settings_is_hopeless(
     # Half-way between 2.0 and 1.6 the chosen settings are at 1.8.
     chosen = [(0.25, 3.0), (0.5, 2.0), (1.0, 1.6)]
     assert budget.is_hopeless(share, bits, chosen) is is_hopeless
+
+
+@pytest.mark.parametrize(
+    ("run", "budget", "is_same"),
+    [
+        # 100 s of 3 minutes: ended by its passes; with 2 minutes, the time could have ended it.
+        ({"bits_per_byte": 2.0, "seconds": 100.0, "curve": [[1.0, 2.0]]}, "10m", True),
+        ({"bits_per_byte": 2.0, "seconds": 100.0, "curve": [[1.0, 2.0]]}, "2m", False),
+        ({"bits_per_byte": 2.0, "seconds": 170.0, "curve": [[1.0, 2.0]]}, "10m", False),
+        # Ended early: all of its steps would have taken 120 s, or 160 s.
+        ({"bits_per_byte": None, "seconds": 60.0, "curve": [[0.5, 2.21]]}, "10m", True),
+        ({"bits_per_byte": None, "seconds": 80.0, "curve": [[0.5, 2.21]]}, "10m", False),
+        # The chosen settings of the other budget are not so far below it.
+        ({"bits_per_byte": None, "seconds": 60.0, "curve": [[0.5, 2.19]]}, "10m", False),
+    ],
+)
+def test_a_run_that_ends_before_two_budgets_is_the_same_with_both(
+    run: dict[str, Any], budget: str, is_same: bool
+) -> None:
+    chosen = [(0.25, 3.0), (0.5, 2.0), (1.0, 1.6)]
+    assert is_same_run(run | {"budget": "3m"}, budget, chosen) is is_same
+
+
+@pytest.mark.parametrize("budgets", [("2m", "10m"), ("10m", "2m")])
+def test_random_runs_that_end_before_two_budgets_run_once(
+    tmp_path: Path, fake: FakeRun, budgets: tuple[str, str]
+) -> None:
+    bench = BudgetBench(tmp_path, ("a.txt",), budgets, 20)
+    runs = bench_budget(bench, lambda _: None)["runs"]
+    asked = [one["settings"] for one in fake.requests]
+    assert asked.count({}) == 2
+    # A run that was killed has no result, and is tried with each budget.
+    killed = [one for one in asked if one.get("model.hidden_size") == 64]
+    assert len(asked) == 2 + 20 + len(killed) / 2
+    first, second = ([one for one in runs if one["budget"] == budget] for budget in budgets)
+    assert [one["bits_per_byte"] for one in first] == [one["bits_per_byte"] for one in second]
+    assert len({one["digest"] for one in runs}) == len(runs)
+    assert {one.get("measured_with") for one in second[1:]} == {budgets[0]}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ above the first one at the same share of its steps is ended there (`FAR_ABOVE`).
 a text are evaluated on all of its held-out text, which is the same for all settings.
 
 Each finished run is one line of results.jsonl. A second call in the same folder measures the
-missing runs.
+missing runs. A random run whose passes over the text take less than two of the budgets is measured
+with one of them: with the other it would take the same steps.
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 #: runs of `bench learning` were so far above the best recipe, and ended 7 % above it or more.
 FAR_ABOVE = ((0.45, 0.1), (0.2, 0.15))
 
+#: A run that takes less than this fraction of its budget is ended by its passes over the text, and
+#: not by the time: others take 93 % of it and more.
+_FILLED = 0.8
+
 #: Version of the lines of results.jsonl: lines of another version are measured again.
 _FORMAT = 2
 
@@ -100,6 +105,22 @@ def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
     fraction = next((most for start, most in FAR_ABOVE if share >= start), math.inf)
     shares, values = zip(*chosen, strict=True)
     return bits > (1 + fraction) * float(np.interp(share, shares, values))
+
+
+def is_same_run(run: Mapping[str, Any], budget: str, chosen: Curve) -> bool:
+    """True if a random run would be the same with another budget: its passes over the text end
+    before both budgets.
+
+    Args:
+        run: the run's line of results.jsonl.
+        budget: the other budget.
+        chosen: evaluations of the run of the chosen settings with the other budget.
+    """
+    share, bits = run["curve"][-1]
+    longest = _FILLED * min(parse_time(run["budget"]), parse_time(budget))
+    # A run that was ended early must be far above the chosen settings of the other budget, too.
+    is_complete = run["bits_per_byte"] is not None
+    return run["seconds"] / share < longest and (is_complete or is_hopeless(share, bits, chosen))
 
 
 def share_of_steps(record: Mapping[str, Any], length: Mapping[str, Any]) -> float:
@@ -194,7 +215,12 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
         chosen = lines.get(replace(case, trial=0).digest)
         if case.trial and chosen is None:
             return error_of("Failed", "the run of the chosen settings failed")
-        found = measure_run(case, bench.folder, chosen["curve"] if chosen else ())
+        curve = chosen["curve"] if chosen else ()
+        others = (replace(case, budget=budget) for budget in bench.budgets)
+        same = (lines[one.digest] for one in others if case.trial and one.digest in lines)
+        found = next(
+            (_copied(case, line) for line in same if is_same_run(line, case.budget, curve)), None
+        ) or measure_run(case, bench.folder, curve)
         if "error" in found:
             say(f"{title}: {found['error']['message']}")
             return found
@@ -204,6 +230,12 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
         return found
 
     return run_bench("budget", list(cases), 1, measure, result, on_run, outcomes=outcomes)
+
+
+def _copied(case: BudgetCase, line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of results.jsonl of another budget as the line of a case."""
+    own = {"digest": case.digest, "budget": case.budget}
+    return {"measured_with": line["budget"], **line, **own}
 
 
 def _said(run: Mapping[str, Any]) -> str:

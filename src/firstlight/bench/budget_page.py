@@ -93,12 +93,14 @@ _HEAD = """\
 
     firstlight bench budget --out DIR --corpus stdlib --corpus FILE --page docs/benchmarks/budget.md
 
-`make benchmarks NAMES=budget` calls it with three texts and three budgets. Each run is the whole
-command `firstlight train TEXT --budget TIME` in a process of its own. The random search draws
-vocabulary, width, depth, sequence length, batch, learning rates, weight decay, the decay's part of
-the schedule and the passes over the text; all else is as chosen. Bits per byte are those of the
-whole held-out text after training. The best of the random search is the best of its results on this
-same text. Seconds are those of the chosen run's whole command.
+`make benchmarks NAMES=budget` calls it with three texts and budgets of 3, 10 and 30 minutes. Each
+run is the whole command `firstlight train TEXT --budget TIME` in a process of its own. The random
+search draws vocabulary, width, depth, sequence length, batch, learning rates, weight decay, the
+decay's part of the schedule and the passes over the text; all else is as chosen. Bits per byte are
+those of the whole held-out text after training. The best of the random search is the best of its
+results on this same text. Seconds are those of the chosen run's whole command. A random run whose
+passes over the text end before two of the budgets takes the same steps with both, and is measured
+with one of them.
 
 A random run is ended early if its held-out bits per byte exceed those of the chosen settings at the
 same share of their steps by more than {limits} of the steps. Its circle in the picture

@@ -1,5 +1,4 @@
-"""Reads texts once before settings are chosen: counts the text, its scripts and its duplicates, and
-selects the held-out documents."""
+"""Reads texts once before settings are chosen: text, scripts, duplicates, held-out documents."""
 
 from __future__ import annotations
 
@@ -253,8 +252,7 @@ class _Counts:
         limits = [(s.name, s.size, s.most_bytes) for s in limited] if is_sampled else []
         self._key.update(repr((text_key, limits)).encode())
         head = b"".join(self._head)[:_GZIP_BYTES]
-        start = head[:_XZ_BYTES]
-        whole = sum(text_size(source) for source in sources)
+        whole = int(sum(text_size(source) for source in sources))
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
         characters = int(counted.sum())
         common = int(np.searchsorted(np.cumsum(counted), _COMMON_SHARE * characters)) + 1
@@ -262,7 +260,7 @@ class _Counts:
             documents=self.documents,
             text_bytes=self.text_bytes,
             characters=characters,
-            total_bytes=max(int(whole), self.text_bytes) if is_sampled else self.text_bytes,
+            total_bytes=max(whole, self.text_bytes) if is_sampled else self.text_bytes,
             common_characters=min(common, len(counted)),
             scripts=_scripts(self._histogram),
             duplicates=self.duplicates,
@@ -271,7 +269,7 @@ class _Counts:
             rejected=dict(self._rejected),
             first_rejected=self._first_rejected,
             gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
-            xz_bits_per_byte=8 * len(lzma.compress(start)) / len(start),
+            xz_bits_per_byte=8 * len(lzma.compress(head[:_XZ_BYTES])) / len(head[:_XZ_BYTES]),
             content_key=self._key.hexdigest()[:16],
             is_sampled=is_sampled,
         )
@@ -300,8 +298,7 @@ _PROMPTS, _PROMPT_CHARACTERS, _MOST_OPENINGS = 3, 60, 10_000
 def opening_of(text: str, start: int = 0) -> str:
     """Some words from the beginning of a text, as a prompt. If `text` starts in the middle of a
     document (`start` > 0), its first, incomplete line is skipped."""
-    text = text[text.find("\n") + 1 :] if start else text
-    text = text.lstrip("\ufeff\n\r ")
+    text = (text[text.find("\n") + 1 :] if start else text).lstrip("\ufeff\n\r ")
     # At most half of the text: a whole text would leave nothing to continue.
     cut = text[: min(_PROMPT_CHARACTERS, (len(text) + 1) // 2)]
     end = max(cut.rfind(" "), cut.rfind("\n"))
@@ -361,8 +358,7 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
             first = unicodedata.name(character, "OTHER").split()[0]
             name = _SCRIPT_NAMES.get(first, first.capitalize())
             counts[name] += int(histogram[code]) * len(character.encode("utf-8"))
-    total = counts.total()
-    return {name: count / total for name, count in counts.most_common()} if total else {}
+    return {name: count / counts.total() for name, count in counts.most_common()}
 
 
 def described(facts: CorpusFacts, size_text: Callable[[float], str]) -> Iterator[str]:
@@ -372,11 +368,11 @@ def described(facts: CorpusFacts, size_text: Callable[[float], str]) -> Iterator
         facts: the facts.
         size_text: function that formats a number of bytes.
     """
-    documents = f"{facts.documents:,} document{'s' if facts.documents != 1 else ''}"
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
-        f"{documents}, {size_text(facts.text_bytes)} of text, letters: {scripts}; "
+        f"{facts.documents:,} document{'s' if facts.documents != 1 else ''}, "
+        f"{size_text(facts.text_bytes)} of text, letters: {scripts}; "
         f"gzip -9 makes it {facts.gzip_bits_per_byte:.2f} bits for a byte"
     )
     if facts.is_sampled:
@@ -399,7 +395,6 @@ def described(facts: CorpusFacts, size_text: Callable[[float], str]) -> Iterator
         yield "near-duplicates were looked for in the sample alone"
     for reason, count in facts.rejected.items():
         yield f"{count:,} document{'s' if count != 1 else ''} left out: {REASONS[reason]}"
-    for place in facts.first_rejected:
-        yield f"  {place}"
+    yield from (f"  {place}" for place in facts.first_rejected)
     if (more := sum(facts.rejected.values()) - len(facts.first_rejected)) > 0:
         yield f"  ... and {more:,} more"
