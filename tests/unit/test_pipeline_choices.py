@@ -124,7 +124,7 @@ def test_a_given_key_stands_and_the_others_follow() -> None:
     ],
 )
 def test_the_batch_is_whole_micro_batches(fixed: dict[str, Any], batch: int, micro: int) -> None:
-    found = choose(TEXT, MACHINE, Length(None, tokens=2_500_000), fixed)
+    found = choose(TEXT, MACHINE, Length(None, tokens=5_000_000), fixed)
     recipe = recipe_of(found)
     assert recipe.batch.accumulation(recipe.data.seq_len) * micro * recipe.data.seq_len == batch
     assert (recipe.batch.global_batch_tokens, recipe.batch.micro_batch_size) == (batch, micro)
@@ -175,6 +175,33 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     assert more.epochs == pytest.approx(10, rel=0.05)
     assert more["schedule.epochs"] == 10.0
     assert choose(TEXT, MACHINE, Length(60.0)).advice == ""
+
+
+@pytest.mark.parametrize(
+    ("train_tokens", "optimizer", "decay"),
+    [
+        # 1.77 million parameters of the layers: 0.05, 1.5 and 9 per token.
+        (36e6, "muon", settings.WEIGHT_DECAY),
+        (1.1796e6, "muon", 1.0),
+        (0.19e6, "muon", settings.REPEATED_WEIGHT_DECAY),
+        (36e6, "adamw", settings.WEIGHT_DECAY),
+        (1.1796e6, "adamw", 0.15),
+    ],
+)
+def test_weight_decay_of_repeated_text_follows_the_parameters_per_token(
+    train_tokens: float, optimizer: str, decay: float
+) -> None:
+    text = dataclasses.replace(TEXT, train_tokens=train_tokens)
+    fixed = {"model.hidden_size": 192, "model.num_hidden_layers": 4, "optimizer.name": optimizer}
+    repeated = choose(text, MACHINE, Length(tokens=4 * train_tokens), fixed)
+    assert repeated["optimizer.weight_decay"] == pytest.approx(decay)
+    once = choose(text, MACHINE, Length(tokens=train_tokens), fixed)
+    assert once["optimizer.weight_decay"] == settings.WEIGHT_DECAY
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(1e6, 2048), (6.3e6, 4096), (64e6, 16384)])
+def test_the_batch_grows_with_the_root_of_the_tokens(tokens: float, batch: int) -> None:
+    assert choose(TEXT, MACHINE, Length(tokens=tokens))["batch.global_batch_tokens"] == batch
 
 
 def test_what_does_not_fit_into_memory_is_not_chosen() -> None:

@@ -216,11 +216,8 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
         if case.trial and chosen is None:
             return error_of("Failed", "the run of the chosen settings failed")
         curve = chosen["curve"] if chosen else ()
-        others = (replace(case, budget=budget) for budget in bench.budgets)
-        same = (lines[one.digest] for one in others if case.trial and one.digest in lines)
-        found = next(
-            (_copied(case, line) for line in same if is_same_run(line, case.budget, curve)), None
-        ) or measure_run(case, bench.folder, curve)
+        found = _same_run(case, bench.budgets, lines, curve)
+        found = found or measure_run(case, bench.folder, curve)
         if "error" in found:
             say(f"{title}: {found['error']['message']}")
             return found
@@ -232,10 +229,23 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
     return run_bench("budget", list(cases), 1, measure, result, on_run, outcomes=outcomes)
 
 
-def _copied(case: BudgetCase, line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of results.jsonl of another budget as the line of a case."""
+def _same_run(
+    case: BudgetCase, budgets: Sequence[str], lines: Mapping[str, dict[str, Any]], chosen: Curve
+) -> dict[str, Any] | None:
+    """The line of a case, made from that of the same run with another budget; None without one.
+
+    Args:
+        case: the run.
+        budgets: all budgets.
+        lines: lines of results.jsonl by their digest.
+        chosen: evaluations of the run of the chosen settings with the budget of `case`.
+    """
     own = {"digest": case.digest, "budget": case.budget}
-    return {"measured_with": line["budget"], **line, **own}
+    for budget in budgets if case.trial else ():
+        line = lines.get(replace(case, budget=budget).digest)
+        if line is not None and is_same_run(line, case.budget, chosen):
+            return {"measured_with": line["budget"], **line, **own}
+    return None
 
 
 def _said(run: Mapping[str, Any]) -> str:

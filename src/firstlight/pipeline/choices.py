@@ -95,7 +95,7 @@ def choose(
     items = [
         *_model_choices(best, is_chosen=len(candidates) > 1),
         *_step_choices(best, text, machine, fixed),
-        *_length_choices(best.run, length, text, fixed),
+        *_length_choices(best, length, text, fixed),
         *best.run.other_choices(machine, text.val_tokens),
     ]
     epochs = best.run.tokens / max(text.train_tokens, 1.0)
@@ -326,8 +326,9 @@ _FOLLOWING_RATES = ("optimizer.muon_learning_rate", "optimizer.head_lr_multiple"
 
 
 def _length_choices(
-    run: RunFacts, length: Length, text: TextFacts, fixed: Mapping[str, Any]
+    best: _Candidate, length: Length, text: TextFacts, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
+    run = best.run
     schedule = {k: v for k, v in _layout(fixed).items() if k.startswith("schedule.")}
     reasons = {"schedule.kind": "full rate, then a line down to zero over the last part"}
     epochs = run.tokens / max(text.train_tokens, 1.0)
@@ -348,10 +349,13 @@ def _length_choices(
         yield Choice(key, value, reasons.get(key, ""))
     decay, reason = settings.WEIGHT_DECAY, ""
     if epochs > settings.GOOD_EPOCHS:
-        decay = settings.REPEATED_WEIGHT_DECAY
-        if not _uses_muon(fixed):
-            decay = settings.REPEATED_ADAMW_DECAY
-        reason = f"the text is read {epochs:.0f} times: weights are kept smaller"
+        most = (
+            settings.REPEATED_WEIGHT_DECAY if _uses_muon(fixed) else settings.REPEATED_ADAMW_DECAY
+        )
+        size = best.shape.layer_parameters / text.train_tokens / settings.REPEATED_PARAMETERS
+        decay = max(decay, float(f"{most * min(size, 1.0):.2g}"))
+        if decay > settings.WEIGHT_DECAY:
+            reason = f"the text is read {epochs:.0f} times: weights are kept smaller"
     yield Choice("optimizer.weight_decay", decay, reason)
 
 
