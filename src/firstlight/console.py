@@ -171,13 +171,13 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def parse_time(text: str) -> float:
-    """The seconds of a time such as "24h", "90min" or "3d".
+    """The seconds of a time such as "30m", "24h" or "3d".
 
     Raises:
         ConfigError: `text` is no time.
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)\s*", text.lower())
-    return _value(match, _TIMES, text, "time: write for instance 24h, 90min or 3d")
+    return _value(match, _TIMES, text, "time: write for instance 30m, 24h or 3d")
 
 
 def parse_count(text: str) -> float:

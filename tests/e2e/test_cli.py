@@ -471,7 +471,7 @@ _ERRORS = {
     "prepare text.txt --tokenizer tok --out o --verbose": "No such option",
     "train nowhere.yaml": "recipe nowhere.yaml does not exist",
     "train r.yml": "recipe r.yml does not exist (did you mean 'r.yaml'?)",
-    "train": "no recipe given",
+    "train": "no input given; use: firstlight train my_texts/ --budget 10m",
     "train empty": "folder empty holds no text files",
     "train data": "data is a prepared corpus, and train takes a recipe: firstlight train",
     "train run": "run is a run folder, and train takes a recipe: firstlight train run/recipe.yaml",

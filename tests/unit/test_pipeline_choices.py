@@ -165,6 +165,8 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     choices = choose(little, MACHINE, Length(3600.0))
     assert choices.epochs <= settings.MOST_EPOCHS * 1.05
     assert choices.seconds < 3600
+    reasons = {choice.key: choice.reason for choice in choices.choices}
+    assert "the passes over the text end it before" in reasons["schedule.max_minutes"]
     assert choices["optimizer.weight_decay"] == settings.REPEATED_WEIGHT_DECAY
     assert "times" in choices.advice
     layers = choices.parameters - 2 * TEXT.vocab_size * choices["model.hidden_size"]
@@ -174,7 +176,10 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     more = choose(little, MACHINE, Length(3600.0), {"schedule.epochs": 10.0})
     assert more.epochs == pytest.approx(10, rel=0.05)
     assert more["schedule.epochs"] == 10.0
-    assert choose(TEXT, MACHINE, Length(60.0)).advice == ""
+    once = choose(TEXT, MACHINE, Length(60.0))
+    assert once.advice == ""
+    reasons = {choice.key: choice.reason for choice in once.choices}
+    assert "measured steps decide" in reasons["schedule.max_minutes"]
 
 
 @pytest.mark.parametrize(

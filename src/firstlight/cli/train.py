@@ -172,6 +172,11 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     """
     paths, overrides = split_paths(arguments)
     if options["cooldown"] is None:
+        if not paths:
+            raise ConfigError(
+                "no input given; use: firstlight train my_texts/ --budget 10m, or a recipe: "
+                "firstlight train RECIPE.yaml (for instance recipes/demo.yaml)"
+            )
         if takes_texts(paths):
             return _train_on_texts(paths, overrides, options)
         _check_that_input_exists(paths)

@@ -246,4 +246,4 @@ def _nearest(name: str) -> str:
     close = [gpu for gpu in ranked if likeness(gpu) > (0, 0.5)]
     names = ", ".join(repr(gpu) for gpu in close)
     found = f"nearest are {names}" if close else f"use one of {', '.join(GPUS)}"
-    return f"{found}; or --gpu-memory 24GiB"
+    return f"{found}; or `firstlight plan` with --gpu-memory 24GiB"

@@ -335,6 +335,8 @@ def _length_choices(
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
         reason = "of the training; measured steps decide their number, once"
+        if run.seconds < 0.8 * length.seconds:
+            reason = "of the training at most: the passes over the text end it before"
         yield Choice("schedule.max_minutes", minutes, reason)
         # Also far below the limit of epochs: a machine that was busy when its speed was measured
         # may be several times as fast in the run.
@@ -367,8 +369,9 @@ def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
     read = best.run.tokens * text.bytes_per_token
     plenty = replace(text, train_tokens=best.run.tokens)
     new = expected_bits(best.shape.layer_parameters, read, plenty)
+    gain = 1 - new / best.bits
     return (
         f"the text is read {epochs:.0f} times; {rounded(read)} bytes of such text in place of "
-        f"{rounded(text.train_tokens * text.bytes_per_token)} would save about "
-        f"{1 - new / best.bits:.0%} of the bits"
+        f"{rounded(text.train_tokens * text.bytes_per_token)} would save "
+        f"{f'about {gain:.0%}' if gain >= 0.01 else 'less than 1%'} of the bits"
     )

@@ -107,6 +107,11 @@ class RunFacts:
         """Number of tokens that are trained on, repetitions included."""
         return self.steps * self.batch_tokens
 
+    @property
+    def seconds(self) -> float:
+        """Expected seconds of the training loop, evaluations included."""
+        return self.tokens / self.rate / (1 - settings.EVALUATION_SHARE)
+
     def choices(
         self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
     ) -> Choices:
@@ -119,8 +124,8 @@ class RunFacts:
             epochs: passes over the training data.
         """
         chosen = [one.unless_given(fixed) for one in items]
-        seconds = self.tokens / self.rate / (1 - settings.EVALUATION_SHARE)
-        return Choices(chosen, parameters, self.tokens, self.steps, seconds, self.rate, epochs)
+        length = (self.tokens, self.steps, self.seconds)
+        return Choices(chosen, parameters, *length, self.rate, epochs)
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
         """The micro-batch size in sequences, a divisor of the sequences of a step.
