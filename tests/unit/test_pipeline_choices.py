@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -176,6 +177,9 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     more = choose(little, MACHINE, Length(3600.0), {"schedule.epochs": 10.0})
     assert more.epochs == pytest.approx(10, rel=0.05)
     assert more["schedule.epochs"] == 10.0
+    fewer = choose(little, MACHINE, Length(3600.0), {"schedule.epochs": 2.5})
+    assert "would save less than 1% of the bits" in fewer.advice
+    assert re.search(r"would save about [1-9]\d?% of the bits", more.advice)
     once = choose(TEXT, MACHINE, Length(60.0))
     assert once.advice == ""
     reasons = {choice.key: choice.reason for choice in once.choices}
