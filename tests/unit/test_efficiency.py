@@ -13,14 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_recipe import plain_recipe
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function, same_bits
 from firstlight.efficiency.attention import choose_attention, flex_mask, resolve_attention
 from firstlight.efficiency.compilation import keep_results, require_compiler, uses_cuda_graphs
 from firstlight.efficiency.memory import (
+    _DROPOUT_AT,
     _linear_cross_entropy,
     chunk_loss,
     chunked_head_loss,
+    keeps_result,
     offloaded_activations,
 )
 from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
@@ -34,6 +37,7 @@ from firstlight.models import (
     Model,
     MoEConfig,
     empty_model,
+    ops,
 )
 from firstlight.models.llama_layers import LlamaAttention
 from firstlight.models.ops import (
@@ -324,6 +328,53 @@ def test_checkpointing_with_dropout_gives_the_same_bits(kind: str, mode: str) ->
     assert other_loss == loss
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_masked_padding_gives_the_loss_of_cut_rows(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.compile gets it on a GPU: logits of padding rows get no probability, no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 8, generator=generator)
+    weight = torch.randn(16, 8, generator=generator)
+    labels = torch.randint(13, (2, 5), generator=generator).index_fill_(1, torch.tensor([3]), -100)
+    found = []
+    for masked in (False, True):
+        if masked:
+            monkeypatch.setattr(ops, "_is_compiled_for_gpu", lambda _: True)
+        assert ops.without_padding(x @ weight.T, 13, softcap).shape[-1] == (16 if masked else 13)
+        leaf = weight.clone().requires_grad_()
+        head = functools.partial(nn.functional.linear, weight=leaf)
+        loss = head_loss(x, head, 13, labels, softcap, z_loss_coef=0.1)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        assert not leaf.grad[13:].any()
+        found.append((loss.detach(), leaf.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_attention_that_drops_is_computed_again() -> None:
+    """On a GPU, kept attention would draw no random numbers in the recomputation, and dropouts
+    after it would draw others."""
+    aten = torch.ops.aten
+    q = torch.zeros(1, 1, 1, 1)
+    kept, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    flash = aten._scaled_dot_product_flash_attention.default
+    assert keeps_result(None, flash, q, q, q) == kept
+    assert keeps_result(None, flash, q, q, q, 0.0, True) == kept
+    assert keeps_result(None, flash, q, q, q, 0.1, True) == again
+    assert keeps_result(None, flash, q, q, q, dropout_p=0.1) == again
+    for one in (
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ):
+        assert keeps_result(None, one, q, q, q, None, True) == kept
+        assert keeps_result(None, one, q, q, q, None, True, 0.1) == again
+    assert keeps_result(None, aten.mm.default, q, q) == kept
+    assert keeps_result(None, aten.native_dropout.default, q, 0.1, True) == again
+    for operator, place in _DROPOUT_AT.items():
+        assert operator._schema.arguments[place].name == "dropout_p"
 
 
 def test_checkpointing_keeps_less() -> None:

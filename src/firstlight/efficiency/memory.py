@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 # Imported to register their operators, which `_KEPT` names; `firstlight.models` registers MoE's.
 import firstlight.lora.quantized
@@ -36,7 +40,7 @@ _aten = torch.ops.aten
 
 #: Operators whose results "selective" keeps, because they take longest to compute again
 #: (Korthikanti et al. 2022; torchtitan).
-_KEPT = [
+_KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -49,7 +53,14 @@ _KEPT = [
     torch.ops.firstlight.blockwise_attention.default,
     torch.ops.firstlight.grouped_linear.default,
     torch.ops.firstlight.nf4_linear.default,
-]
+}
+
+#: Position of the probability of dropout among the arguments of attention on a GPU.
+_DROPOUT_AT = {
+    _aten._scaled_dot_product_flash_attention.default: 3,
+    _aten._scaled_dot_product_efficient_attention.default: 5,
+    _aten._scaled_dot_product_cudnn_attention.default: 5,
+}
 
 #: Number of elements below which a tensor is not offloaded: moving it costs more than it frees.
 _OFFLOADED_ELEMENTS = 1024
@@ -88,8 +99,20 @@ def _recomputed(
     # Reentrant checkpoints give no gradients if no input requires one, as after frozen layers.
     if not selective:
         return checkpoint(forward, *arguments, use_reentrant=False)
-    contexts = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+    contexts = functools.partial(create_selective_checkpoint_contexts, keeps_result)
     return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **_CHOICE)
+
+
+def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    """The policy of selective checkpointing: whether an operator's result is kept.
+
+    Attention that drops weights is computed again. If its result were kept, it would draw no random
+    numbers in the recomputation, and the dropouts after it would draw others than before.
+    """
+    place = _DROPOUT_AT.get(operator, len(arguments))
+    drops = bool(named.get("dropout_p")) or (place < len(arguments) and bool(arguments[place]))
+    is_kept = operator in _KEPT and not drops
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:

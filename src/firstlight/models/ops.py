@@ -282,6 +282,29 @@ def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return at_least_fp32(logits).logsumexp(-1).square().where(labels != IGNORE_INDEX, 0).sum()
 
 
+def without_padding(logits: Tensor, vocab_size: int, softcap: float | None = None) -> Tensor:
+    """Capped logits without those of padding rows, which would get a part of the probability.
+
+    Args:
+        logits: [..., V or more].
+        vocab_size: V.
+        softcap: see `soft_capped`.
+
+    Returns:
+        [..., V]; in code that is compiled for a GPU, the shape of `logits`, with -inf as padding.
+    """
+    padded = logits.shape[-1]
+    if padded == vocab_size or not _is_compiled_for_gpu(logits):
+        return soft_capped(logits[..., :vocab_size], softcap)
+    # Kernels that torch.compile writes for GPUs read rows of an odd length number by number.
+    is_padding_V = torch.arange(padded, device=logits.device) >= vocab_size
+    return soft_capped(logits, softcap).masked_fill(is_padding_V, float("-inf"))
+
+
+def _is_compiled_for_gpu(logits: Tensor) -> bool:
+    return torch.compiler.is_compiling() and logits.is_cuda
+
+
 def head_loss(
     x_BTC: Tensor,
     head: Callable[[Tensor], Tensor],
@@ -303,8 +326,7 @@ def head_loss(
         z_loss_coef: coefficient of `z_loss_sum`, which is added only if gradients are enabled, so
             that the loss of an evaluation is the cross-entropy.
     """
-    # Cut off, because logits of padded rows would get a part of the probability.
-    logits = soft_capped(head(x_BTC)[..., :vocab_size], softcap)
+    logits = without_padding(head(x_BTC), vocab_size, softcap)
     loss = cross_entropy_sum(logits, labels_BT)
     if z_loss_coef and torch.is_grad_enabled():
         loss = loss + z_loss_coef * z_loss_sum(logits, labels_BT)
