@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from optimizer_models import (
@@ -48,6 +51,18 @@ def test_bf16_parameters_are_the_rounded_masters_after_every_step(
         assert any((value != value.bfloat16()).any() for value in masters.values())
         rounded = {key: value.bfloat16() for key, value in masters.items()}
         assert same(found, rounded)
+
+
+@switched
+def test_a_model_is_freed_after_its_steps(in_backward: bool) -> None:
+    """Also its weights, which autograd holds with their hooks."""
+    model = new_model(dtype=BF16)
+    optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=in_backward)
+    steps(model, optimizer, range(1))
+    left = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)
 
 
 def test_masters_are_those_of_an_fp32_model_with_the_same_gradients() -> None:

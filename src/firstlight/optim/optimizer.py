@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Mapping
 
 import torch
@@ -196,22 +197,31 @@ class Optimizer:
 
     def _update_in_backward(self, name: str, parameter: nn.Parameter) -> None:
         """Register a hook that updates a parameter as soon as its gradient is accumulated."""
-        master, (_, optimizer, _) = self._masters.updated[name], self._part_of[name]
+        # Autograd holds the hook where Python finds no cycle: a hook that held this optimizer, and
+        # with it the parameter, would keep both for the rest of the process.
+        owner = weakref.ref(self)
 
         def update(_: Tensor) -> None:
-            if name in self._norms:
-                raise ConfigError(
-                    "efficiency.optimizer_in_backward makes an update in every backward pass: "
-                    "set batch.gradient_accumulation_steps to 1"
-                )
-            self._masters.take_gradient(name)
-            assert master.grad is not None
-            self._norms[name] = torch.linalg.vector_norm(master.grad)
-            optimizer.step()
-            master.grad = None
-            self._masters.refill_one(name)
+            optimizer = owner()
+            assert optimizer is not None, "a model is trained without its optimizer"
+            optimizer._update(name)
 
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+
+    def _update(self, name: str) -> None:
+        """Update one parameter from its gradient, and free the gradient."""
+        if name in self._norms:
+            raise ConfigError(
+                "efficiency.optimizer_in_backward makes an update in every backward pass: "
+                "set batch.gradient_accumulation_steps to 1"
+            )
+        master, (_, optimizer, _) = self._masters.updated[name], self._part_of[name]
+        self._masters.take_gradient(name)
+        assert master.grad is not None
+        self._norms[name] = torch.linalg.vector_norm(master.grad)
+        optimizer.step()
+        master.grad = None
+        self._masters.refill_one(name)
 
     # State
 
