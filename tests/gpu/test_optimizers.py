@@ -31,7 +31,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
     "adafactor of the paper": ({**_ADAFACTOR, "optimizer.adafactor_variant": "paper"}, _ROUNDING),
     "adafactor of torch": ({**_ADAFACTOR, "optimizer.adafactor_variant": "torch"}, _ROUNDING),
     "normuon": ({**_MUON, "optimizer.muon_beta2": 0.95}, _AMPLIFIED),
-    "polar express": ({**_MUON, "optimizer.muon_coefficients": "polar_express"}, _AMPLIFIED),
+    # Its steep polynomials amplify the rounding of bf16 products more.
+    "polar express": (
+        {**_MUON, "optimizer.muon_coefficients": "polar_express"},
+        (3e-3, _AMPLIFIED[1]),
+    ),
     "muon warmed up": ({**_MUON, "optimizer.muon_momentum_warmup_steps": 10}, _AMPLIFIED),
     "cautious weight decay": (
         {"optimizer.cautious_weight_decay": True, "optimizer.weight_decay": 0.1},
@@ -84,8 +88,8 @@ def test_embeddings_in_32_bits_are_updated_as_without_8_bits(
     found = []
     for settings in (
         {},
-        {"optimizer.name": "adamw8bit", "optimizer.embeddings_in_32_bits": True},
         {"optimizer.name": "adamw8bit"},
+        {"optimizer.name": "adamw8bit", "optimizer.embeddings_in_32_bits": False},
     ):
         program = make_program(runs.recipe(_LLAMA, settings), hardware)
         program.step([batch.to(hardware.device)], 1.0)

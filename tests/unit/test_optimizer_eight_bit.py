@@ -90,7 +90,7 @@ def test_the_state_takes_two_bytes_a_parameter(library: str) -> None:
 @each
 def test_small_tensors_stay_in_32_bits(library: str) -> None:
     model = new_model(CONFIG)
-    optimizer = Optimizer(model, eight_bits(library))
+    optimizer = Optimizer(model, eight_bits(library, embeddings_in_32_bits=False))
     steps(model, optimizer, range(1))
     state = optimizer.state_tensors()
     bits = {
@@ -108,7 +108,8 @@ def test_embeddings_in_32_bits_are_updated_as_without_8_bits(
 ) -> None:
     wide = eight_bits(library, embeddings_in_32_bits=True)
     models = []
-    for config in (wide, make("adamw"), eight_bits(library)):
+    narrow = eight_bits(library, embeddings_in_32_bits=False)
+    for config in (wide, make("adamw"), narrow):
         model = new_model(model_config)
         optimizer = Optimizer(model, config)
         size = optimizer.state_bytes
@@ -116,11 +117,11 @@ def test_embeddings_in_32_bits_are_updated_as_without_8_bits(
         state = optimizer.state_tensors()
         assert sum(tensor.nbytes for tensor in state.values()) == size
         models.append((weights(model), state))
-    (found, state), (plain, _), (narrow, _) = models
+    (found, state), (plain, _), (in_8_bits, _) = models
     tables = {n for n in found if any(part in n for part in ("embed_tokens", "wte", "wpe"))}
     assert len(tables) == (2 if model_config is TIED_GPT2 else 1)
     for name in found:
-        assert torch.equal(found[name], (plain if name in tables else narrow)[name]), name
+        assert torch.equal(found[name], (plain if name in tables else in_8_bits)[name]), name
         bits = {t.dtype for key, t in state.items() if key.startswith(f"{name}.")}
         assert name not in tables or torch.uint8 not in bits
     assert any(tensor.dtype == torch.uint8 for tensor in state.values())

@@ -877,8 +877,8 @@ def test_a_schedule_that_can_not_be_gone_on_in_is_refused(
     eight_bits = changed(longer, optimizer={"name": "adamw8bit"})
     short = {"resume": False, "max_steps": 1}
     in_8_bits = train(changed(eight_bits, run={"dir": str(tmp_path / "8")}, schedule=short))
-    mixed = changed(eight_bits, optimizer={"embeddings_in_32_bits": True})
-    message = "has the state of optimizer.embeddings_in_32_bits False"
+    mixed = changed(eight_bits, optimizer={"embeddings_in_32_bits": False})
+    message = "has the state of optimizer.embeddings_in_32_bits True"
     refused(mixed, CheckpointError, message, init_from=in_8_bits.checkpoint)
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)

@@ -52,7 +52,8 @@ def make_optimizers(
         MissingDependencyError: an 8-bit library is needed and not installed.
     """
     spec = OPTIMIZERS[config.name]
-    wide = "embedding" if config.embeddings_in_32_bits else None
+    has_choice = "embeddings_in_32_bits" in spec.options
+    wide = "embedding" if has_choice and config.embeddings_in_32_bits is not False else None
     # AdamW updates the parameters that the named optimizer does not take: with Muon, those of
     # embeddings, head and norms.
     own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
@@ -189,13 +190,14 @@ class OptimizerConfig(Section):
     """library of the 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at once;
     "torchao" compiles its update, which takes tens of seconds on a CPU at the first step. "auto"
     takes bitsandbytes if it is installed, else torchao. Tensors under 4096 values stay in 32 bits.
-    Embeddings are in 8 bits too (but see embeddings_in_32_bits). If hidden_size is a multiple of
-    256, each block of 256 values lies within the row of one token, so that large gradients of rare
-    tokens do not make those of others less exact. One library can't read the other's state."""
-    embeddings_in_32_bits: bool = False
+    So do embeddings, see embeddings_in_32_bits. One library can't read the other's state."""
+    embeddings_in_32_bits: bool | None = None
     """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
     to them) by torch's AdamW with fp32 moments, 8 bytes for each of their parameters, as Dettmers
-    et al. 2022 advise for training from scratch; paged_adamw8bit does not page these moments."""
+    et al. 2022 advise; paged_adamw8bit does not page these moments. null is true with 8-bit
+    optimizers. false saves 6 bytes for each of these parameters; a row then shares its scale with
+    others unless hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare
+    tokens were moved ten times too far."""
     learning_rate: float = Field(1e-3, gt=0)
     """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
     `head_lr_multiple` and `vector_lr_multiple` give some of them a multiple of it."""

@@ -29,7 +29,7 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.models.language_model import InitConfig
 from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
-from firstlight.optim.registry import OptimizerConfig
+from firstlight.optim.registry import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.parallel.selection import named_engine
 from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
@@ -272,8 +272,14 @@ def _resolve_efficiency(
 def _resolve_optimizer(
     config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
 ) -> OptimizerConfig:
-    """The `optimizer` section with 8-bit library and variant of Adafactor resolved."""
+    """The `optimizer` section with 8-bit library, bits of embeddings and variant of Adafactor
+    resolved."""
     chosen: dict[str, Any] = {}
+    has_choice = "embeddings_in_32_bits" in OPTIMIZERS[config.name].options
+    if has_choice and config.embeddings_in_32_bits is None:
+        # Runs of older versions go on in 8 bits.
+        before = earlier.get("embeddings_in_32_bits", False) if earlier else None
+        chosen["embeddings_in_32_bits"] = before is not False
     if config.name == "adamw8bit" and config.eight_bit_library == "auto":
         library = earlier.get("eight_bit_library", "auto")
         chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library

@@ -175,7 +175,12 @@ def _changed_of_optimizer(
 ) -> Iterator[tuple[str, Any, Any]]:
     """(key, value in the checkpoint's recipe, value now) of the keys whose values differ."""
     before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), run.recipe.optimizer.model_dump()
-    return ((key, before[key], now[key]) for key in keys if before.get(key, now[key]) != now[key])
+    # An optimizer without 8 bits had False for embeddings_in_32_bits, and has None now.
+    return (
+        (key, before[key], now[key])
+        for key in keys
+        if (before.get(key, now[key]) or None) != (now[key] or None)
+    )
 
 
 def _require_same_seed(folder: Path, saved: Mapping[str, Any], run: Run) -> None:

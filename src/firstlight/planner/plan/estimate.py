@@ -303,7 +303,7 @@ def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dic
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
     """The changes that set another optimizer, and that turn off the options which it refuses."""
-    off = {"embeddings_in_32_bits": False, "cautious_weight_decay": False, "tuned_width": None}
+    off = {"embeddings_in_32_bits": None, "cautious_weight_decay": False, "tuned_width": None}
     own, has = recipe.optimizer, OPTIMIZERS[name].options
     refused = [key for key, value in off.items() if getattr(own, key) != value and key not in has]
     return {"optimizer.name": name, **{f"optimizer.{key}": off[key] for key in refused}}
