@@ -130,6 +130,16 @@ REFUSALS = {
         [{"efficiency.compile_backend": "inductor"}, {"efficiency.compile_mode": "default"}],
         {"efficiency.compile": True},
     ),
+    "graphs-experts": Refusal(
+        {"efficiency.compile_mode": "reduce-overhead"},
+        {"model.model_type": "mixtral", "model.num_experts": 4},
+        [
+            {"efficiency.compile_mode": "default"},
+            {"efficiency.compile_mode": "max-autotune-no-cudagraphs"},
+        ],
+        {**_NAMED_GPU, "efficiency.compile": True},
+        GPU,
+    ),
     "fp8-gpt2": Refusal(
         _precision("fp8"),
         {"model.model_type": "gpt2"},

@@ -91,6 +91,9 @@ class DeepseekAttention(SelfAttention):
             latent_B1SL, k_B1SR = cache.update(self.layer, latent_B1SL, k_B1SR)
         kv_BSHD = self.kv_b_proj(latent_B1SL[:, 0]).unflatten(-1, (self.heads, -1))
         k_nope, v_BHSD = kv_BSHD.transpose(1, 2).split(self.expanded_sizes, dim=-1)
+        # torch's kernel for fp32 on GPUs reads 16 bytes at once, and fails if values begin between.
+        if self.expanded_sizes[0] * v_BHSD.element_size() % 16:
+            v_BHSD = v_BHSD.contiguous()
         # All heads share one rotated key.
         k_BHSD = torch.cat((k_nope, k_B1SR.to(k_nope.dtype).expand(-1, self.heads, -1, -1)), -1)
         q_BHTD = torch.cat((q_nope, q_rope), -1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from firstlight.efficiency.attention import GPU_BACKENDS, able_backends, why_unable
-from firstlight.efficiency.compilation import TRITON_CAPABILITY
+from firstlight.efficiency.compilation import TRITON_CAPABILITY, uses_cuda_graphs
 from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
@@ -367,6 +367,13 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
         yield (
             "efficiency.attention cudnn adds up in no fixed order: set it to flash, or "
             "run.deterministic to false"
+        )
+    if recipe.model.expert_count and uses_cuda_graphs(config, hardware):
+        # Seen with torch 2.11: the backward pass reads activations where those of an earlier step
+        # were (https://github.com/pytorch/pytorch/pull/197438).
+        yield (
+            f"efficiency.compile_mode {config.compile_mode} trains mixtures of experts wrongly on "
+            "GPUs: set it to default or max-autotune-no-cudagraphs"
         )
     if recipe.data.pin_memory and device != "cuda":
         yield "data.pin_memory is for copies to a CUDA GPU: leave it out"
