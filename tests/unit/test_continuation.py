@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation, StopTexts, logprob_of
+from firstlight.generation.continuation import (
+    Continuation,
+    StopTexts,
+    choose_tokens,
+    logprob_of,
+)
 from firstlight.generation.sampling import penalize, shift
 from firstlight.tokenizer import TextStream, Tokenizer
 
@@ -189,6 +195,40 @@ def test_biases_ban_and_force_tokens(tokenizer: Tokenizer) -> None:
     beyond = SamplingConfig(logit_bias={tokenizer.vocab_size: 1.0})
     with pytest.raises(ConfigError, match="logit_bias names the token id 320"):
         Continuation([1], beyond, context=999).push(logits)
+
+
+def test_tokens_chosen_together_are_those_of_each_text_alone() -> None:
+    """Those that depend on the text so far are left to it."""
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.8},
+    ]
+    left: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": -0.1},
+        {"logit_bias": {3: 1.0}},
+    ]
+
+    def texts() -> list[Continuation]:
+        configs = [SamplingConfig(**one, seed=n) for n, one in enumerate([*settings, *left])]
+        return [Continuation([1], config, context=99) for config in configs]
+
+    together, alone = texts(), texts()
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        logits = 3 * torch.randn(len(alone), 40, generator=generator)
+        chosen = choose_tokens(together, logits)
+        assert [token_id is None for token_id in chosen] == [False] * len(settings) + [True] * 4
+        for text, row, token_id in zip(together, logits, chosen, strict=True):
+            text.push(row, token_id)
+        for text, row in zip(alone, logits, strict=True):
+            text.push(row)
+    assert [text.token_ids for text in together] == [text.token_ids for text in alone]
+    assert len({tuple(text.token_ids) for text in alone}) > 5
 
 
 def test_log_probabilities_are_the_models_own(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.sampling import draw, filter_probabilities, sample
+from firstlight.generation.sampling import draw, filter_probabilities, sample, sample_rows
 
 logits_lists = st.lists(st.integers(-400, 400), min_size=1, max_size=12).map(
     lambda values: [value / 40 for value in values]
@@ -229,3 +229,33 @@ def test_indices_are_drawn_as_often_as_they_are_likely() -> None:
     expected = weights * 20_000
     # Four standard deviations of a binomial count.
     assert (counts - expected).abs().le(4 * (expected * (1 - weights)).sqrt()).all()
+
+
+@given(
+    rows=st.integers(1, 5),
+    config=st.builds(
+        SamplingConfig,
+        temperature=st.sampled_from([0, 0.3, 1, 4]),
+        min_p=st.sampled_from([0, 0.1]),
+        top_k=st.sampled_from([0, 3, 99]),
+        top_p=st.sampled_from([0.2, 0.9, 1]),
+    ),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100)
+def test_rows_are_sampled_as_each_alone(rows: int, config: SamplingConfig, seed: int) -> None:
+    logits = 3 * torch.randn(rows, 50, generator=generator(seed))
+    together, alone = ([generator(seed + row) for row in range(rows)] for _ in range(2))
+    for _ in range(3):
+        found = sample_rows(logits, config, together)
+        assert found == [sample(*one) for one in zip(logits, [config] * rows, alone, strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_gets_no_token(temperature: float, bad: float) -> None:
+    logits = torch.zeros(3, 9)
+    logits[1, 4] = bad
+    config = SamplingConfig(temperature=temperature)
+    found = sample_rows(logits, config, [generator() for _ in range(3)])
+    assert [token_id is None for token_id in found] == [False, True, False]

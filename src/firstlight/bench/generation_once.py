@@ -24,7 +24,7 @@ import torch
 from firstlight.bench.memory import begin_peak
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation
+from firstlight.generation.continuation import Continuation, choose_tokens
 from firstlight.generation.engine import load
 from firstlight.hardware.device import synchronize
 from firstlight.hardware.resident import peak_resident_bytes
@@ -114,8 +114,9 @@ def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) ->
         first = time.perf_counter()
         while texts[0].finish_reason is None:
             logits_BV = decoder.step([text.token_ids[-1] for text in texts])
-            for text, logits_V in zip(texts, logits_BV, strict=True):
-                text.push(logits_V)
+            chosen = choose_tokens(texts, logits_BV)
+            for text, logits_V, token_id in zip(texts, logits_BV, chosen, strict=True):
+                text.push(logits_V, token_id)
         end = time.perf_counter()
         for _ in texts:
             decoder.remove(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.sampling import filter_probabilities, sample, shifted
+from firstlight.generation.sampling import filter_probabilities, sample, sample_rows, shifted
 from firstlight.generation.structured import Constraint
 from firstlight.tokenizer import TextStream, Tokenizer
 
@@ -114,7 +114,15 @@ class Continuation:
             scored = logits_TV[: len(ids)]
             self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
 
-    def push(self, logits_V: Tensor) -> str:
+    @property
+    def is_plain(self) -> bool:
+        """True if the next token depends on the logits and the generator alone: without penalties,
+        biases and a constraint."""
+        config = self.config
+        penalties = config.frequency_penalty, config.presence_penalty, config.repetition_penalty - 1
+        return self._constraint is None and not any(penalties) and not config.logit_bias
+
+    def push(self, logits_V: Tensor, token_id: int | None = None) -> str:
         """Choose the next token, or end the text; return the text that is final with it, which is
         often empty.
 
@@ -123,6 +131,7 @@ class Continuation:
 
         Args:
             logits_V: logits of the next token, on any device.
+            token_id: the next token, if `choose_tokens` has chosen it from these logits.
 
         Raises:
             ModelError: the logits are not finite numbers.
@@ -132,9 +141,10 @@ class Continuation:
         if len(self.token_ids) >= self._most:  # no new token was asked for, or has room
             return self._end("length")
         allowed_V = None if self._constraint is None else self._constraint.allowed(len(logits_V))
-        token_id = sample(
-            logits_V, self.config, self._generator, self._seen, self._counts, allowed_V
-        )
+        if token_id is None:
+            token_id = sample(
+                logits_V, self.config, self._generator, self._seen, self._counts, allowed_V
+            )
         if token_id in self._eos_token_ids:
             return self._end("stop")
         if self.choices is not None:
@@ -165,6 +175,32 @@ class Continuation:
             rest += self._stops.finish()
         self.finish_reason = reason
         return rest
+
+
+def choose_tokens(texts: Sequence[Continuation], logits_BV: Tensor) -> list[int | None]:
+    """Choose the next token of several texts, reading each kind of settings from the device once.
+
+    Args:
+        texts: texts that go on, without a finish reason.
+        logits_BV: logits of their next tokens.
+
+    Returns:
+        For each text, the argument `token_id` of `Continuation.push`; None if `push` has to choose.
+    """
+    chosen: list[int | None] = [None] * len(texts)
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for row, text in enumerate(texts):
+        if text.is_plain:
+            config = text.config
+            key = config.temperature, config.min_p, config.top_k, config.top_p
+            groups.setdefault(key, []).append(row)
+    for rows in groups.values():
+        logits_GV = logits_BV if len(rows) == len(texts) else logits_BV[rows]
+        generators = [texts[row]._generator for row in rows]
+        found = sample_rows(logits_GV, texts[rows[0]].config, generators)
+        for row, token_id in zip(rows, found, strict=True):
+            chosen[row] = token_id
+    return chosen
 
 
 class StopTexts:

@@ -14,7 +14,7 @@ from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
 from firstlight.generation.beams import search
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation, Generation
+from firstlight.generation.continuation import Continuation, Generation, choose_tokens
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel, load_model
@@ -148,9 +148,10 @@ def pieces_of_many(
         if not running:
             continue
         logits_BV = decoder.step([texts[index].token_ids[-1] for index in running])
+        chosen = choose_tokens([texts[index] for index in running], logits_BV)
         for row in reversed(range(len(running))):
             index = running[row]
-            yield index, texts[index].push(logits_BV[row])
+            yield index, texts[index].push(logits_BV[row], chosen[row])
             if texts[index].finish_reason is not None:
                 decoder.remove(row)
                 running[row] = running[-1]

@@ -1,9 +1,9 @@
-"""Sampling: the choice of one token from a model's logits."""
+"""Sampling: the choice of tokens from a model's logits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,38 @@ def sample(
     if config.temperature == 0:
         return int(shifted_V.argmax())
     return draw(filter_probabilities(shifted_V, config), generator)
+
+
+def sample_rows(
+    logits_GV: Tensor, config: SamplingConfig, generators: Sequence[torch.Generator]
+) -> list[int | None]:
+    """Choose a token id for each row as `sample` does without penalties, biases and `allowed_V`.
+
+    All rows are read from the device at once: a GPU would have to be waited for in each row.
+
+    Args:
+        logits_GV: logits of one position of each of G texts.
+        config: sampling settings of these texts.
+        generators: each text's CPU generator; not used with temperature 0.
+
+    Returns:
+        The ids; None for a row whose logits are not finite numbers.
+    """
+    finite_G = logits_GV.amax(-1).isfinite()
+    if config.temperature == 0:
+        chosen_G = logits_GV.argmax(-1)
+    else:
+        # See `draw`.
+        cumulative_GV = filter_probabilities(logits_GV, config).cumsum(-1, dtype=torch.float64)
+        totals_G = cumulative_GV[:, -1]
+        drawn = [torch.rand((), dtype=torch.float64, generator=one) for one in generators]
+        below_G = torch.stack(drawn).to(logits_GV.device) * totals_G
+        below_G = below_G.minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
+        chosen_G = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)[:, 0]
+    found, finite = torch.stack((chosen_G, finite_G.to(chosen_G.dtype))).tolist()
+    return [
+        token_id if is_finite else None for token_id, is_finite in zip(found, finite, strict=True)
+    ]
 
 
 def shifted(
@@ -135,16 +167,16 @@ def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
 
 
 def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
-    """Probabilities to draw from, fp32 [V], from logits [V]: temperature, min-p, top-k and top-p
-    (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
+    """Probabilities to draw from, fp32 [..., V], from logits [..., V]: temperature, min-p, top-k
+    and top-p (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
     logits_V = logits_V.float()
     # The greatest logit becomes 0, so that a small temperature can't overflow.
-    logits_V = (logits_V - logits_V.max()) / max(config.temperature, 1e-30)
+    logits_V = (logits_V - logits_V.amax(-1, keepdim=True)) / max(config.temperature, 1e-30)
     if config.min_p > 0:
         # The likeliest token has logit 0, so that log(p / p_max) is the logit itself.
         logits_V = logits_V.masked_fill(logits_V < math.log(config.min_p), float("-inf"))
-    if 0 < config.top_k < len(logits_V):
-        smallest_kept = logits_V.topk(config.top_k).values[-1]
+    if 0 < config.top_k < logits_V.shape[-1]:
+        smallest_kept = logits_V.topk(config.top_k).values[..., -1:]
         logits_V = logits_V.masked_fill(logits_V < smallest_kept, float("-inf"))
     probabilities_V = logits_V.softmax(-1)
     if config.top_p < 1:
@@ -152,6 +184,6 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
         before = ordered.cumsum(-1) - ordered
         # `before > 0` keeps the likeliest token also if top_p is rounded to 0 in fp32.
         dropped = (before >= config.top_p) & (before > 0)
-        probabilities_V = probabilities_V.index_fill(0, order[dropped], 0.0)
-        probabilities_V = probabilities_V / probabilities_V.sum()
+        probabilities_V = probabilities_V.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
+        probabilities_V = probabilities_V / probabilities_V.sum(-1, keepdim=True)
     return probabilities_V

@@ -17,7 +17,7 @@ from torch import Tensor
 from firstlight.console import say
 from firstlight.errors import FirstlightError
 from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.continuation import Continuation, TokenLogprob
+from firstlight.generation.continuation import Continuation, TokenLogprob, choose_tokens
 
 #: No more texts join between two steps once the joined prompts have this number of tokens, because
 #: the running texts wait meanwhile. At least one text can always join.
@@ -284,13 +284,17 @@ class Scheduler:
             return []
         try:
             logits_BV = self._decoder.step([sequence.text.token_ids[-1] for sequence in running])
+            chosen = choose_tokens([sequence.text for sequence in running], logits_BV)
         except _FAILURES as error:
             # All texts fail, because any of them may have caused the error.
             self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
         else:
             self.failure = None
-            updates = [_pushed(sequence, logits_BV[row]) for row, sequence in enumerate(running)]
+            updates = [
+                _pushed(sequence, logits_BV[row], chosen[row])
+                for row, sequence in enumerate(running)
+            ]
         for row in reversed(range(len(updates))):
             if updates[row].ended:
                 self._remove(row)
@@ -305,12 +309,13 @@ class Scheduler:
             self._running.pop()
 
 
-def _pushed(sequence: ScheduledSequence, logits_V: Tensor) -> Update:
-    """Choose a sequence's next token from logits [V]; return the update, or one with the error."""
+def _pushed(sequence: ScheduledSequence, logits_V: Tensor, token_id: int | None = None) -> Update:
+    """Choose a sequence's next token from logits [V], unless it is given; return the update, or one
+    with the error."""
     text = sequence.text
     before = len(text.token_ids)
     try:
-        piece = text.push(logits_V)
+        piece = text.push(logits_V, token_id)
     except _FAILURES as error:
         return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
