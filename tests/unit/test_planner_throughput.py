@@ -72,7 +72,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 ROUND_GPU = GPU("Round", 2**34, 1e12, 1e13, 1e13, 1e14, 1e14, 1e11, (8, 0))
 ALL = Range.exact(1.0)
 FREE = Range.exact(0.0)
-IDEAL = Shares(ALL, ALL, ALL, ALL, ALL, FREE, FREE, FREE, FREE)
+IDEAL = Shares(ALL, ALL, ALL, ALL, ALL, FREE, FREE, FREE, FREE, fp32_products=ALL)
 
 
 def op(
@@ -112,6 +112,22 @@ def test_a_large_product_takes_its_flops_over_the_peak() -> None:
     expected = 2 * 8192**3 / (1e14 * whole)
     assert kernel_seconds(one, ROUND_GPU, "bf16", IDEAL).expected == pytest.approx(expected)
     assert 0.9 < whole <= 1
+
+
+@pytest.mark.parametrize("precision, dtype, packet", [("bf16", BF16, 8), ("tf32", FP32, 4)])
+def test_rows_that_are_no_multiple_of_16_bytes_are_read_slowly(
+    precision: str, dtype: torch.dtype, packet: int
+) -> None:
+    shares = replace(IDEAL, misaligned=Range.exact(0.25))
+
+    def seconds(n: int) -> float:
+        return kernel_seconds(mm(8192, 8192, n, dtype=dtype), ROUND_GPU, precision, shares).expected
+
+    aligned = 8192 - packet
+    assert seconds(aligned) == pytest.approx(seconds(8192), rel=1e-3)
+    assert seconds(aligned + 1) == pytest.approx(4 * seconds(8192), rel=2e-3)
+    in_fp32 = mm(8192, 8192, 8191), ROUND_GPU, "fp32"
+    assert kernel_seconds(*in_fp32, shares) == kernel_seconds(*in_fp32, IDEAL)
 
 
 def test_a_product_with_a_vector_is_bound_by_memory() -> None:
@@ -228,6 +244,35 @@ def test_many_small_operators_are_bound_by_launching() -> None:
     assert found.phases["forward"] == pytest.approx(expected)
     graphs = predict_speed(step((tiny, 1000)), replace(work, cuda_graphs=True), ROUND_GPU)
     assert graphs.kinds["launching"] == 0
+
+
+def test_python_sees_each_operator_of_selective_checkpointing_twice() -> None:
+    """In the forward pass, and as the backward pass computes it again. Views are seen, too."""
+    tiny = op("add.Tensor", [((4,), FP32)] * 2, [((4,), FP32)])
+    view = op("view.default", [((4,), FP32)], [((4,), FP32)])
+    back = replace(tiny, phase="backward")
+    work, traced = Workload(8, 1.0, "bf16"), step((tiny, 100), (view, 50), (back, 300))
+    plain = predict_speed(traced, work, ROUND_GPU).phases
+    seen = predict_speed(traced, replace(work, dispatches=True), ROUND_GPU).phases
+    launch = DEFAULT_SHARES.launch_seconds.expected
+    each = DEFAULT_SHARES.dispatch_launches * 150 * launch
+    assert plain["forward"] == pytest.approx(100 * launch)
+    assert seen == pytest.approx(
+        plain | {name: plain[name] + each for name in ("forward", "backward")}
+    )
+    compiled = replace(work, compiled=True)
+    assert predict_speed(traced, compiled, ROUND_GPU) == predict_speed(
+        traced, replace(compiled, dispatches=True), ROUND_GPU
+    )
+
+
+def test_each_call_of_an_optimizer_takes_time_of_the_host() -> None:
+    one = op("_fused_adamw_.default", [((4,), FP32)], [((4,), FP32)], phase="optimizer")
+    work, launch = Workload(8, 1.0, "bf16"), DEFAULT_SHARES.launch_seconds.expected
+    for calls in (1, 200):
+        found = predict_speed(step((one, 1)), replace(work, updates=calls), ROUND_GPU).phases
+        expected = (1 + DEFAULT_SHARES.update_launches * calls) * launch
+        assert found["optimizer"] == pytest.approx(expected)
 
 
 def test_views_start_no_kernel() -> None:

@@ -8,8 +8,11 @@ and of its bytes. The share of the data sheet's rates that is achieved is a rang
   measured 50-73 % and up to 63 % on A100, FlashAttention-3 (Shah et al. 2024) found the second to
   be at 35-40 % on H100;
 - streams 0.70 to 0.92 of the memory's bandwidth, as STREAM-like programs reach on these GPUs;
-- a kernel takes 2 to 6 microseconds at least, and starting one from Python 4 to 12, which is
+- a kernel takes 2 to 6 microseconds at least, and starting one from Python 4 to 16, which is
   hidden as long as the GPU is busy.
+
+Of these, the speed of fp32 and of misaligned products, and the host's time in selective
+checkpointing and in calls of optimizers, were set by steps measured on an H100 (docs/gpu.md).
 
 A matrix product is divided into tiles of 128 x 128, which multiprocessors take in turns. The parts
 of tiles beyond the edge, and the idle multiprocessors of the last turn, are lost (NVIDIA, "Matrix
@@ -17,8 +20,8 @@ Multiplication Background User's Guide": tile and wave quantization). Each tile 
 about 64 more elements of the inner dimension for its beginning and end.
 
 For GPU types that `firstlight bench gpu` has measured, fitted constants (`measured_gpus.json`)
-replace these shares, which this project has not checked on a GPU. The ranges were set wide enough
-for two published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
+replace these shares. The ranges were set wide enough for two published rates of GPT-2 124M in
+compiled bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
@@ -111,6 +114,12 @@ class Shares:
         fused_traffic: bytes that torch.compile's fused kernels move, as a multiple of
             `throughput.fused_bytes`. A norm reads its input twice, a residual is read and written
             as well, and gradients of biases are summed.
+        fp32_products: the same for products in fp32, which matrix units do not compute.
+        misaligned: speed of a product with rows that are no multiple of `PACKET_BYTES`, as a
+            fraction of others.
+        dispatch_launches: host time of an operator that selective checkpointing sees, beside its
+            launch, in launches from Python.
+        update_launches: host time of a call of a torch optimizer, in launches from Python.
         source: origin of these figures, as text for the user.
     """
 
@@ -121,14 +130,20 @@ class Shares:
     link: Range = field(default_factory=lambda: Range(0.50, 0.70, 0.85))
     overlap: Range = field(default_factory=lambda: Range(0.40, 0.70, 0.95))
     kernel_seconds: Range = field(default_factory=lambda: Range(6e-6, 3e-6, 2e-6))
-    launch_seconds: Range = field(default_factory=lambda: Range(12e-6, 7e-6, 4e-6))
+    launch_seconds: Range = field(default_factory=lambda: Range(16e-6, 7e-6, 4e-6))
     compiled_launch_seconds: Range = field(default_factory=lambda: Range(5e-6, 3e-6, 1e-6))
     fused_traffic: Range = field(default_factory=lambda: Range(2.6, 1.8, 1.2))
+    fp32_products: Range = field(default_factory=lambda: Range(0.60, 0.80, 0.95))
+    misaligned: Range = field(default_factory=lambda: Range(0.15, 0.25, 0.50))
+    dispatch_launches: float = 2.4
+    update_launches: float = 30.0
     source: str = "from the data sheet"
 
 
 DEFAULT_SHARES = Shares()
 
+#: Bytes that matrix units read at a time: a row of another size is read by slower kernels.
+PACKET_BYTES = 16
 #: Rows and columns of a tile of a matrix product.
 _TILE = 128
 #: Elements of the inner dimension that take as long as the beginning and end of a tile.
@@ -202,13 +217,24 @@ def kernel_seconds(
         peak = dtype_flops(gpu, product.dtype, precision) * tile_share(
             product, multiprocessors(gpu)
         )
-        return larger(floor, larger(memory, _over(product.flops, shares.products * peak)))
+        rate = product_share(product, precision, shares) * peak
+        return larger(floor, larger(memory, _over(product.flops, rate)))
     if is_attention(operator):
         backward = "backward" in operator.name
         share = shares.attention_backward if backward else shares.attention
         peak = dtype_flops(gpu, operator.inputs[0][1], precision)
         return larger(floor, larger(memory, _over(attention_flops(operator), share * peak)))
     return larger(floor, memory)
+
+
+def product_share(product: MatrixProduct, precision: str, shares: Shares) -> Range:
+    """The fraction of the peak that a matrix product without tile waste reaches."""
+    if product.dtype == torch.float32 and precision != "tf32":
+        return shares.fp32_products
+    packet = PACKET_BYTES // product.dtype.itemsize
+    if all(size % packet == 0 for size in (product.m, product.n, product.k)):
+        return shares.products
+    return Range(*(a * b for a, b in zip(shares.products, shares.misaligned, strict=True)))
 
 
 def attention_flops(operator: Operator) -> float:
@@ -308,6 +334,9 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
         attention=share(constants["attention"]),
         attention_backward=share(constants["attention"] * backward),
         bandwidth=share(constants["bandwidth"]),
+        fp32_products=share(default.fp32_products.expected),
+        # No range of its own: it multiplies `products`, which has one.
+        misaligned=Range.exact(default.misaligned.expected),
         kernel_seconds=seconds(default.kernel_seconds.expected),
         launch_seconds=seconds(constants["launch_seconds"]),
         compiled_launch_seconds=seconds(constants["launch_seconds"] * compiled),

@@ -49,8 +49,19 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
         precision=recipe.efficiency.precision,
         compiled=recipe.efficiency.compile,
         cuda_graphs=recipe.efficiency.compile_mode in ("reduce-overhead", "max-autotune"),
+        dispatches=recipe.efficiency.activation_checkpointing == "selective",
+        updates=updates_of(recipe),
         exchange=exchange,
     )
+
+
+def updates_of(recipe: ResolvedRecipe) -> int:
+    """Number of calls of torch optimizers in a step: one for each trained parameter if the backward
+    pass updates."""
+    if not recipe.efficiency.optimizer_in_backward:
+        return 1
+    # With adapters, some more or fewer: what a step takes hardly depends on it.
+    return sum(1 for _ in meta_model(recipe.model).parameters())
 
 
 #: Largest number of micro-batches of a step that `trace_memory` traces.

@@ -94,6 +94,8 @@ class Workload:
         precision: the recipe's `efficiency.precision`, resolved.
         compiled: True if torch.compile compiles the forward and the backward pass.
         cuda_graphs: True if a step is launched as one CUDA graph.
+        dispatches: True if Python sees each operator of the layers (selective checkpointing).
+        updates: number of calls of torch optimizers in a step.
         exchange: communication of several processes.
     """
 
@@ -102,6 +104,8 @@ class Workload:
     precision: str = "bf16"
     compiled: bool = False
     cuda_graphs: bool = False
+    dispatches: bool = False
+    updates: int = 1
     exchange: Exchange = field(default_factory=Exchange)
 
 
@@ -267,6 +271,13 @@ def _on_gpu(
         traffic = Range(*(size * moved / (gpu.bandwidth * rate) for moved, rate in pairs))
         sums.add(phase, "elementwise", traffic)
         sums.memory += traffic.expected
+    if work.dispatches and not work.compiled:
+        # In the forward pass, and when the backward pass computes it again.
+        seen = sum(entry.count for entry in counts if entry.operator.phase == "forward")
+        for phase in ("forward", "backward"):
+            launches[phase] = launches.get(phase, 0.0) + shares.dispatch_launches * seen
+    if "optimizer" in launches:
+        launches["optimizer"] += shares.update_launches * work.updates
     _add_launching(sums, launches, work, shares)
     # Two int64 a token: its id and its label.
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
@@ -293,7 +304,7 @@ def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shar
         # Assumed: one fused kernel after each product or attention kernel.
         number = 2 * count if compiled else count
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
-        busy = sums.phases[phase]
+        busy = sums.phases.get(phase, ZERO)
         waited = larger(busy, each * number)
         # Only the time beyond the kernels: while they run, launching the next ones is free.
         extra = Range(*(a - b for a, b in zip(waited, busy, strict=True)))
