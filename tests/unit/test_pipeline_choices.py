@@ -71,6 +71,29 @@ def test_speed_lies_on_a_line_through_the_known_ones() -> None:
     assert MACHINE.tokens_per_second(0.0) <= 40_000
 
 
+def test_a_step_takes_at_least_as_long_as_its_kernels_take_to_start() -> None:
+    steps = [(9e6, 0.02), (56e6, 0.05)]
+    gpu = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 2e6), (56e6, 5e5)], steps=steps)
+    assert gpu.tokens_per_second(9e6) == gpu.tokens_per_second(9e6, 1e9) == pytest.approx(2e6)
+    assert gpu.tokens_per_second(9e6, 4096) == pytest.approx(4096 / 0.02)
+    assert gpu.tokens_per_second(32.5e6, 4096) == pytest.approx(4096 / 0.035)
+    assert gpu.tokens_per_second(103e6, 4096) == pytest.approx(4096 / 0.08)
+    assert gpu.tokens_per_second(0.0, 4096) <= 4096 / 0.01
+    one = dataclasses.replace(gpu, rates=gpu.rates[:1], steps=steps[:1])
+    assert one.tokens_per_second(9e6, 4096) == pytest.approx(4096 / 0.02)
+    assert MACHINE.tokens_per_second(9e6, 1) == MACHINE.tokens_per_second(9e6)
+
+
+def test_the_time_of_small_steps_counts_when_a_model_is_chosen() -> None:
+    """Three minutes of a GPU whose steps take 50 ms are 3,600 steps at most."""
+    steps = [(9e6, 0.05), (56e6, 0.05)]
+    gpu = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 1e7), (56e6, 1e6)], steps=steps)
+    text = dataclasses.replace(TEXT, train_tokens=1e9)
+    found = choose(text, gpu, Length(180.0))
+    assert 2000 < found.steps <= 3600
+    assert found.tokens_per_second == pytest.approx(found["batch.global_batch_tokens"] / 0.05)
+
+
 @given(st.floats(60, 1e6), st.floats(2, 100))
 def test_more_time_never_expects_more_bits(seconds: float, factor: float) -> None:
     first = choose(TEXT, MACHINE, Length(seconds))

@@ -189,23 +189,26 @@ def _candidate(
     fixed: Mapping[str, Any],
 ) -> _Candidate:
     """A model with its run: the batch, the steps for which there is time, and the expected loss."""
-    rate = machine.tokens_per_second(shape.flops_per_token)
-    if length.seconds is not None:
-        tokens = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
-        most = fixed.get("schedule.epochs", settings.MOST_EPOCHS)
-        tokens = min(tokens, most * text.train_tokens)
-    else:
-        tokens = length.tokens or 0.0
-    steps = length.steps
     unit = shape.seq_len * given_rows(fixed)
-    batch = fixed.get("batch.global_batch_tokens")
-    if batch is None:
-        batch = -(-_batch_tokens(tokens, shape.seq_len) // unit) * unit
-    elif batch % unit:
+    given = fixed.get("batch.global_batch_tokens")
+    if given is not None and given % unit:
         raise ConfigError(
-            f"batch.global_batch_tokens {batch} is no multiple of a micro-batch's {unit} tokens: "
-            f"take {-(-batch // unit) * unit}"
+            f"batch.global_batch_tokens {given} is no multiple of a micro-batch's {unit} tokens: "
+            f"take {-(-given // unit) * unit}"
         )
+    rate = machine.tokens_per_second(shape.flops_per_token)
+    # The run's tokens follow from the speed, the batch from the tokens, and the speed from the
+    # batch: each round makes the run no longer, and the second hardly changes it.
+    for _ in range(3):
+        if length.seconds is not None:
+            tokens = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
+            most = fixed.get("schedule.epochs", settings.MOST_EPOCHS)
+            tokens = min(tokens, most * text.train_tokens)
+        else:
+            tokens = length.tokens or 0.0
+        batch = given or -(-_batch_tokens(tokens, shape.seq_len) // unit) * unit
+        rate = machine.tokens_per_second(shape.flops_per_token, batch)
+    steps = length.steps
     if steps is None:
         steps = max(round(tokens / batch), 1)
     run = RunFacts(steps, batch, shape.seq_len, rate)

@@ -40,6 +40,9 @@ class MachineFacts:
         usable_bytes: memory that a run may use, in bytes.
         origin: text with the source of the rates, for the user.
         compiles: True if torch.compile works on this device.
+        steps: training FLOPs per token and the seconds of a step of few tokens, of some models, the
+            smallest first: on a GPU, the time of starting the step's kernels. Empty on a CPU, whose
+            steps take the longer, the more tokens they have.
     """
 
     name: str
@@ -48,8 +51,9 @@ class MachineFacts:
     usable_bytes: int
     origin: str = "measured"
     compiles: bool = True
+    steps: Sequence[tuple[float, float]] = ()
 
-    def tokens_per_second(self, flops: float) -> float:
+    def tokens_per_second(self, flops: float, step_tokens: float = math.inf) -> float:
         """Estimated training speed of a model in tokens per second.
 
         The time of a token is interpolated linearly between the models of `rates`, extrapolated
@@ -58,14 +62,25 @@ class MachineFacts:
 
         Args:
             flops: training FLOPs per token of the model.
+            step_tokens: tokens of a step; without them, as many as keep the device busy.
         """
         seconds = [(size, 1 / rate) for size, rate in self.rates]
         if len(seconds) == 1:
-            return seconds[0][0] / seconds[0][1] / flops
-        place = next((i for i, (size, _) in enumerate(seconds[1:-1], 1) if size > flops), -1)
-        (low, first), (high, second) = seconds[place - 1], seconds[place]
-        slope = max((second - first) / (high - low), 0.0)
-        return 1 / max(first + slope * (flops - low), min(first, 1 / self.rates[0][1]) / 2)
+            rate = seconds[0][0] / seconds[0][1] / flops
+        else:
+            rate = 1 / max(_on_line(seconds, flops), min(one for _, one in seconds) / 2)
+        if not self.steps or step_tokens == math.inf:
+            return rate
+        least = self.steps[0][1] if len(self.steps) == 1 else _on_line(self.steps, flops)
+        return min(rate, step_tokens / max(least, self.steps[0][1] / 2))
+
+
+def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
+    """The value at a place between points (place, value), of which the places rise; beyond them it
+    is extrapolated, and it does not fall."""
+    index = next((i for i, (one, _) in enumerate(points[1:-1], 1) if one > place), -1)
+    (low, first), (high, second) = points[index - 1], points[index]
+    return first + max((second - first) / (high - low), 0.0) * (place - low)
 
 
 @dataclass(frozen=True)

@@ -53,25 +53,29 @@ def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
     kind = machine.target.kind
     if kind == "cpu":
         rates = [_timed(machine, ModelSize(*shape, _VOCABULARY, 256)) for shape in _TIMED]
-        origin = "measured here"
+        origin, steps = "measured here", []
     else:
-        rates = [_predicted(machine, ModelSize(*shape, _VOCABULARY, 512)) for shape in _PREDICTED]
+        shapes = [ModelSize(*shape, _VOCABULARY, 512) for shape in _PREDICTED]
+        busy = settings.MICRO_BATCH_TOKENS[kind]
+        rates = [_predicted(machine, shape, busy) for shape in shapes]
+        few = [_predicted(machine, shape, shape.seq_len) for shape in shapes]
+        steps = [(flops, 512 / rate) for flops, rate in few]
         origin = "predicted by the planner"
     # If a smaller model is slower than a larger one, because of kernel launches or noise, it gets
     # the larger one's rate: `MachineFacts` needs rates that don't rise with size.
     rates = [
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
     ]
-    return machine, MachineFacts(
-        machine.name, kind, rates, machine.usable_bytes, origin, machine.compiles
-    )
+    usable = machine.usable_bytes
+    return machine, MachineFacts(machine.name, kind, rates, usable, origin, machine.compiles, steps)
 
 
-def _speed_recipe(shape: ModelSize, kind: str) -> Recipe:
-    """A recipe of a new model with the usual layout, for finding its speed."""
+def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
+    """A recipe of a new model with the usual layout, for finding its speed in steps of one
+    micro-batch of `tokens` tokens."""
     values: dict[str, Any] = {
         "data": {"dir": "unused", "seq_len": shape.seq_len},
-        "batch": {"micro_batch_size": settings.MICRO_BATCH_TOKENS[kind] // shape.seq_len},
+        "batch": {"micro_batch_size": tokens // shape.seq_len},
         "efficiency": {"compile": False},
         "schedule": {"max_steps": 1000},
         "evaluation": {"sample_prompts": []},
@@ -99,7 +103,7 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 def _timed(machine: Machine, shape: ModelSize) -> tuple[float, float]:
     """Training FLOPs per token and measured tokens per second of a new model."""
-    recipe = resolve_for(_speed_recipe(shape, "cpu"), machine)
+    recipe = resolve_for(_speed_recipe(shape, settings.MICRO_BATCH_TOKENS["cpu"]), machine)
     return shape.flops_per_token, timed_rate(recipe, machine)
 
 
@@ -133,14 +137,23 @@ def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
     return batch.num_valid / statistics.median(seconds)
 
 
-def _predicted(machine: Machine, shape: ModelSize) -> tuple[float, float]:
-    """Training FLOPs per token and tokens per second of a new model, predicted by the planner."""
-    kind = machine.target.kind
-    recipe = resolve_for(_speed_recipe(shape, kind), machine)
+def _predicted(machine: Machine, shape: ModelSize, tokens: int) -> tuple[float, float]:
+    """Training FLOPs per token and tokens per second of a new model in steps of `tokens` tokens,
+    predicted by the planner."""
+    recipe = resolve_for(_speed_recipe(shape, tokens), machine)
+    return shape.flops_per_token, _predicted_rate(recipe, machine)
+
+
+def _predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
+    """Tokens per second of a recipe on a GPU.
+
+    Raises:
+        ConfigError: the GPU's speed is unknown.
+    """
     found = Estimator(measures=False).estimate(Candidate(recipe, machine, evaluates=False))
     if found.tokens_per_second is None:
         raise ConfigError(f"the speed of {machine.name} is not known: name another --gpu")
-    return shape.flops_per_token, found.tokens_per_second.expected
+    return found.tokens_per_second.expected
 
 
 def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
@@ -204,17 +217,17 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     kind, seq_len = machine.target.kind, recipe.data.seq_len
     frozen = recipe.lora is not None
     flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
+    steps = []
     if kind == "cpu":
         rate, origin = timed_rate(recipe, machine), "measured here"
     else:
         rows = max(settings.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
-        busy = with_changes(recipe, {"batch.micro_batch_size": rows})
-        found = Estimator(measures=False).estimate(Candidate(busy, machine, evaluates=False))
-        if found.tokens_per_second is None:
-            raise ConfigError(f"the speed of {machine.name} is not known: name another --gpu")
-        rate, origin = found.tokens_per_second.expected, "predicted by the planner"
+        busy, few = (with_changes(recipe, {"batch.micro_batch_size": n}) for n in (rows, 1))
+        rate, origin = _predicted_rate(busy, machine), "predicted by the planner"
+        steps = [(flops, seq_len / _predicted_rate(few, machine))]
+    usable = machine.usable_bytes
     return MachineFacts(
-        machine.name, kind, [(flops, rate)], machine.usable_bytes, origin, machine.compiles
+        machine.name, kind, [(flops, rate)], usable, origin, machine.compiles, steps
     )
 
 

@@ -156,20 +156,21 @@ def choose_tuning(
     Raises:
         ConfigError: a given `batch.global_batch_tokens` is not a multiple of the row's tokens.
     """
-    rate = machine.rates[0][1]
+    flops, rate = machine.rates[0]
     most = fixed.get("schedule.epochs", data.most_epochs) * epoch_tokens
-    batch = fixed.get("batch.global_batch_tokens")
-    tokens = length.tokens or most
-    if length.seconds is not None:
-        tokens = min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
-    if batch is None:
-        unit = row.value * given_rows(fixed)
-        batch = _batch_tokens(tokens, row.value, unit)
-    elif batch % row.value:
+    given = fixed.get("batch.global_batch_tokens")
+    if given is not None and given % row.value:
         raise ConfigError(
-            f"batch.global_batch_tokens {batch} is no multiple of data.seq_len {row.value}: take "
-            f"{-(-batch // row.value) * row.value}"
+            f"batch.global_batch_tokens {given} is no multiple of data.seq_len {row.value}: take "
+            f"{-(-given // row.value) * row.value}"
         )
+    # As for new models: the speed follows from the batch.
+    for _ in range(3):
+        tokens = length.tokens or most
+        if length.seconds is not None:
+            tokens = min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
+        batch = given or _batch_tokens(tokens, row.value, row.value * given_rows(fixed))
+        rate = machine.tokens_per_second(flops, batch)
     steps = length.steps or max(round(tokens / batch), 1)
     run = RunFacts(steps, batch, row.value, rate)
     epochs = run.tokens / max(epoch_tokens, 1.0)
