@@ -107,7 +107,8 @@ def test_a_method_stays_near_to_the_plain_run_of_its_device(
     _require_near(run, plain, switch.loss, switch.weights)
     # Numbers of fewer bits can't come out the same: the method was at work.
     assert switch.kind != "approximate" or difference(run, plain).weights > 1e-5
-    assert (run.graphs > 0) == (switch.factor == "compile")
+    # torchao compiles its optimizer.
+    assert (run.graphs > 0) == (switch.factor == "compile" or "torchao" in switch.value)
 
 
 @pytest.mark.parametrize("switch, model", _cases("exact"))
@@ -154,16 +155,16 @@ def test_inductor_stays_near_to_the_plain_run_of_its_device(
 
 
 @pytest.mark.cuda_only("CUDA graphs")
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("model", _MODELS)
 def test_gradients_of_several_micro_batches_add_up_under_cuda_graphs(
-    runs: Runs, model: str, rows: int
+    runs: Runs, model: str, micro: int
 ) -> None:
     combination = frozenset([("model", model)])
     recipe = _with(
         runs.recipe(combination),
         efficiency={"compile": True, "compile_mode": "reduce-overhead"},
-        batch={"micro_batch_size": rows, "gradient_accumulation_steps": 4 // rows},
+        batch={"micro_batch_size": micro, "gradient_accumulation_steps": 4 // micro},
     )
     run = train_recipe(recipe, hardware=runs.hardware)
     _require_near(run, runs.plain(combination), *INDUCTOR_BOUNDS)

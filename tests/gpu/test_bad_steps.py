@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,10 +105,10 @@ def test_out_of_memory_halves_the_micro_batch_and_training_goes_on(
 
 
 @pytest.fixture
-def whole_memory(device: torch.device) -> Iterator[None]:
+def whole_memory() -> Iterator[None]:
     """The limit of this process's GPU memory is put back."""
     yield
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.cuda_only("a CPU's memory has no limit for one process's tensors")
@@ -131,6 +132,7 @@ def test_a_batch_larger_than_the_memory_is_cut_until_it_fits(
     }
 
     def losses(name: str, rows: int) -> tuple[list[float], int]:
+        gc.collect()  # the model of the run before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         recipe["run"] = {"dir": str(tmp_path / name), "device": "cuda"}
@@ -145,7 +147,7 @@ def test_a_batch_larger_than_the_memory_is_cut_until_it_fits(
     assert most > 1.2 * least, "the limit would be a matter of luck"
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((0.4 * most + 0.6 * least) / total, device)
+    torch.cuda.set_per_process_memory_fraction((0.4 * most + 0.6 * least) / total)
     found, _ = losses("short", 32)
     assert found == pytest.approx(expected, rel=1e-5)
     events = read_json_lines(tmp_path / "short" / "events.jsonl")

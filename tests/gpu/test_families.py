@@ -29,6 +29,8 @@ def both(config: ModelConfig, seed: int, device: torch.device) -> tuple[Model, A
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         own = load_model(folder, device).model
+    # torch's kernel for fp32 on GPUs fails where values begin between 16 bytes, as DeepSeek's may.
+    theirs.set_attn_implementation("eager")
     assert {p.device.type for p in own.parameters()} == {device.type}
     return own, theirs.to(device)
 

@@ -60,9 +60,10 @@ def loaded_of(
     model = empty_model(_FAMILIES[family]).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.15, generator=generator)
-            if parameter.dim() == 1:
+            # The factors of norms; the biases of a GPT-2 stay small.
+            if parameter.dim() == 1 and name.endswith("weight"):
                 parameter.add_(1.0)
         model.lm_head.weight[:257] *= 0.1
     model = model.to(dtype).to(device)

@@ -102,6 +102,8 @@ def test_two_processes_on_one_device_give_the_gradient_of_one(
     engine: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL refuses two processes on one GPU, so gloo sends the GPU's tensors."""
+    if engine == "fsdp" and device.type == "cuda":
+        pytest.skip("torch 2.11's gloo ends with a segmentation fault where it gathers GPU shards")
     monkeypatch.setenv("RANKS_DEVICE", device.type)
     cases = [
         {
