@@ -94,6 +94,18 @@ def test_the_time_of_small_steps_counts_when_a_model_is_chosen() -> None:
     assert found.tokens_per_second == pytest.approx(found["batch.global_batch_tokens"] / 0.05)
 
 
+def test_long_runs_have_longer_sequences() -> None:
+    lengths = {
+        tokens: choose(TEXT, MACHINE, Length(None, tokens=tokens), size="tiny")["data.seq_len"]
+        for tokens in (2e6, 4.9e6, 5.1e6, 2e7)
+    }
+    assert lengths == {2e6: 256, 4.9e6: 256, 5.1e6: 512, 2e7: 512}
+    wide = choose(TEXT, MACHINE, Length(None, tokens=2e6), size="medium")
+    assert wide["data.seq_len"] == 512
+    given = choose(TEXT, MACHINE, Length(None, tokens=2e7), {"data.seq_len": 128}, "tiny")
+    assert given["data.seq_len"] == 128
+
+
 @given(st.floats(60, 1e6), st.floats(2, 100))
 def test_more_time_never_expects_more_bits(seconds: float, factor: float) -> None:
     first = choose(TEXT, MACHINE, Length(seconds))
@@ -148,7 +160,7 @@ def test_a_given_key_stands_and_the_others_follow() -> None:
     ],
 )
 def test_the_batch_is_whole_micro_batches(fixed: dict[str, Any], batch: int, micro: int) -> None:
-    found = choose(TEXT, MACHINE, Length(None, tokens=5_000_000), fixed)
+    found = choose(TEXT, MACHINE, Length(None, tokens=4_900_000), fixed)
     recipe = recipe_of(found)
     assert recipe.batch.accumulation(recipe.data.seq_len) * micro * recipe.data.seq_len == batch
     assert (recipe.batch.global_batch_tokens, recipe.batch.micro_batch_size) == (batch, micro)

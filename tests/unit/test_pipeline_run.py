@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,9 +112,12 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     assert main([*commands["generate"], "--max-new-tokens", "4"]) == 0
     assert main(commands["convert"]) == 0
 
+    assert " --budget 3m " in lines[-1]
+    assert "all of it took" in "\n".join(lines)
     again = trained(texts)
     assert again.training is None
     assert again.bits_per_byte == run.bits_per_byte
+    assert "all of it took" not in "\n".join(result_lines(again))
 
     length = {"max_minutes": 1.0, "predicted_steps": 3, "most_steps": 3, "seconds_used": 1.0}
     text = json.dumps({**length, "max_steps": 3, "decided_at": 1})
@@ -228,6 +232,30 @@ def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:
         trained(texts, steps=None, budget="5s")
 
 
+@pytest.mark.parametrize("state", [{}, {"prepared_key": "key"}])
+def test_a_second_call_is_advised_where_it_has_less_to_do(
+    tmp_path: Path, state: dict[str, str]
+) -> None:
+    call = RunCall(tmp_path, time.time() - 50, lambda line: None, progress=False)
+    call.remember(**state)
+    with pytest.raises(ConfigError, match=r"has taken 50 s, and .* give more") as raised:
+        call.length(Request(("texts",), 60.0))
+    assert ("or call it again" in str(raised.value)) == bool(state)
+    call.forget()
+    assert (tmp_path / "pipeline.json").exists() == bool(state)
+
+
+def test_bits_of_a_part_of_the_held_out_text_say_so(tmp_path: Path) -> None:
+    run = trained(write_texts(tmp_path / "texts"), overrides=TINY | {"evaluation.max_rows": 1})
+    recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
+    manifest = json.loads((run.run_folder / "data/manifest.json").read_text())
+    tokens = manifest["splits"]["val"]["tokens"]
+    assert run.held_out_share == recipe["data"]["seq_len"] / tokens < 0.9
+    line = f"held-out text, measured on {run.held_out_share:.0%} of it (gzip"
+    assert line in "\n".join(result_lines(run))
+    assert trained(tmp_path / "texts", run_dir="all").held_out_share == 1
+
+
 def test_one_file_of_one_line_trains(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" ".join(map(str, range(500))))
     overrides = {"model.hidden_size": 64, "evaluation.sample_tokens": 4}
@@ -277,6 +305,9 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert shown.err.startswith("reading texts: 12 files")
     assert "model.hidden_size" in shown.out
     assert re.search(r"^expected memory: 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)
+    assert "no --budget" not in shown.err
+    assert main(["train", "texts", "--plan-only"]) == 0
+    assert "no --budget is given: planned for 10 min" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -377,3 +408,7 @@ def test_names_and_times() -> None:
         *("5 s", "1 min 30 s", "10 min", "1 h", "1 h 30 min")
     ]
     assert request_of("a", "3m", None, None, None, {}, "text") == Request(("a",), 180.0)
+    with pytest.raises(ConfigError, match=r"^--budget: 'soon' is no time: write for instance 30m"):
+        request_of("a", "soon", None, None, None, {}, "text")
+    with pytest.raises(ConfigError, match=r"^--tokens: 'many' is no number of tokens"):
+        request_of("a", None, "many", None, None, {}, "text")

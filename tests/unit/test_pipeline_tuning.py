@@ -109,7 +109,7 @@ def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> N
     assert f"--init-from {model}" in text.splitlines()[0]
     lines = "\n".join(result_lines(run))
     assert "bits for a byte of held-out answers" in lines
-    assert f"train {chats} --budget 1h" in lines
+    assert f"train {chats} --budget 3m" in lines
     assert "--run.dir" not in lines
     assert f"--init-from {model}" in lines
     # The recipe alone trains the same.

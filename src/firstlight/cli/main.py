@@ -140,6 +140,8 @@ class _Verbs(click.Group):
             raise click.UsageError(
                 f"{args[0]} is no verb; to train on it: firstlight train {shlex.quote(args[0])}"
             )
+        if args[0] == "help" and self.get_command(ctx, "help") is None:
+            raise click.UsageError("help is an option: firstlight --help, firstlight VERB --help")
         return super().resolve_command(ctx, args)
 
 

@@ -108,9 +108,11 @@ def train_texts_command(
     asked = {name: options[name] for name in names}
     asked |= {"overrides": overrides, "text_key": options["text_key"] or "text"}
     if options["plan_only"]:
-        from firstlight.pipeline.plan import request_of
+        from firstlight.pipeline.plan import DEFAULT_SECONDS, request_of, time_text
 
         request = request_of(paths, **asked)
+        if not request.has_length:
+            say(f"no --budget is given: planned for {time_text(DEFAULT_SECONDS)}")
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
         plan = plan.with_memory()
         for line in plan.lines():

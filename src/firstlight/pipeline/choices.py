@@ -188,7 +188,24 @@ def _candidate(
     length: Length,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """A model with its run: the batch, the steps for which there is time, and the expected loss."""
+    """A model with its run: the length of its sequences, the batch, the steps for which there is
+    time, and the expected loss."""
+    found = _with_run(shape, text, machine, length, fixed)
+    is_short = shape.seq_len < settings.LONG_SEQ_LEN and "data.seq_len" not in fixed
+    if is_short and found.run.tokens >= settings.LONG_RUN_TOKENS:
+        longer = replace(shape, seq_len=settings.LONG_SEQ_LEN)
+        return _with_run(longer, text, machine, length, fixed)
+    return found
+
+
+def _with_run(
+    shape: ModelSize,
+    text: TextFacts,
+    machine: MachineFacts,
+    length: Length,
+    fixed: Mapping[str, Any],
+) -> _Candidate:
+    """`_candidate` for a given length of the sequences."""
     unit = shape.seq_len * given_rows(fixed)
     given = fixed.get("batch.global_batch_tokens")
     if given is not None and given % unit:

@@ -144,14 +144,23 @@ def request_of(
     names = [inputs] if isinstance(inputs, str | Path) else inputs
     return Request(
         tuple(str(name) for name in names),
-        parse_time(budget) if isinstance(budget, str) else budget,
-        parse_count(tokens) if isinstance(tokens, str) else tokens,
+        _parsed("--budget", parse_time, budget),
+        _parsed("--tokens", parse_count, tokens),
         steps,
         size,
         tuple(override_pairs(overrides)),
         text_key,
         None if init_from is None else str(init_from),
     )
+
+
+def _parsed(option: str, parse: Callable[[str], float], value: str | float | None) -> float | None:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 class RunPlan(Protocol):

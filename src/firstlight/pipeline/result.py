@@ -7,15 +7,16 @@ import itertools
 import shlex
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from firstlight.data.shards import read_manifest
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.plan import Request, time_text
-from firstlight.pipeline.run_folder import RunCall
+from firstlight.pipeline.run_folder import RECIPE_NAME, RunCall
+from firstlight.recipe.load import parse_yaml
 from firstlight.report.findings import best_checkpoint
 from firstlight.report.length import read_length
 from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _CURVE_COLUMNS, _CURVE_ROWS = 80, 8
 #: Largest number of characters of the prompt in a proposed command.
 _PROMPT_CHARS = 32
+#: Shortest budget, in minutes, that is proposed for a longer run.
+_LEAST_MINUTES = 3
 #: Fraction of the last evaluation's bits per byte by which an earlier one has to be lower, so that
 #: its checkpoint is recommended.
 _WORSE = 0.02
@@ -55,6 +58,8 @@ class TextRun:
         best: True if the last evaluation was clearly worse than an earlier one whose checkpoint is
             kept and should be used (`--best`); `bits_per_byte`, `samples` and `next_commands` are
             for that checkpoint then.
+        held_out_share: fraction of the held-out text that `bits_per_byte` was measured on;
+            `gzip_bits_per_byte` and `xz_bits_per_byte` are those of all of it.
     """
 
     run_folder: Path
@@ -68,6 +73,7 @@ class TextRun:
     next_commands: Sequence[tuple[str, str]]
     answers: bool = False
     best: bool = False
+    held_out_share: float = 1.0
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
@@ -106,10 +112,18 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         state.get("xz"),
         [(line["prompt"], line["text"]) for line in samples if line["step"] == last],
         time.time() - call.began,
-        list(_next_commands(call, request, prompt, best=best)),
+        list(_next_commands(call, request, metrics, prompt, best=best)),
         state.get("kind") == "chat",
         best,
+        _held_out_share(folder, 0 if held is None else held["tokens"]),
     )
+
+
+def _held_out_share(folder: Path, tokens: int) -> float:
+    """The fraction of a validation split of `tokens` tokens that the run's evaluations read."""
+    recipe = parse_yaml((folder / RECIPE_NAME).read_text(encoding="utf-8"))
+    rows = recipe["evaluation"]["max_rows"]
+    return min(1.0, rows * recipe["data"]["seq_len"] / max(tokens, 1)) if rows else 1.0
 
 
 def first_words(prompt: str) -> str:
@@ -123,7 +137,12 @@ def first_words(prompt: str) -> str:
 
 
 def _next_commands(
-    call: RunCall, request: Request, prompt: str, *, best: bool
+    call: RunCall,
+    request: Request,
+    metrics: Sequence[Mapping[str, Any]],
+    prompt: str,
+    *,
+    best: bool,
 ) -> Iterator[tuple[str, str]]:
     """Pairs (command, purpose) of commands that use the model, or train longer."""
     folder, inputs = shlex.quote(str(call.folder)), shlex.join(request.inputs)
@@ -144,7 +163,10 @@ def _next_commands(
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
         return  # the run has reached the limit of epochs: a larger budget would give the same
-    longer = "1h" if request.seconds is None else f"{round(4 * request.seconds / 60)}m"
+    seconds = request.seconds
+    if seconds is None:
+        seconds = max((line.get("elapsed_seconds", 0.0) for line in metrics), default=0.0)
+    longer = f"{max(round(4 * seconds / 60), _LEAST_MINUTES)}m"
     more = "".join(
         f" --{key} {shlex.quote(value)}" for key, value in request.overrides if key != "run.dir"
     )
@@ -184,8 +206,11 @@ def result_lines(run: TextRun, *, with_curve: bool = True) -> Iterator[str]:
         ]
         compared = f" ({', '.join(beside)})" if beside else ""
         kind = "answers" if run.answers else "text"
+        share = run.held_out_share
+        part = f", measured on {share:.0%} of it" if share < 0.995 else ""
         yield (
-            f"the model needs {run.bits_per_byte:.3f} bits for a byte of held-out {kind}{compared}"
+            f"the model needs {run.bits_per_byte:.3f} bits for a byte of held-out {kind}{part}"
+            f"{compared}"
         )
     if run.best:
         yield (
@@ -194,7 +219,9 @@ def result_lines(run: TextRun, *, with_curve: bool = True) -> Iterator[str]:
         )
     for prompt, text in run.samples[:3]:
         yield f"  {prompt!r} -> {text!r}"
-    yield f"all of it took {time_text(run.seconds)}; report: {run.run_folder / 'report.html'}"
+    # A call that found the run complete took a moment.
+    took = "" if run.training is None else f"all of it took {time_text(run.seconds)}; "
+    yield f"{took}report: {run.run_folder / 'report.html'}"
     yield ""
     width = max(len(command) for command, _ in run.next_commands)
     for command, purpose in run.next_commands:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import say
+from firstlight.errors import ConfigError
 from firstlight.pipeline.plan import DEFAULT_SECONDS, Request, RunPlan, request_of, time_text
 from firstlight.pipeline.run_folder import (
     LOCK_NAME,
@@ -134,7 +135,11 @@ def train_texts(
     folder = place_of_run(request, work.content_key, run_dir)
     with held(folder, LOCK_NAME):
         call = RunCall(folder, began + waited, tell, progress=progress, on_step=on_step)
-        result = _result(work, plan, request, call)
+        try:
+            result = _result(work, plan, request, call)
+        except ConfigError:
+            call.forget()
+            raise
         if result is not None and result.stopped_by is None and not result.diverged:
             call.remember(complete=True)
         return result_of(call, result, request)

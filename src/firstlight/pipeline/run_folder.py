@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from firstlight.errors import ConfigError
-from firstlight.files.atomic import make_folder, write_file, write_json
+from firstlight.files.atomic import make_folder, storage_errors, write_file, write_json
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length
 from firstlight.pipeline.plan import Request, run_name, time_text
@@ -77,6 +77,18 @@ class RunCall:
         make_folder(self.folder)
         write_json(self.folder / STATE_NAME, self.state)
 
+    @property
+    def is_prepared(self) -> bool:
+        """True if the run folder has shards of the texts."""
+        return "prepared_key" in self.state
+
+    def forget(self) -> None:
+        """Delete the state of a run that has prepared nothing, so that no folder is left of it."""
+        if not self.is_prepared:
+            self.state = {}
+            with storage_errors(self.folder):
+                (self.folder / STATE_NAME).unlink(missing_ok=True)
+
     def length(self, request: Request) -> Length:
         """The length of the training loop. For a time budget it is the time that remains now,
         without the seconds that are reserved for the other parts of the command.
@@ -89,10 +101,11 @@ class RunCall:
         taken = time.time() - self.began
         left = request.seconds - taken - _RESERVED_SECONDS
         if left < _LEAST_SECONDS:
+            again = ", or call it again, which uses the prepared texts"
             raise ConfigError(
                 f"the budget of {time_text(request.seconds)} is too short: reading and preparing "
-                f"the texts has taken {time_text(taken)}; give more, or call it again, which uses "
-                "the prepared texts"
+                f"the texts has taken {time_text(taken)}, and {_RESERVED_SECONDS:.0f} s are kept "
+                f"for the end; give more{again if self.is_prepared else ''}"
             )
         return Length(left)
 
