@@ -156,7 +156,7 @@ class RunFacts:
         is_long = self.tokens / self.rate >= settings.COMPILE_SECONDS
         compiles = machine.kind == "cuda" and machine.compiles and is_long
         cost = "compiling would cost more than it gains"
-        why = "a minute of compiling is repaid" if compiles else cost
+        why = "half a minute of compiling is repaid" if compiles else cost
         yield Choice("efficiency.compile", compiles, why)
         count = settings.EVALUATIONS
         every = max(math.ceil(self.steps / count), 1)
