@@ -267,3 +267,5 @@ def test_a_folder_in_the_place_of_a_verb_is_answered_with_train(
     )
     assert main(["nowhere"]) == 2
     assert "No such command 'nowhere'" in capfd.readouterr().err
+    assert main(["help"]) == 2
+    assert "help is an option: firstlight --help, firstlight VERB --help" in capfd.readouterr().err
