@@ -109,7 +109,8 @@ def parts_of(recipe: Recipe) -> Parts:
     config = recipe.model.model_copy(update={"vocab_size": dataset.vocab_size})
     model = empty_model(config)
     model.init_weights(torch.Generator().manual_seed(recipe.run.seed), recipe.init)
-    wanted = recipe.optimizer
+    # One optimizer for both libraries: embeddings have 8 bits where the others have.
+    wanted = recipe.optimizer.model_copy(update={"embeddings_in_32_bits": False})
     parameters = dict(model.named_parameters())
     ((_, optimizer),) = make_optimizers(parameters, parameter_kinds(model), wanted)
     seq_len = recipe.data.seq_len or config.max_position_embeddings
