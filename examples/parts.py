@@ -109,7 +109,9 @@ def parts_of(recipe: Recipe) -> Parts:
     config = recipe.model.model_copy(update={"vocab_size": dataset.vocab_size})
     model = empty_model(config)
     model.init_weights(torch.Generator().manual_seed(recipe.run.seed), recipe.init)
-    # One optimizer for both libraries: embeddings have 8 bits where the others have.
+    if recipe.optimizer.embeddings_in_32_bits:
+        raise ConfigError("the examples have one optimizer: leave embeddings_in_32_bits out")
+    # So an 8-bit optimizer keeps embeddings in 8 bits, which bitsandbytes trains worse on a GPU.
     wanted = recipe.optimizer.model_copy(update={"embeddings_in_32_bits": False})
     parameters = dict(model.named_parameters())
     ((_, optimizer),) = make_optimizers(parameters, parameter_kinds(model), wanted)

@@ -29,7 +29,7 @@ _NOT_ON_A_CPU = ("efficient", "flex", "cudnn")
 #: No masks on a GPU, and bf16 only.
 _CAUSAL_ONLY = ("flash", "cudnn")
 _LLAMA: Combination = frozenset([("model", "llama")])
-_BOUNDS = {"fp32": (2e-5, 1e-3), "bf16": (0.01, 0.05)}
+_BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05)}
 
 
 Train = Callable[..., Outcome]
@@ -140,5 +140,6 @@ def test_what_few_backends_can_do_is_computed_as_two_products_and_a_softmax_do(
     settings = {**_OWN_WAYS[way], "data.document_masking": documents}
     expected = train({**settings, "efficiency.attention": "plain"})
     found = difference(train({**settings, "efficiency.attention": backend}), expected)
-    assert found.loss <= _BOUNDS["fp32"][0]
+    # 1.2e-5 on an H100.
+    assert found.loss <= 2 * _BOUNDS["fp32"][0]
     assert found.weights <= _BOUNDS["fp32"][1]

@@ -78,7 +78,8 @@ def test_a_step_takes_at_least_as_long_as_its_kernels_take_to_start() -> None:
     assert gpu.tokens_per_second(9e6, 4096) == pytest.approx(4096 / 0.02)
     assert gpu.tokens_per_second(32.5e6, 4096) == pytest.approx(4096 / 0.035)
     assert gpu.tokens_per_second(103e6, 4096) == pytest.approx(4096 / 0.08)
-    assert gpu.tokens_per_second(0.0, 4096) <= 4096 / 0.01
+    steep = dataclasses.replace(gpu, steps=[(9e6, 0.02), (10e6, 0.05)])
+    assert steep.tokens_per_second(0.0, 4096) == pytest.approx(4096 / 0.01)
     one = dataclasses.replace(gpu, rates=gpu.rates[:1], steps=steps[:1])
     assert one.tokens_per_second(9e6, 4096) == pytest.approx(4096 / 0.02)
     assert MACHINE.tokens_per_second(9e6, 1) == MACHINE.tokens_per_second(9e6)
@@ -104,6 +105,10 @@ def test_long_runs_have_longer_sequences() -> None:
     assert wide["data.seq_len"] == 512
     given = choose(TEXT, MACHINE, Length(None, tokens=2e7), {"data.seq_len": 128}, "tiny")
     assert given["data.seq_len"] == 128
+    # 16 sequences of 512 tokens would be more than the given batch.
+    batch = {"batch.micro_batch_size": 16, "batch.global_batch_tokens": 4096}
+    short = choose(TEXT, MACHINE, Length(None, tokens=2e7), batch, "tiny")
+    assert short["data.seq_len"] == 256
 
 
 @given(st.floats(60, 1e6), st.floats(2, 100))

@@ -232,17 +232,42 @@ def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:
         trained(texts, steps=None, budget="5s")
 
 
-@pytest.mark.parametrize("state", [{}, {"prepared_key": "key"}])
+@pytest.mark.parametrize(
+    "state", [{}, {"data_key": "key", "prepared_key": None}, {"data": "another/data"}]
+)
 def test_a_second_call_is_advised_where_it_has_less_to_do(
-    tmp_path: Path, state: dict[str, str]
+    tmp_path: Path, state: dict[str, Any]
 ) -> None:
     call = RunCall(tmp_path, time.time() - 50, lambda line: None, progress=False)
     call.remember(**state)
     with pytest.raises(ConfigError, match=r"has taken 50 s, and .* give more") as raised:
         call.length(Request(("texts",), 60.0))
-    assert ("or call it again" in str(raised.value)) == bool(state)
+    assert ("or call it again" in str(raised.value)) == ("data" in state)
     call.forget()
-    assert (tmp_path / "pipeline.json").exists() == bool(state)
+    assert (tmp_path / "pipeline.json").exists() == ("data" in state)
+
+
+def test_a_run_is_not_forgotten_when_a_later_call_fails(tmp_path: Path) -> None:
+    run = trained(write_texts(tmp_path / "texts"), steps=2)
+    state = json.loads((run.run_folder / "pipeline.json").read_text())
+    for key in ("complete", "data"):  # stopped; and without shards of its own
+        del state[key]
+        (run.run_folder / "pipeline.json").write_text(json.dumps(state))
+        recipe = (run.run_folder / "recipe.yaml").read_text()
+        (run.run_folder / "recipe.yaml").write_text(recipe.replace("hidden_size", "hidden_sise"))
+        with pytest.raises(ConfigError, match="hidden_sise"):
+            trained(tmp_path / "texts", steps=2)
+        assert json.loads((run.run_folder / "pipeline.json").read_text()) == state
+        (run.run_folder / "recipe.yaml").write_text(recipe)
+
+
+def test_a_longer_run_is_proposed_by_what_this_one_took(tmp_path: Path) -> None:
+    run = trained(write_texts(tmp_path / "texts"))
+    path = run.run_folder / "metrics.jsonl"
+    lines = [json.loads(line) | {"seconds": 600.0} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    longer = trained(tmp_path / "texts").next_commands[-1][0]
+    assert f" --budget {4 * 10 * len(lines)}m " in longer
 
 
 def test_bits_of_a_part_of_the_held_out_text_say_so(tmp_path: Path) -> None:

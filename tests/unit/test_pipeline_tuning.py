@@ -22,6 +22,7 @@ from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import settings
+from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, MachineFacts
 from firstlight.pipeline.inputs import conversations_in, require_texts
 from firstlight.pipeline.result import TextRun, result_lines
@@ -264,6 +265,22 @@ def test_few_conversations_are_read_more_often() -> None:
     assert chosen(Length(3600.0))["schedule.max_minutes"] == pytest.approx(60.0)
     assert short.epochs < 1.1
     assert chosen(Length(steps=7))["schedule.max_steps"] == 7
+
+
+def test_steps_of_a_gpu_that_starts_kernels_slowly_fill_the_budget() -> None:
+    """Half a second a step, whatever its size: 57 steps in 30 seconds, of the usual batch."""
+    slow = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 1e6)], steps=[(9e6, 0.5)])
+    row = row_of(CHATS, MODEL, {})
+
+    def run(machine: MachineFacts) -> Choices:
+        texts = dataclasses.replace(CHATS, count=1_000_000)
+        facts = (machine, 1e9, 10_000.0)
+        return choose_tuning(texts, MODEL, FULL, *facts, row, Length(30.0), {})
+
+    fast, found = run(dataclasses.replace(slow, steps=[])), run(slow)
+    assert found["batch.global_batch_tokens"] == fast["batch.global_batch_tokens"]
+    assert 50 < found.steps < 60 < fast.steps
+    assert found.seconds == pytest.approx(30.0, rel=0.05)
 
 
 def test_the_rate_follows_width_and_method() -> None:

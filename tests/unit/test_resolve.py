@@ -239,6 +239,20 @@ def test_a_run_that_torchs_adafactor_began_goes_on_with_it() -> None:
     assert Place().resolve(asked, saved).optimizer.adafactor_variant == "paper"
 
 
+def test_a_run_that_began_with_embeddings_in_8_bits_goes_on_with_them() -> None:
+    """Where nothing was said, older versions had False, and still older ones no such key."""
+    recipe = recipe_of(optimizer={"name": "adamw8bit"}, batch={"micro_batch_size": 2})
+    first = Place().resolve(recipe)
+    assert first.optimizer.embeddings_in_32_bits is True
+    again = Place().resolve(recipe, first.model_dump())
+    assert again.optimizer.embeddings_in_32_bits is True
+    saved = first.model_dump()
+    saved["optimizer"]["embeddings_in_32_bits"] = False
+    assert Place().resolve(recipe, saved).optimizer.embeddings_in_32_bits is False
+    del saved["optimizer"]["embeddings_in_32_bits"]
+    assert Place().resolve(recipe, saved).optimizer.embeddings_in_32_bits is False
+
+
 def test_an_open_key_is_refused_where_nothing_may_be_open() -> None:
     with pytest.raises(ConfigError, match="precision and attention are undecided"):
         parse_resolved_recipe(

@@ -38,6 +38,7 @@ from firstlight.report.records import last_start, read_json_lines, read_run
 from firstlight.report.report import draw_report
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import TrainResult, train
+from firstlight.training.resuming import _as_written_now
 from firstlight.training.run import Run
 from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import embedding_name
@@ -861,6 +862,17 @@ def test_a_run_can_go_on_in_the_schedule_of_another_on_other_data(
     stop_after(again, 11, init_from=base)
     assert weights(train(again, resume=True).checkpoint) == weights(result.checkpoint)
     assert losses(again) == losses(further)
+
+
+def test_a_checkpoint_of_an_older_version_has_the_same_optimizer() -> None:
+    """Which wrote false, or nothing, for embeddings_in_32_bits of an optimizer without 8 bits."""
+    now = {"optimizer": {"name": "adamw", "embeddings_in_32_bits": None}, "run": {"seed": 1}}
+    older = {**now, "optimizer": {"name": "adamw", "embeddings_in_32_bits": False}}
+    oldest = {**now, "optimizer": {"name": "adamw"}}
+    assert _as_written_now(older) == _as_written_now(oldest) == _as_written_now(now) == now
+    eight_bits = {"optimizer": {"name": "adamw8bit", "embeddings_in_32_bits": False}}
+    assert _as_written_now(eight_bits) == eight_bits
+    assert _as_written_now({}) == {}
 
 
 def test_a_schedule_that_can_not_be_gone_on_in_is_refused(

@@ -328,12 +328,13 @@ def _speed_text(found: Findings, fit: SpeedFit | None) -> Iterator[str]:
                 ("by the fitted constants", fit.errors),
             )
         ]
-        yield (
-            "Four more figures were set by what an H100 took on 2026-11-26, some of it held out\n"
-            "here: the speed of products in fp32, and of products with rows that are no multiple\n"
-            "of 16 bytes, and the host's time in selective checkpointing and in a call of an\n"
-            "optimizer (`src/firstlight/planner/speed/gpu.py`).\n"
-        )
+        if fit.gpu.name == "H100" and not found.machine.dry:
+            yield (
+                "Four more figures were set by what an H100 took on 2026-11-26, some of it held\n"
+                "out here: the speed of products in fp32, and of products with rows that are no\n"
+                "multiple of 16 bytes, and the host's time in selective checkpointing and in a\n"
+                "call of an optimizer (`src/firstlight/planner/speed/gpu.py`).\n"
+            )
         yield f"Errors of the {fit.measured.held_out} configurations that were held out:\n"
         header = (
             f"step time (goal: 95 of 100 within {GOAL:.0%})",

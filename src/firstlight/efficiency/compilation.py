@@ -85,17 +85,11 @@ def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
 
 
 def keep_results(model: Model) -> None:
-    """Copy the gradients and router statistics of earlier micro-batches of a step out of the memory
-    of CUDA graphs: the next forward pass overwrites that memory, and torch refuses to read it
-    afterwards."""
+    """Copy the gradients of earlier micro-batches of a step out of the memory of CUDA graphs: the
+    next forward pass overwrites that memory, and torch refuses to read it afterwards."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
-    statistics = model.router_statistics
-    if statistics is not None and statistics.loss_sum is not None:
-        assert statistics.visits_LE is not None
-        statistics.loss_sum = statistics.loss_sum.clone()
-        statistics.visits_LE = statistics.visits_LE.clone()
 
 
 def _compiled_in_training(

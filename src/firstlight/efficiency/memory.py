@@ -84,7 +84,7 @@ def checkpoint_layers(model: Model, selective: bool) -> None:
 
     Args:
         model: a plain model; changed in place.
-        selective: True keeps the results of matrix products and attention.
+        selective: True keeps the results of matrix products and attention, see `keeps_result`.
     """
     for layer in model.layers:
         layer.forward = functools.partial(_recomputed, layer, layer.forward, selective)

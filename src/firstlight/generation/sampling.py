@@ -56,14 +56,18 @@ def sample_rows(
     if config.temperature == 0:
         chosen_G = logits_GV.argmax(-1)
     else:
+        probabilities_GV = filter_probabilities(logits_GV, config)
+        if not logits_GV.is_cuda:  # Apple's GPUs have no fp64
+            probabilities_GV = probabilities_GV.cpu()
         # See `draw`.
-        cumulative_GV = filter_probabilities(logits_GV, config).cumsum(-1, dtype=torch.float64)
+        cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
         totals_G = cumulative_GV[:, -1]
         drawn = [torch.rand((), dtype=torch.float64, generator=one) for one in generators]
-        below_G = torch.stack(drawn).to(logits_GV.device) * totals_G
+        below_G = torch.stack(drawn).to(totals_G.device) * totals_G
         below_G = below_G.minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
         chosen_G = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)[:, 0]
-    found, finite = torch.stack((chosen_G, finite_G.to(chosen_G.dtype))).tolist()
+    finite_G = finite_G.to(chosen_G)  # its device, too
+    found, finite = torch.stack((chosen_G, finite_G)).tolist()
     return [
         token_id if is_finite else None for token_id, is_finite in zip(found, finite, strict=True)
     ]

@@ -192,7 +192,10 @@ def _candidate(
     time, and the expected loss."""
     found = _with_run(shape, text, machine, length, fixed)
     is_short = shape.seq_len < settings.LONG_SEQ_LEN and "data.seq_len" not in fixed
-    if is_short and found.run.tokens >= settings.LONG_RUN_TOKENS:
+    # A given batch may be a multiple of the short sequences only.
+    unit = settings.LONG_SEQ_LEN * given_rows(fixed)
+    fits = fixed.get("batch.global_batch_tokens", unit) % unit == 0
+    if is_short and fits and found.run.tokens >= settings.LONG_RUN_TOKENS:
         longer = replace(shape, seq_len=settings.LONG_SEQ_LEN)
         return _with_run(longer, text, machine, length, fixed)
     return found
@@ -213,18 +216,20 @@ def _with_run(
             f"batch.global_batch_tokens {given} is no multiple of a micro-batch's {unit} tokens: "
             f"take {-(-given // unit) * unit}"
         )
+
+    def tokens_at(rate: float) -> float:
+        if length.seconds is None:
+            return length.tokens or 0.0
+        most: float = fixed.get("schedule.epochs", settings.MOST_EPOCHS) * text.train_tokens
+        return min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
+
     rate = machine.tokens_per_second(shape.flops_per_token)
-    # The run's tokens follow from the speed, the batch from the tokens, and the speed from the
-    # batch: each round makes the run no longer, and the second hardly changes it.
-    for _ in range(3):
-        if length.seconds is not None:
-            tokens = rate * length.seconds * (1 - settings.EVALUATION_SHARE)
-            most = fixed.get("schedule.epochs", settings.MOST_EPOCHS)
-            tokens = min(tokens, most * text.train_tokens)
-        else:
-            tokens = length.tokens or 0.0
-        batch = given or -(-_batch_tokens(tokens, shape.seq_len) // unit) * unit
+    # The batch follows from the run's tokens, these from the speed, and the speed from the batch.
+    # As the batch grows with the root of the tokens, the second round hardly changes it.
+    for _ in range(2):
+        batch = given or -(-_batch_tokens(tokens_at(rate), shape.seq_len) // unit) * unit
         rate = machine.tokens_per_second(shape.flops_per_token, batch)
+    tokens = tokens_at(rate)
     steps = length.steps
     if steps is None:
         steps = max(round(tokens / batch), 1)

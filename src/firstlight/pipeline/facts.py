@@ -42,7 +42,8 @@ class MachineFacts:
         compiles: True if torch.compile works on this device.
         steps: training FLOPs per token and the seconds of a step of few tokens, of some models, the
             smallest first: on a GPU, the time of starting the step's kernels. Empty on a CPU, whose
-            steps take the longer, the more tokens they have.
+            steps take the longer, the more tokens they have. Both are without torch.compile, with
+            which a long run on a GPU is faster than expected: its steps are counted as it runs.
     """
 
     name: str

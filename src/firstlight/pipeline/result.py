@@ -58,8 +58,8 @@ class TextRun:
         best: True if the last evaluation was clearly worse than an earlier one whose checkpoint is
             kept and should be used (`--best`); `bits_per_byte`, `samples` and `next_commands` are
             for that checkpoint then.
-        held_out_share: fraction of the held-out text that `bits_per_byte` was measured on;
-            `gzip_bits_per_byte` and `xz_bits_per_byte` are those of all of it.
+        held_out_share: fraction of the held-out text that `bits_per_byte` was measured on, 1 for
+            conversations; `gzip_bits_per_byte` and `xz_bits_per_byte` are those of all of it.
     """
 
     run_folder: Path
@@ -115,12 +115,15 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         list(_next_commands(call, request, metrics, prompt, best=best)),
         state.get("kind") == "chat",
         best,
-        _held_out_share(folder, 0 if held is None else held["tokens"]),
+        1.0 if held is None else _held_out_share(folder, held["tokens"], state.get("kind")),
     )
 
 
-def _held_out_share(folder: Path, tokens: int) -> float:
-    """The fraction of a validation split of `tokens` tokens that the run's evaluations read."""
+def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
+    """The fraction of a validation split of `tokens` tokens that the run's evaluations read; 1 for
+    conversations, whose rows are not full."""
+    if kind == "chat":
+        return 1.0
     recipe = parse_yaml((folder / RECIPE_NAME).read_text(encoding="utf-8"))
     rows = recipe["evaluation"]["max_rows"]
     return min(1.0, rows * recipe["data"]["seq_len"] / max(tokens, 1)) if rows else 1.0
@@ -165,7 +168,7 @@ def _next_commands(
         return  # the run has reached the limit of epochs: a larger budget would give the same
     seconds = request.seconds
     if seconds is None:
-        seconds = max((line.get("elapsed_seconds", 0.0) for line in metrics), default=0.0)
+        seconds = sum(line.get("seconds", 0.0) for line in metrics)
     longer = f"{max(round(4 * seconds / 60), _LEAST_MINUTES)}m"
     more = "".join(
         f" --{key} {shlex.quote(value)}" for key, value in request.overrides if key != "run.dir"

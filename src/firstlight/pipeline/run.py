@@ -135,10 +135,12 @@ def train_texts(
     folder = place_of_run(request, work.content_key, run_dir)
     with held(folder, LOCK_NAME):
         call = RunCall(folder, began + waited, tell, progress=progress, on_step=on_step)
+        is_new = not call.state
         try:
             result = _result(work, plan, request, call)
         except ConfigError:
-            call.forget()
+            if is_new:
+                call.forget()
             raise
         if result is not None and result.stopped_by is None and not result.diverged:
             call.remember(complete=True)

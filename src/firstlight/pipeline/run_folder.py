@@ -79,11 +79,11 @@ class RunCall:
 
     @property
     def is_prepared(self) -> bool:
-        """True if the run folder has shards of the texts."""
-        return "prepared_key" in self.state
+        """True if the run's data are prepared, here or in another run folder."""
+        return self.state.get("data") is not None
 
     def forget(self) -> None:
-        """Delete the state of a run that has prepared nothing, so that no folder is left of it."""
+        """Delete the state of a run that prepared nothing, so that no folder is left of it."""
         if not self.is_prepared:
             self.state = {}
             with storage_errors(self.folder):

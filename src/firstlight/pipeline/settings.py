@@ -117,8 +117,8 @@ REPEATED_PARAMETERS = 3.0
 EVALUATION_SHARE, EVALUATIONS = 0.06, 4
 #: Tokens per second of an evaluation, divided by those of training.
 EVALUATION_SPEED = 3.0
-#: Length of a run in seconds from which compiling pays on a GPU. On an H100 it took 25 s for a GPT-2
-#: of 124M parameters, and gave 2.3 times the speed.
+#: Length of a run in seconds from which compiling pays on a GPU. On an H100 it took 25 s for a
+#: GPT-2 of 124M parameters, and gave 2.3 times the speed.
 COMPILE_SECONDS = 180.0
 
 #: Fine-tuning all weights: AdamW's learning rate TUNING_RATE for a hidden_size of TUNING_WIDTH. It

@@ -157,20 +157,23 @@ def choose_tuning(
         ConfigError: a given `batch.global_batch_tokens` is not a multiple of the row's tokens.
     """
     flops, rate = machine.rates[0]
-    most = fixed.get("schedule.epochs", data.most_epochs) * epoch_tokens
+    most: float = fixed.get("schedule.epochs", data.most_epochs) * epoch_tokens
     given = fixed.get("batch.global_batch_tokens")
     if given is not None and given % row.value:
         raise ConfigError(
             f"batch.global_batch_tokens {given} is no multiple of data.seq_len {row.value}: take "
             f"{-(-given // row.value) * row.value}"
         )
-    # As for new models: the speed follows from the batch.
-    for _ in range(3):
-        tokens = length.tokens or most
-        if length.seconds is not None:
-            tokens = min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
-        batch = given or _batch_tokens(tokens, row.value, row.value * given_rows(fixed))
-        rate = machine.tokens_per_second(flops, batch)
+
+    def tokens_at(rate: float) -> float:
+        if length.seconds is None:
+            return length.tokens or most
+        return min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
+
+    # The batch is the one for full speed: a smaller one would make a GPU slower still.
+    batch = given or _batch_tokens(tokens_at(rate), row.value, row.value * given_rows(fixed))
+    rate = machine.tokens_per_second(flops, batch)
+    tokens = tokens_at(rate)
     steps = length.steps or max(round(tokens / batch), 1)
     run = RunFacts(steps, batch, row.value, rate)
     epochs = run.tokens / max(epoch_tokens, 1.0)

@@ -22,6 +22,7 @@ from firstlight.checkpoint.manifest import (
 )
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, ConfigError
+from firstlight.optim.registry import OPTIMIZERS
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe
 from firstlight.report.records import RECIPE_NAME
@@ -63,7 +64,7 @@ def take_up(run: Run, folder: Path) -> None:
                 f"{folder} can't be resumed: the data's {key} was {before} and is {is_now} "
                 "now: restore the data (--init-from starts a new run from the weights)"
             )
-    before, now = saved.get("recipe", {}), run.recipe.model_dump()
+    before, now = _as_written_now(saved.get("recipe", {})), run.recipe.model_dump()
     _require_same_optimizer(folder, before, run)
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
@@ -137,7 +138,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
         keys = _STATE_KEYS
         if run.recipe.optimizer.name == "adafactor":
             keys = (*keys, "adafactor_variant")
-        saved = checkpoint.trainer_state.get("recipe", {})
+        saved = _as_written_now(checkpoint.trainer_state.get("recipe", {}))
         for key, before, now in _changed_of_optimizer(saved, run, keys):
             raise CheckpointError(
                 f"{folder} has the state of optimizer.{key} {before}, which schedule.resume "
@@ -161,6 +162,16 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     run.tell(f"continuing the schedule of {folder} (step {found.step} of {run.max_steps})")
 
 
+def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The recipe in a checkpoint, with null for `optimizer.embeddings_in_32_bits` of an optimizer
+    without 8 bits, for which older versions wrote false."""
+    optimizer = saved.get("optimizer", {})
+    spec = OPTIMIZERS.get(optimizer.get("name"))
+    if spec is None or "embeddings_in_32_bits" in spec.options:
+        return saved
+    return {**saved, "optimizer": {**optimizer, "embeddings_in_32_bits": None}}
+
+
 def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) -> None:
     for key, before, now in _changed_of_optimizer(saved, run, _STATE_KEYS):
         raise CheckpointError(
@@ -175,12 +186,7 @@ def _changed_of_optimizer(
 ) -> Iterator[tuple[str, Any, Any]]:
     """(key, value in the checkpoint's recipe, value now) of the keys whose values differ."""
     before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), run.recipe.optimizer.model_dump()
-    # An optimizer without 8 bits had False for embeddings_in_32_bits, and has None now.
-    return (
-        (key, before[key], now[key])
-        for key in keys
-        if (before.get(key, now[key]) or None) != (now[key] or None)
-    )
+    return ((key, before[key], now[key]) for key in keys if before.get(key, now[key]) != now[key])
 
 
 def _require_same_seed(folder: Path, saved: Mapping[str, Any], run: Run) -> None:

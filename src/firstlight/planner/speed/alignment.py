@@ -22,8 +22,8 @@ from firstlight.recipe import ResolvedRecipe
 #: to.
 _PACKET, _VOCABULARY = 8, 64
 
-#: Upper bound of the speed-up of products by aligned sizes, for a GPU that is not at hand: about
-#: that of the head of GPT-2, with 50,257 rows, on an H100 (docs/benchmarks/gpu-planner.md).
+#: Speed-up of products by aligned sizes that is named for a GPU that is not at hand: about that of
+#: the head of GPT-2, with 50,257 rows, on an H100, by the times of its steps (`Shares.misaligned`).
 _GAIN_ON_GPUS = 4.0
 
 #: Multiplications of a measured product [tokens, inner] x [inner, size].

@@ -228,7 +228,11 @@ def kernel_seconds(
 
 
 def product_share(product: MatrixProduct, precision: str, shares: Shares) -> Range:
-    """The fraction of the peak that a matrix product without tile waste reaches."""
+    """The fraction of the peak that a matrix product without tile waste reaches.
+
+    Sizes that are no multiple count as those of rows in memory, also an odd number of tokens, which
+    costs less.
+    """
     if product.dtype == torch.float32 and precision != "tf32":
         return shares.fp32_products
     packet = PACKET_BYTES // product.dtype.itemsize
@@ -263,7 +267,7 @@ def _over(work: float, rate: Range) -> Range:
 #: Format of the files; files of other formats are ignored.
 FORMAT = 1
 
-#: Fitted constants that come with the package; {} until a GPU is measured.
+#: Fitted constants that come with the package, of the GPU types that were measured.
 PACKAGED = Path(__file__).with_name("measured_gpus.json")
 
 #: The fitted constants (see `Shares`), with the smallest and largest value of each. The constants

@@ -60,7 +60,7 @@ def updates_of(recipe: ResolvedRecipe) -> int:
     pass updates."""
     if not recipe.efficiency.optimizer_in_backward:
         return 1
-    # With adapters, some more or fewer: what a step takes hardly depends on it.
+    # Adapters are not counted, nor frozen weights left out.
     return sum(1 for _ in meta_model(recipe.model).parameters())
 
 
