@@ -126,12 +126,19 @@ def draw_shares(axes: Any, errors: Sequence[float], color: str, label: str) -> N
 
 def draw_peaks(axes: Any, results: Sequence[Any]) -> None:
     """Draw "predicted_bytes" against "peak_bytes" of each result as points, and the diagonal."""
+    from matplotlib.ticker import LogLocator
+
     measured = [one["peak_bytes"] / 2**30 for one in results]
     predicted = [one["predicted_bytes"] / 2**30 for one in results]
     ends = [min(measured, default=0.1) / 1.3, 1.3 * max(measured, default=1.0)]
     axes.plot(ends, ends, color="tab:gray", linewidth=0.8)
     axes.scatter(measured, predicted, s=14, color="tab:blue")
     axes.set(xscale="log", yscale="log", xlabel="measured peak, GiB", ylabel="predicted peak, GiB")
+    for axis in (axes.xaxis, axes.yaxis):
+        # With all labels of a logarithmic axis, some cover others.
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
 
 
 def draw_bars(
