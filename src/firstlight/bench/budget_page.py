@@ -98,9 +98,8 @@ run is the whole command `firstlight train TEXT --budget TIME` in a process of i
 search draws vocabulary, width, depth, sequence length, batch, learning rates, weight decay, the
 decay's part of the schedule and the passes over the text; all else is as chosen. Bits per byte are
 those of the whole held-out text after training. The best of the random search is the best of its
-results on this same text. Seconds are those of the chosen run's whole command. A random run whose
-passes over the text end before two of the budgets takes the same steps with both, and is measured
-with one of them.
+results on this same text. Seconds are those of the chosen run's whole command. Two budgets give the
+same random run if its passes over the text end before both; it is measured once.
 
 A random run is ended early if its held-out bits per byte exceed those of the chosen settings at the
 same share of their steps by more than {limits} of the steps. Its circle in the picture

@@ -223,8 +223,8 @@ def _overview(sections: Sequence[str], found: Findings | None, results: Results)
 
 {_wrapped(state)}
 
-All figures of firstlight on GPUs stand on this page and those of its parts; other pages are
-measured on CPUs.
+All published benchmark figures of firstlight on GPUs are on this page and those of its parts; other
+pages are measured on CPUs unless they say otherwise.
 
 {_COMMANDS}
 A call measures for at most `--minutes`, and leaves rows that would not end in time for the next
