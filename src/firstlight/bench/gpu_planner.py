@@ -237,9 +237,10 @@ def _summary(memory: Sequence[Mapping[str, Any]], fit: SpeedFit | None) -> Itera
         half = statistics.median(fit.sizes(fit.errors))
         yield (
             f"- Speed, with constants fitted on {fit.measured.fitted} configurations: 95 of 100 of "
-            f"the {fit.measured.held_out} others within {fit.measured.error:.0%} (goal {GOAL:.0%}), "
-            f"half within {half:.1%}; with constants that are not fitted {sheet:.0%}."
-            + (" Some of these set further figures." if fit.gpu.name == "H100" else "")
+            f"the {fit.measured.held_out} others within {fit.measured.error:.0%} "
+            f"(goal {GOAL:.0%}), half within {half:.1%}; with constants that are not fitted "
+            f"{sheet:.0%}."
+            + (" Some of them set four further figures." if fit.gpu.name == "H100" else "")
         )
 
 
