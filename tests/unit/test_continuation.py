@@ -205,6 +205,9 @@ def test_tokens_chosen_together_are_those_of_each_text_alone() -> None:
         {"temperature": 0},
         {"temperature": 0.7, "top_k": 5},
         {"temperature": 1.5, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": 2},
+        {"temperature": 1.5, "min_p": 0.5},
+        {"temperature": 1.5},
     ]
     left: list[dict[str, Any]] = [
         {"repetition_penalty": 1.5},

@@ -127,6 +127,15 @@ def test_embeddings_in_32_bits_are_updated_as_without_8_bits(
     assert any(tensor.dtype == torch.uint8 for tensor in state.values())
 
 
+@each
+def test_embeddings_are_in_32_bits_where_nothing_is_said(library: str) -> None:
+    sizes = [
+        Optimizer(new_model(CONFIG), eight_bits(library, **said)).state_bytes
+        for said in ({}, {"embeddings_in_32_bits": True}, {"embeddings_in_32_bits": False})
+    ]
+    assert sizes[0] == sizes[1] > sizes[2]
+
+
 def test_embeddings_in_32_bits_are_for_8_bits() -> None:
     with pytest.raises(ValidationError, match="is for 8-bit optimizers, and adamw has no"):
         make("adamw", embeddings_in_32_bits=True)
