@@ -55,7 +55,7 @@ def test_what_was_not_read_or_not_compared_is_said(
 ) -> None:
     monkeypatch.setattr("firstlight.pipeline.scan.NearDuplicates", lambda: NearDuplicates(most=2))
     facts = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7).facts
-    lines = list(described(facts, str))
+    lines = list(described(facts))
     assert lines[1].startswith("near-duplicates were looked for in the first 2 documents: of the")
     assert lines[2] == "7 documents left out: nothing but white space"
     assert lines[3] == f"  {tmp_path}/003.txt:1: nothing but white space"

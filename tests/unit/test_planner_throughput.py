@@ -31,6 +31,12 @@ from firstlight.planner.memory.kernels import (
 from firstlight.planner.memory.layers import at_depth
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.speed.calibration import Calibration, Reference
+from firstlight.planner.speed.exchange import (
+    Exchange,
+    exchange_seconds,
+    overlapping_bytes,
+    waiting_bytes,
+)
 from firstlight.planner.speed.gpu import (
     DEFAULT_SHARES,
     Range,
@@ -55,14 +61,10 @@ from firstlight.planner.speed.recipe import (
     predict_recipe_speed,
 )
 from firstlight.planner.speed.throughput import (
-    Exchange,
     SpeedPrediction,
     Workload,
-    exchange_seconds,
     fused_bytes,
-    overlapping_bytes,
     predict_speed,
-    waiting_bytes,
 )
 from firstlight.recipe import parse_resolved_recipe
 

@@ -238,8 +238,7 @@ def _summary(memory: Sequence[Mapping[str, Any]], fit: SpeedFit | None) -> Itera
         yield (
             f"- Speed, with constants fitted on {fit.measured.fitted} configurations: 95 of 100 of "
             f"the {fit.measured.held_out} others within {fit.measured.error:.0%} "
-            f"(goal {GOAL:.0%}), half within {half:.1%}; with constants that are not fitted "
-            f"{sheet:.0%}."
+            f"(goal {GOAL:.0%}), half within {half:.1%}; with unfitted constants {sheet:.0%}."
             + (" Some of them set four further figures." if fit.gpu.name == "H100" else "")
         )
 
@@ -327,7 +326,7 @@ def _speed_text(found: Findings, fit: SpeedFit | None) -> Iterator[str]:
                 f"{statistics.median(fit.sizes(errors)):.1%}",
             )
             for title, errors in (
-                ("by constants that are not fitted", fit.sheet_errors),
+                ("by unfitted constants", fit.sheet_errors),
                 ("by the fitted constants", fit.errors),
             )
         ]
@@ -346,10 +345,9 @@ def _speed_text(found: Findings, fit: SpeedFit | None) -> Iterator[str]:
         )
         yield markdown_table(header, rows)
         yield (
-            f"The constants are in `{_MEASURED_NAME}` of the folder of the results, and in the\n"
-            "cache of the machine that wrote this page. Those of\n"
-            f"`src/firstlight/planner/speed/{_MEASURED_NAME}` come with the package: `firstlight\n"
-            'plan` then says "measured on this GPU type".\n'
+            f"The constants are in `{_MEASURED_NAME}` of the folder of the results. With those of\n"
+            f"`src/firstlight/planner/speed/{_MEASURED_NAME}`, which come with the package,\n"
+            '`firstlight plan` says "measured on this GPU type".\n'
         )
     yield markdown_table(
         ("configuration", "measured s", "data sheet", "fitted", ""), list(_speed_rows(found, fit))

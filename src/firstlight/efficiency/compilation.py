@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
-from firstlight.models import Model
+from firstlight.models import Model, ModelConfig
 
 #: CUDA's compute capability from which on triton, in which inductor writes kernels, has code.
 TRITON_CAPABILITY = (7, 0)
@@ -82,6 +82,19 @@ def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
     memory."""
     recorded = config.compile_mode in ("reduce-overhead", "max-autotune")
     return config.compile is True and recorded and hardware.device.type == "cuda"
+
+
+def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Hardware) -> str:
+    """The reason why a model can't be trained under the CUDA graphs of a recipe; "" if it can, or
+    if there are none."""
+    if not (model.expert_count and uses_cuda_graphs(config, hardware)):
+        return ""
+    # Seen with torch 2.11: the backward pass reads activations where those of an earlier step were
+    # (https://github.com/pytorch/pytorch/pull/197438).
+    return (
+        "trains mixtures of experts wrongly on GPUs: set it to default or "
+        "max-autotune-no-cudagraphs"
+    )
 
 
 def keep_results(model: Model) -> None:

@@ -188,27 +188,8 @@ def _candidate(
     length: Length,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """A model with its run: the length of its sequences, the batch, the steps for which there is
-    time, and the expected loss."""
-    found = _with_run(shape, text, machine, length, fixed)
-    is_short = shape.seq_len < settings.LONG_SEQ_LEN and "data.seq_len" not in fixed
-    # A given batch may be a multiple of the short sequences only.
-    unit = settings.LONG_SEQ_LEN * given_rows(fixed)
-    fits = fixed.get("batch.global_batch_tokens", unit) % unit == 0
-    if is_short and fits and found.run.tokens >= settings.LONG_RUN_TOKENS:
-        longer = replace(shape, seq_len=settings.LONG_SEQ_LEN)
-        return _with_run(longer, text, machine, length, fixed)
-    return found
-
-
-def _with_run(
-    shape: ModelSize,
-    text: TextFacts,
-    machine: MachineFacts,
-    length: Length,
-    fixed: Mapping[str, Any],
-) -> _Candidate:
-    """`_candidate` for a given length of the sequences."""
+    """A model with its run: the batch, the steps for which there is time, and the expected loss. In
+    a long run its sequences are longer."""
     unit = shape.seq_len * given_rows(fixed)
     given = fixed.get("batch.global_batch_tokens")
     if given is not None and given % unit:
@@ -234,6 +215,12 @@ def _with_run(
     if steps is None:
         steps = max(round(tokens / batch), 1)
     run = RunFacts(steps, batch, shape.seq_len, rate)
+    # A given batch may be a multiple of the short sequences only.
+    fits = not given or given % (settings.LONG_SEQ_LEN * given_rows(fixed)) == 0
+    is_short = shape.seq_len < settings.LONG_SEQ_LEN and "data.seq_len" not in fixed
+    if is_short and fits and run.tokens >= settings.LONG_RUN_TOKENS:
+        longer = replace(shape, seq_len=settings.LONG_SEQ_LEN)
+        return _candidate(longer, text, machine, length, fixed)
     bits = expected_bits(shape.layer_parameters, run.tokens * text.bytes_per_token, text)
     return _Candidate(shape, run, bits)
 

@@ -40,10 +40,10 @@ class MachineFacts:
         usable_bytes: memory that a run may use, in bytes.
         origin: text with the source of the rates, for the user.
         compiles: True if torch.compile works on this device.
-        steps: training FLOPs per token and the seconds of a step of few tokens, of some models, the
-            smallest first: on a GPU, the time of starting the step's kernels. Empty on a CPU, whose
-            steps take the longer, the more tokens they have. Both are without torch.compile, with
-            which a long run on a GPU is faster than expected: its steps are counted as it runs.
+        steps: pairs (training FLOPs per token, seconds of a step of few tokens) of some models, the
+            smallest first. On a GPU, such a step takes the time of starting its kernels. Empty on a
+            CPU, where a step of few tokens is short. `steps` and `rates` are without torch.compile:
+            a compiled run is faster than expected.
     """
 
     name: str

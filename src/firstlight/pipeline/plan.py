@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firstlight.console import parse_count, parse_time, plain, rounded
+from firstlight.console import parse_count, parse_time, plain, rounded, size_text
 from firstlight.data.sources import (
     DataSource,
     by_ending,
@@ -318,7 +318,7 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
             f"the inputs hold {scan.facts.text_bytes:,} bytes of text, too little to learn from: "
             f"give {LEAST_BYTES:,} at least, better a megabyte"
         )
-    for line in described(scan.facts, size_text):
+    for line in described(scan.facts):
         tell(line)
     if unread := unread_files(request.inputs):
         tell(_unread_line(unread))
@@ -387,15 +387,6 @@ def run_name(inputs: Sequence[str]) -> str:
     name = stem.partition(".")[0] or stem.strip(".")
     kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in name).strip("-")
     return kept or "texts"
-
-
-def size_text(count: float) -> str:
-    """1234567 -> '1.2 MB'."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
 
 
 def time_text(seconds: float) -> str:

@@ -135,13 +135,7 @@ def train_texts(
     folder = place_of_run(request, work.content_key, run_dir)
     with held(folder, LOCK_NAME):
         call = RunCall(folder, began + waited, tell, progress=progress, on_step=on_step)
-        is_new = not call.state
-        try:
-            result = _result(work, plan, request, call)
-        except ConfigError:
-            if is_new:
-                call.forget()
-            raise
+        result = _result(work, plan, request, call)
         if result is not None and result.stopped_by is None and not result.diverged:
             call.remember(complete=True)
         return result_of(call, result, request)
@@ -177,7 +171,11 @@ def _result(
         inputs=list(map(str, request.inputs)),
         content_key=work.content_key,
     )
-    return work.begin(plan or work.plan(request), request, call)
+    try:
+        return work.begin(plan or work.plan(request), request, call)
+    except ConfigError:
+        call.forget()
+        raise
 
 
 def _go_on(request: Request, call: RunCall) -> TrainResult:

@@ -7,7 +7,7 @@ import lzma
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from rich.progress import TextColumn
 
-from firstlight.console import progress_bar
+from firstlight.console import progress_bar, size_text
 from firstlight.data.records import REASONS, Record, nothing_read, read_documents
 from firstlight.data.sources import DataSource, limited_sources, text_size
 from firstlight.errors import InputError
@@ -361,13 +361,8 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
     return {name: count / counts.total() for name, count in counts.most_common()}
 
 
-def described(facts: CorpusFacts, size_text: Callable[[float], str]) -> Iterator[str]:
-    """The facts as lines for the user.
-
-    Args:
-        facts: the facts.
-        size_text: function that formats a number of bytes.
-    """
+def described(facts: CorpusFacts) -> Iterator[str]:
+    """The facts as lines for the user."""
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (

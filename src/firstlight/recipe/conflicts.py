@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from firstlight.efficiency.attention import GPU_BACKENDS, able_backends, why_unable
-from firstlight.efficiency.compilation import TRITON_CAPABILITY, uses_cuda_graphs
+from firstlight.efficiency.compilation import TRITON_CAPABILITY, why_unrecordable
 from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
@@ -335,8 +335,7 @@ def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str
 def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
     """Methods that this hardware does not support."""
     config, device = recipe.efficiency, hardware.device.type
-    unable = why_unable(recipe.model, config.attention, device)
-    if unable:
+    if unable := why_unable(recipe.model, config.attention, device):
         yield f"efficiency.attention {config.attention} {unable}"
     elif device != "cuda" and config.attention in GPU_BACKENDS:
         able = able_backends(recipe.model) or ("sdpa", "flash", "math", "blockwise", "plain")
@@ -368,13 +367,8 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
             "efficiency.attention cudnn adds up in no fixed order: set it to flash, or "
             "run.deterministic to false"
         )
-    if recipe.model.expert_count and uses_cuda_graphs(config, hardware):
-        # Seen with torch 2.11: the backward pass reads activations where those of an earlier step
-        # were (https://github.com/pytorch/pytorch/pull/197438).
-        yield (
-            f"efficiency.compile_mode {config.compile_mode} trains mixtures of experts wrongly on "
-            "GPUs: set it to default or max-autotune-no-cudagraphs"
-        )
+    if unrecordable := why_unrecordable(recipe.model, config, hardware):
+        yield f"efficiency.compile_mode {config.compile_mode} {unrecordable}"
     if recipe.data.pin_memory and device != "cuda":
         yield "data.pin_memory is for copies to a CUDA GPU: leave it out"
 

@@ -16,15 +16,15 @@ import torch
 from firstlight.efficiency.precision import dtype_of
 from firstlight.hardware.device import synchronize
 from firstlight.models import build_model
+from firstlight.planner.speed.gpu import DEFAULT_SHARES, PACKET_BYTES
 from firstlight.recipe import ResolvedRecipe
 
 #: Numbers of 16 bits that matrix units read at a time, and the multiple that a vocabulary is padded
 #: to.
-_PACKET, _VOCABULARY = 8, 64
+_PACKET, _VOCABULARY = PACKET_BYTES // 2, 64
 
-#: Speed-up of products by aligned sizes that is named for a GPU that is not at hand: about that of
-#: the head of GPT-2, with 50,257 rows, on an H100, by the times of its steps (`Shares.misaligned`).
-_GAIN_ON_GPUS = 4.0
+#: Speed-up of products by aligned sizes that is named for a GPU that is not at hand.
+_GAIN_ON_GPUS = 1 / DEFAULT_SHARES.misaligned.expected
 
 #: Multiplications of a measured product [tokens, inner] x [inner, size].
 _PRODUCT_SIZE = 2e8

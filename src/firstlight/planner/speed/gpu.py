@@ -11,9 +11,6 @@ and of its bytes. The share of the data sheet's rates that is achieved is a rang
 - a kernel takes 2 to 6 microseconds at least, and starting one from Python 4 to 16, which is
   hidden as long as the GPU is busy.
 
-Of these, the speed of fp32 and of misaligned products, and the host's time in selective
-checkpointing and in calls of optimizers, were set by steps measured on an H100 (docs/gpu.md).
-
 A matrix product is divided into tiles of 128 x 128, which multiprocessors take in turns. The parts
 of tiles beyond the edge, and the idle multiprocessors of the last turn, are lost (NVIDIA, "Matrix
 Multiplication Background User's Guide": tile and wave quantization). Each tile takes the time of
@@ -114,12 +111,11 @@ class Shares:
         fused_traffic: bytes that torch.compile's fused kernels move, as a multiple of
             `throughput.fused_bytes`. A norm reads its input twice, a residual is read and written
             as well, and gradients of biases are summed.
-        fp32_products: the same for products in fp32, which matrix units do not compute.
-        misaligned: speed of a product with rows that are no multiple of `PACKET_BYTES`, as a
-            fraction of others.
-        dispatch_launches: host time of an operator that selective checkpointing sees, beside its
-            launch, in launches from Python.
-        update_launches: host time of a call of a torch optimizer, in launches from Python.
+        fp32_products: the same as `products` for fp32. This and the next three are an H100's.
+        misaligned: speed of products with rows that are no multiple of `PACKET_BYTES`, as a
+            fraction of that of others.
+        dispatch_launches, update_launches: host time of an operator that selective checkpointing
+            sees, beside its launch, and of a torch optimizer's call, in launches from Python.
         source: origin of these figures, as text for the user.
     """
 
@@ -228,11 +224,8 @@ def kernel_seconds(
 
 
 def product_share(product: MatrixProduct, precision: str, shares: Shares) -> Range:
-    """The fraction of the peak that a matrix product without tile waste reaches.
-
-    Sizes that are no multiple count as those of rows in memory, also an odd number of tokens, which
-    costs less.
-    """
+    """The fraction of the peak that a matrix product without tile waste reaches. An odd number of
+    tokens counts as an odd row, which costs more."""
     if product.dtype == torch.float32 and precision != "tf32":
         return shares.fp32_products
     packet = PACKET_BYTES // product.dtype.itemsize
@@ -339,12 +332,11 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
         attention_backward=share(constants["attention"] * backward),
         bandwidth=share(constants["bandwidth"]),
         fp32_products=share(default.fp32_products.expected),
-        # No range of its own: it multiplies `products`, which has one.
-        misaligned=Range.exact(default.misaligned.expected),
         kernel_seconds=seconds(default.kernel_seconds.expected),
         launch_seconds=seconds(constants["launch_seconds"]),
         compiled_launch_seconds=seconds(constants["launch_seconds"] * compiled),
-        # No range of its own: it is divided by the bandwidth, which has one.
+        # No ranges of their own: the products' and the bandwidth's apply to them.
+        misaligned=Range.exact(default.misaligned.expected),
         fused_traffic=Range.exact(constants["fused_traffic"]),
         source=source or default.source,
     )

@@ -18,6 +18,7 @@ from firstlight.planner.memory.ranks import copies_of, engine_of
 from firstlight.planner.memory.recipe import trace_memory
 from firstlight.planner.plan.machine import Machine
 from firstlight.planner.speed.calibration import Calibration
+from firstlight.planner.speed.exchange import Exchange
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, Range, shares_of
 from firstlight.planner.speed.operators import transposed_factors
 from firstlight.planner.speed.store import (
@@ -25,7 +26,7 @@ from firstlight.planner.speed.store import (
     measure_operators,
     save_calibration,
 )
-from firstlight.planner.speed.throughput import Exchange, SpeedPrediction, Workload, predict_speed
+from firstlight.planner.speed.throughput import SpeedPrediction, Workload, predict_speed
 from firstlight.recipe import ResolvedRecipe
 
 
