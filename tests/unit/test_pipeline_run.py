@@ -247,6 +247,13 @@ def test_a_second_call_is_advised_where_it_has_less_to_do(
     assert (tmp_path / "pipeline.json").exists() == ("data" in state)
 
 
+def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    with pytest.raises(ConfigError, match="hidden_size 96 is no multiple"):
+        trained(texts, overrides={"model.hidden_size": 96})
+    assert not Path("runs").exists()
+
+
 def test_a_run_is_not_forgotten_when_a_later_call_fails(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"), steps=2)
     state = json.loads((run.run_folder / "pipeline.json").read_text())
