@@ -32,8 +32,9 @@ from firstlight.recipe import parse_recipe
 from firstlight.report.html import run_page
 from firstlight.report.length import read_length
 from firstlight.report.records import read_json_lines, read_run
-from firstlight.training import loop, minutes, saving, validation
+from firstlight.training import loop, minutes, saving, start, validation
 from firstlight.training.cooldown import cooldown_recipe
+from firstlight.training.course import Course
 from firstlight.training.guard import DivergedError
 from firstlight.training.length import (
     LoopTimes,
@@ -379,6 +380,36 @@ def test_a_run_ends_at_the_first_of_two_limits(
         # A run that goes on may take more steps, if its recipe says so.
         recipe["schedule"]["max_steps"] = 70
         assert train(recipe, resume=True).step == 70
+
+
+def test_the_time_left_ends_with_the_passes(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.5 passes take a few seconds of the 3 minutes."""
+    lefts: list[float | None] = []
+    shares: list[float] = []
+
+    class Watched(Course):
+        def step(self, record: Mapping[str, Any]) -> None:
+            super().step(record)
+            lefts.append(self.seconds_left)
+            shares.append(self.share)
+
+    def made(
+        steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
+    ) -> Course:
+        return Watched(steps, first, minutes, lambda: machine.now, step_limit)
+
+    monkeypatch.setattr(start, "Course", made)
+    machine.step = 0.05
+    recipe["schedule"]["epochs"] = 1.5
+    recipe["evaluation"]["every_steps"] = recipe["checkpoint"]["every_steps"] = 0
+    steps = train(recipe).step
+    decided = read_length(folder_of(recipe))["decided_at"]
+    assert 10 < decided < steps
+    assert shares == pytest.approx([(step + 1) / steps for step in range(steps)])
+    for step in range(5, steps):
+        assert lefts[step - 1] == pytest.approx((steps - step) * 0.05)
 
 
 def test_passes_limit_a_run_in_minutes(recipe: dict[str, Any], machine: Machine) -> None:

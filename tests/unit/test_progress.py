@@ -128,6 +128,72 @@ def test_time_left_is_that_of_the_last_steps() -> None:
     assert "left" not in course(100).time
 
 
+def test_a_run_in_minutes_ends_with_its_limit_of_steps() -> None:
+    """Passes end after 300 steps of a second, of which the decay takes 60, in 30 minutes."""
+    now, steps, limit = 0.0, 1800, 300
+    shown = Course(
+        lambda: steps, 0, 30.0, clock=lambda: now, step_limit=lambda: limit if limit else None
+    )
+    shares: list[float] = []
+    lefts: list[float] = []
+    for step in range(1, 301):
+        now += 1.0
+        if step == 241:
+            steps = 300
+        shown.step(record(step, elapsed_seconds=now))
+        shares.append(shown.share)
+        lefts.append(shown.seconds_left or 0.0)
+    assert shown.time == "5:00 of 30:00"
+    # Not before a step is measured.
+    assert lefts[2] == 1797
+    assert lefts[3:] == pytest.approx(list(range(296, -1, -1)))
+    assert shares == pytest.approx([step / 300 for step in range(1, 301)])
+    # Where nothing but the minutes ends the run, the rest of them is left.
+    limit, steps = 0, 1800
+    assert [shown.seconds_left, shown.share] == pytest.approx([1500, 1 / 6])
+    # At most the rest of the budget is left, however slow the steps are.
+    limit, now = 5000, 1790.0
+    assert [shown.seconds_left, shown.share] == pytest.approx([10, 179 / 180])
+
+
+def test_the_time_left_does_not_jump_at_an_evaluation() -> None:
+    now = 0.0
+    shown = Course(lambda: 400, 0, clock=lambda: now)
+    lefts = []
+    for step in range(1, 400):
+        is_evaluation = step % 100 == 0
+        now += 10.5 if is_evaluation else 0.5
+        shown.step(record(step))
+        lefts.append(shown.seconds_left or 0.0)
+    assert lefts[49] == pytest.approx(350 * 0.5)
+    for before, at in ((lefts[i - 2], lefts[i - 1]) for i in (100, 200, 300)):
+        assert at < 1.5 * before
+
+
+def test_the_mean_follows_a_machine_that_becomes_slower() -> None:
+    now = 0.0
+    shown = Course(lambda: 400, 0, clock=lambda: now)
+    for step in range(1, 201):
+        now += 0.5 if step <= 100 else 1.0
+        shown.step(record(step))
+    assert shown.seconds_left == pytest.approx(200 * 0.875, rel=0.02)
+
+
+def test_80_columns_show_loss_speed_memory_and_time_left() -> None:
+    shown = course(40, max_minutes=30.0)
+    shown.predicted_bytes = 1299 << 20
+    rates = {"tokens_per_second": 12082.0, "samples_per_second": 47.19}
+    shown.step(record(41, 3.654, **rates, **{"val/loss": 6.238, "memory_bytes": 1208 << 20}))
+    bar, *figures = list(shown.lines(80, 24))[:3]
+    assert bar.endswith(" left")
+    assert figures == [
+        "loss 3.654  val/loss 6.238  12,082 tokens/s  47.19 samples/s",
+        "memory 1.18 GiB (predicted 1.27 GiB)  learning rate 0.003",
+    ]
+    # A small terminal has one row of them.
+    assert list(shown.lines(80, 3))[1:] == figures[:1]
+
+
 def test_a_validation_loss_of_zero_is_one() -> None:
     shown = Course(lambda: 100, 0)
     shown.step({**record(1), "val/loss": 2.0})

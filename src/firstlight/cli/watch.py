@@ -31,12 +31,14 @@ class _Shown:
     Attributes:
         step: number of the last step; 0 before the first.
         steps: number of steps of the whole run; None if unknown.
+        limit: step at which a run in minutes ends even if minutes are left; None if unknown.
         seconds: duration of all steps so far, from the run's metrics.
     """
 
     def __init__(self) -> None:
         self.step, self.seconds = 0, 0.0
         self.steps: int | None = None
+        self.limit: int | None = None
         self._read_at = time.monotonic()
 
     def clock(self) -> float:
@@ -104,8 +106,10 @@ def _watch(folder: Path) -> None:
 
     _wait_for_run(folder)
     shown = _Shown()
-    shown.steps, minutes = planned_length(folder)
-    course = Course(lambda: max(shown.steps or 0, shown.step), 0, minutes, shown.clock)
+    shown.steps, minutes, shown.limit = planned_length(folder)
+    course = Course(
+        lambda: max(shown.steps or 0, shown.step), 0, minutes, shown.clock, lambda: shown.limit
+    )
     follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
     with contextlib.closing(follower), TrainingProgress(course, shown=True) as progress:
         goes_on = True
@@ -114,7 +118,7 @@ def _watch(folder: Path) -> None:
             goes_on = is_held(folder)
             _show(follower.new(), shown, course, progress)
             if goes_on:
-                shown.steps, _ = planned_length(folder)
+                shown.steps, _, shown.limit = planned_length(folder)
                 _pause()
     of = f"/{shown.steps:,}" if shown.steps else ""
     is_whole = shown.steps is not None and shown.step >= shown.steps

@@ -92,16 +92,18 @@ def _max_steps(
     return found if type(found) is int and found >= 0 else None
 
 
-def planned_length(folder: Path) -> tuple[int | None, float | None]:
-    """The planned length of a run in steps and in minutes, without reading its metrics. Each is
-    None if it is unknown or the run has no such limit.
+def planned_length(folder: Path) -> tuple[int | None, float | None, int | None]:
+    """The planned length of a run in steps and in minutes, and the step at which a run in minutes
+    ends even if minutes are left, without reading its metrics. Each is None if it is unknown or the
+    run has no such limit.
 
     Raises:
         CheckpointError: a file of the run folder is damaged.
     """
     recipe, length = _read_recipe(folder / RECIPE_NAME)[0], read_length(folder)
     steps = _max_steps(recipe, length, last_start(folder))
-    return steps or length.get("predicted_steps"), length.get("max_minutes")
+    limit = length.get("max_steps", length.get("most_steps"))
+    return steps or length.get("predicted_steps"), length.get("max_minutes"), limit
 
 
 def read_run(folder: Path) -> RunRecord:

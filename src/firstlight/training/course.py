@@ -15,14 +15,12 @@ from rich.text import Text
 from firstlight.console import rounded, visible
 from firstlight.report.records import MOSTLY_LEARNED
 
-#: Weight of the last step in the running mean of the seconds of a step.
-_WEIGHT_OF_LAST = 0.1
 #: First steps of a process, which allocate and compile, and are left out of the mean.
 _SLOW_STEPS = 2
 
-#: Most rows of the loss curve, and of the sample text.
-_CURVE_ROWS, _SAMPLE_ROWS = 8, 3
-#: Smallest size of a terminal in which the loss curve is shown.
+#: Most rows of the loss curve, of the sample text, and of the figures.
+_CURVE_ROWS, _SAMPLE_ROWS, _FIGURE_ROWS = 8, 3, 2
+#: Smallest size of a terminal in which the loss curve and more than one row of figures are shown.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
 #: Bits of the dots of a braille character, by row and column (Unicode 15, chapter 21.1).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -135,6 +133,9 @@ class Course:
         start_step: number of steps done before this call of `train`.
         max_minutes: minutes that the run may take; None without a limit.
         clock: monotonic clock in seconds; None for `time.monotonic`.
+        step_limit: function that returns the step at which a run in minutes ends even if minutes
+            are left: the decided number of steps, or before the decision the limit of steps or
+            passes over the data; None without a limit.
 
     Attributes:
         predicted_bytes: predicted memory of the run in bytes; None without a forecast.
@@ -147,7 +148,9 @@ class Course:
         start_step: int,
         max_minutes: float | None = None,
         clock: Callable[[], float] | None = None,
+        step_limit: Callable[[], int | None] = lambda: None,
     ) -> None:
+        self._step_limit = step_limit
         self._max_steps, self._start_step, self._max_minutes = max_steps, start_step, max_minutes
         self._clock = clock or time.monotonic
         self._sample = ""
@@ -169,7 +172,9 @@ class Course:
         if self._done > _SLOW_STEPS + 1:
             # The time since the last step includes evaluations and saves, which will recur.
             seconds = now - self._last_at
-            weight = max(_WEIGHT_OF_LAST, 1 / (self._done - _SLOW_STEPS - 1))
+            # Step n has the weight n in the mean, which so follows a machine that becomes slower. A
+            # mean of a few last steps would jump at each evaluation, which takes many steps' time.
+            weight = 2 / (self._done - _SLOW_STEPS)
             self._mean_seconds += weight * (seconds - self._mean_seconds)
         self._last_at, self._record = now, record
         if record["train/loss"] is not None:
@@ -188,21 +193,30 @@ class Course:
 
     @property
     def share(self) -> float:
-        """Share of the run that is done, from 0 to 1: of its steps, or of its time for a run in
-        minutes."""
-        if self._budget_left is not None and self._max_minutes is not None and not self.is_done:
-            return 1 - self._budget_left / (60 * self._max_minutes)
-        return min(float(self._record["step"]) / max(self._max_steps(), 1), 1.0)
+        """Share of the run that is done, from 0 to 1: of its steps; for a run in minutes, of its
+        time or of its limit of steps, whichever share is larger."""
+        last = self._last_step
+        by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
+        if self._budget_left is None or self._max_minutes is None:
+            return by_steps
+        # The larger share never falls at the decision, which can only lower the limit of steps.
+        return max(by_steps, 1 - self._budget_left / (60 * self._max_minutes))
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end of the run: the rest of the minutes for a run in minutes, else by the
-        mean time of the last steps; None before there is a mean."""
-        if self._budget_left is not None:
-            return 0.0 if self.is_done else self._budget_left
-        if self._done <= _SLOW_STEPS + 1 and not self.is_done:
-            return None
-        return float(max(self._max_steps() - self._record["step"], 0)) * self._mean_seconds
+        """Seconds to the end of the run by the mean time of a step; for a run in minutes, at most
+        the rest of its minutes. None before there is a mean or a rest."""
+        budget_left, last = self._budget_left, self._last_step
+        if last is None or (self._done <= _SLOW_STEPS + 1 and not self.is_done):
+            return budget_left
+        by_steps = float(max(last - self._record["step"], 0)) * self._mean_seconds
+        return by_steps if budget_left is None else min(by_steps, budget_left)
+
+    @property
+    def _last_step(self) -> int | None:
+        """The step at which the run ends at the latest; None if only its minutes end it."""
+        is_by_steps = self._budget_left is None or self.is_done
+        return self._max_steps() if is_by_steps else self._step_limit()
 
     @property
     def _budget_left(self) -> float | None:
@@ -265,11 +279,13 @@ class Course:
         yield _bar(
             f"step {self._record['step']:,}/{self._max_steps():,}", self.share, self.time, columns
         )
-        yield _fitting(self.figures, columns)
-        free = rows - 3
+        is_large = columns >= _LEAST_COLUMNS and rows >= _LEAST_ROWS
+        figures = _fitting(self.figures, columns, _FIGURE_ROWS if is_large else 1)
+        yield from figures
+        free = rows - 2 - len(figures)
         sample = self.sample_lines(columns)[: max(min(free - 1, _SAMPLE_ROWS), 0)]
         height = min(free - len(sample) - 2, _CURVE_ROWS)
-        if columns >= _LEAST_COLUMNS and rows >= _LEAST_ROWS and self.curve.last_step:
+        if is_large and self.curve.last_step:
             yield from self.curve.lines(columns, height)
         yield from sample
 
@@ -286,19 +302,22 @@ def _bar(left: str, share: float, right: str, columns: int) -> str:
     text = f"{left}  {share:4.0%}  "
     room = columns - 1 - len(text) - len(right) - 2
     if room < 5:
-        return _fitting([left, f"{share:.0%}", right], columns)
+        return _fitting([left, f"{share:.0%}", right], columns, 1)[0]
     full = round(share * room)
     return f"{text}{'█' * full}{'░' * (room - full)}  {right}"
 
 
-def _fitting(parts: list[str], columns: int) -> str:
-    """The first parts, as many as a line has room for."""
-    line = parts[0]
+def _fitting(parts: list[str], columns: int, rows: int) -> list[str]:
+    """Lines of the first parts, as many parts as this number of rows has room for."""
+    lines = [parts[0]]
     for part in parts[1:]:
-        if len(line) + 2 + len(part) > columns - 1:
+        if len(lines[-1]) + 2 + len(part) < columns:
+            lines[-1] += f"  {part}"
+        elif len(lines) < rows and len(part) < columns:
+            lines.append(part)
+        else:
             break
-        line = f"{line}  {part}"
-    return line
+    return lines
 
 
 def _size(size: float) -> str:

@@ -216,6 +216,7 @@ class TimeBudget:
 
     Attributes:
         seconds: the time of the run in seconds.
+        most_steps: upper limit of the run's steps; None for no limit.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class TimeBudget:
         is_new: bool,
     ) -> None:
         assert config.max_minutes is not None
-        self._most_steps = most_steps
+        self.most_steps = most_steps
         self._config, self.seconds = config, 60 * config.max_minutes
         self.length, self.is_new, self.times = length, is_new, times
         self._used_before = seconds_used
@@ -257,8 +258,8 @@ class TimeBudget:
             "max_minutes": self._config.max_minutes,
             "predicted_steps": length.predicted_steps,
         }
-        if self._most_steps is not None:
-            record["most_steps"] = self._most_steps
+        if self.most_steps is not None:
+            record["most_steps"] = self.most_steps
         if isinstance(length, DecidedLength):
             record |= {"max_steps": length.max_steps, "decided_at": length.decided_at}
         return record
@@ -279,7 +280,7 @@ class TimeBudget:
             batch: sequences of each step.
             periodic: function from the seconds of a sequence to the run's evaluations and saves.
         """
-        used, most = self.seconds_used, self._most_steps
+        used, most = self.seconds_used, self.most_steps
         left = self.seconds - used
         # True if the upper limit of steps needs the decision now, whatever time is left.
         ends = most is not None and (

@@ -80,8 +80,13 @@ def _course(run: Run) -> Course:
     def steps() -> int:
         return max(run.max_steps, run.state.step + run.schedule.is_open)
 
+    def step_limit() -> int | None:
+        if run.budget is None or not run.schedule.is_open:
+            return run.max_steps
+        return run.budget.most_steps
+
     minutes = run.recipe.schedule.max_minutes or run.recipe.run.max_minutes
-    return Course(steps, run.state.step, minutes)
+    return Course(steps, run.state.step, minutes, step_limit=step_limit)
 
 
 def _make_folder_ready(run: Run) -> None:
