@@ -244,8 +244,11 @@ def test_an_example_whose_beginning_teaches_nothing_is_dropped(tmp_path: Path) -
     write_json(tmp_path / "manifest.json", {**manifest, "splits": {"train": split}})
     packing = ExampleDataset(tmp_path, "train", long="cut").packing(6)
     assert (packing.dropped, packing.cut, packing.num_labels) == (1, 0, 1)
-    with pytest.raises(DataError, match=r"no example of the 'train' split .* fits"):
+    says = "no example of the 'train' split .* fits .* start from a model with a longer context"
+    with pytest.raises(DataError, match=f"{says}, or choose data.long cut"):
         ExampleDataset(tmp_path, "train", long="drop").packing(2)
+    with pytest.raises(DataError, match=f"{says}$"):
+        ExampleDataset(tmp_path, "train", long="cut").packing(2)
 
 
 # Folders

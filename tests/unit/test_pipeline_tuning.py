@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from chats import draw_records, write_lines
+from chats import draw_records, say, write_lines
 from test_pipeline_run import write_texts
 
 from firstlight.cli.main import main
@@ -22,7 +23,7 @@ from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choices
+from firstlight.pipeline.chosen import Choice, Choices
 from firstlight.pipeline.facts import Length, MachineFacts
 from firstlight.pipeline.inputs import conversations_in, require_texts
 from firstlight.pipeline.result import TextRun, result_lines
@@ -242,11 +243,48 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     assert not Path("runs").exists()
 
 
+def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model sees 320 tokens, and the long conversations have 2,739 each."""
+    long = [{"messages": say("a short question", "one two three four " * 200)}] * 20
+    mixed = write_lines(tmp_path / "mixed.jsonl", [*draw_records(80), *long])
+    plan = ["train", str(mixed), "--init-from", str(model), "--budget", "20m", "--plan-only"]
+
+    def row(*options: str) -> str:
+        assert main([*plan, *options]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        return " ".join(next(line for line in shown if line.startswith("data.seq_len")).split())
+
+    found = re.fullmatch(
+        r"data\.seq_len 320 the model's context; (\d+) of (\d+) conversations are longer and are "
+        "left out",
+        row(),
+    )
+    assert found is not None
+    count, total = map(int, found.groups())
+    assert 10 <= count <= 20
+    assert total > 80
+    assert row("--data.long", "cut").endswith(
+        f"{count} of {total} conversations are longer and are cut"
+    )
+    assert row("--data.seq_len", "319").startswith("data.seq_len 319 given; ")
+    only = write_lines(tmp_path / "long.jsonl", long)
+    assert main(["train", str(only), "--init-from", str(model), "--plan-only"]) == 1
+    assert (
+        "fits into data.seq_len 320: raise it up to the model's context, start from a model with a "
+        "longer context, or choose data.long cut (learn their beginnings)"
+    ) in capsys.readouterr().err
+
+
 def test_the_row_holds_the_longest_conversation_or_nearly_all() -> None:
     assert row_of(CHATS, MODEL, {}).value == 256
     assert row_of(CHATS, MODEL, {"data.seq_len": 100}).value == 100
     long = dataclasses.replace(CHATS, longest=9000)
     assert row_of(long, MODEL, {}).value == 512
+    assert row_of(long, MODEL, {}).reason == "99 % of the conversations have 150 tokens at most"
+    usual = dataclasses.replace(long, usual=900)
+    assert row_of(usual, MODEL, {}) == Choice("data.seq_len", 512, "the model's context")
     wide = dataclasses.replace(MODEL, context=131_072)
     assert row_of(long, wide, {}).value == 2048
     assert row_of(dataclasses.replace(long, usual=3000), wide, {}).value == 4096

@@ -211,9 +211,11 @@ class ExampleDataset(TokenDataset):
                 lost += int(loss_mask.sum()) - kept
         kept_ones = np.flatnonzero(keep)
         if not len(kept_ones):
+            cut = ", or choose data.long cut (learn their beginnings)"
             raise DataError(
-                f"no example of the '{self.split}' split of {self.folder} fits into "
-                f"data.seq_len {seq_len}: raise it"
+                f"no example of the '{self.split}' split of {self.folder} fits into data.seq_len "
+                f"{seq_len}: raise it up to the model's context, start from a model with a longer "
+                f"context{cut if self.long == 'drop' and self.together == 1 else ''}"
             )
         lengths = np.minimum(sizes[kept_ones], seq_len)
         items, starts = pack_best_fit(lengths, seq_len)

@@ -97,6 +97,21 @@ class Conversations:
 
         return of(self.train), of(self.val)
 
+    def too_long(self, seq_len: int) -> list[str]:
+        """Texts with the numbers of training conversations that are left out and that are cut,
+        because they are longer than a row of `seq_len` tokens; [] if all of them fit.
+
+        Raises:
+            DataError: no conversation fits, or `data.long` is "refuse" and one does not fit.
+        """
+        packing, total = self.train.packing(seq_len), self.facts.count
+        fates = ((packing.dropped, "left out"), (packing.cut, "cut"))
+        return [
+            f"{count:,} of {total:,} conversations are longer and are {fate}"
+            for count, fate in fates
+            if count
+        ]
+
     def prompts(self, most_tokens: int) -> list[str]:
         """Up to three different questions of held-out conversations, each with fewer than
         `most_tokens` tokens."""

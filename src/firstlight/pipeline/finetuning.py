@@ -119,12 +119,15 @@ class FineTuning:
 
         Raises:
             ConfigError: an option is invalid, or no method fits into memory.
+            DataError: no conversation fits into a row, or `data.long` is "refuse" and one does not.
         """
         from firstlight.pipeline.machine import facts_for_model
         from firstlight.planner.plan.machine import find_machine
 
         machine, fixed = find_machine(gpu), request.fixed
         row = row_of(self._data, self._model, fixed)
+        if self._chats is not None:
+            row = replace(row, reason="; ".join([row.reason, *self._chats.too_long(row.value)]))
         recipe, method = self._fitting_method(request, machine, row)
         speed = facts_for_model(recipe, machine)
         epoch, held = self._tokens(row.value)

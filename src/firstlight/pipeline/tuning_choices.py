@@ -77,7 +77,9 @@ class Method:
         if self.adapters:
             rank = "numbers of an adapter for each row of a matrix"
             yield Choice("lora.rank", settings.ADAPTER_RANK, rank)
-            yield Choice("lora.alpha", settings.ADAPTER_ALPHA, "")
+            yield Choice(
+                "lora.alpha", settings.ADAPTER_ALPHA, "adapters are scaled by alpha / rank"
+            )
         if self.quantized:
             yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits: else nothing fits")
         if self.checkpointing:
@@ -124,6 +126,8 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
         length = min(max(_power_of_two(longest), 256), model.context)
         return Choice(key, length, f"the longest conversation has {data.longest:,} tokens")
     length = min(max(_power_of_two(usual), most), model.context)
+    if usual > length:
+        return Choice(key, length, "the model's context")
     return Choice(key, length, f"99 % of the conversations have {data.usual:,} tokens at most")
 
 
@@ -187,7 +191,9 @@ def choose_tuning(
         *run.other_choices(machine, val_tokens),
         Choice("checkpoint.keep_best", 1, "the one with the least held-out loss is kept, too"),
     ]
-    return run.choices(items, fixed, model.parameters, epochs)
+    # A given row keeps its reason, which may have the number of conversations that are left out.
+    others = {key: value for key, value in fixed.items() if key != row.key}
+    return run.choices(items, others, model.parameters, epochs)
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
@@ -218,7 +224,7 @@ def _optimizer_choices(model: StartingModel, method: Method) -> Iterator[Choice]
     if method.adapters:
         rate = settings.ADAPTER_MULTIPLE * settings.TUNING_RATE * ratio**settings.ADAPTER_POWER
         reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
-    yield Choice("optimizer.name", "adamw", "")
+    yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
     yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
     yield Choice(
         "optimizer.weight_decay",
@@ -239,7 +245,9 @@ def _length_choices(
         yield Choice("schedule.epochs", data.most_epochs, reason)
     else:
         yield Choice("schedule.max_steps", run.steps, f"{rounded(run.tokens)} tokens, {passes}")
-    yield Choice("schedule.warmup_steps", max(run.steps // 20, min(10, run.steps // 10)), "")
+    warmup = max(run.steps // 20, min(10, run.steps // 10))
+    yield Choice("schedule.warmup_steps", warmup, "of a rising rate: a twentieth, ten at least")
     yield Choice("schedule.kind", "wsd", "full rate, then a line down to zero over the last part")
-    yield Choice("schedule.decay_fraction", settings.LAYOUT["schedule.decay_fraction"], "")
-    yield Choice("schedule.min_lr_ratio", 0.0, "")
+    share = settings.LAYOUT["schedule.decay_fraction"]
+    yield Choice("schedule.decay_fraction", share, "share of the steps in which the rate falls")
+    yield Choice("schedule.min_lr_ratio", 0.0, "the rate falls to zero")
