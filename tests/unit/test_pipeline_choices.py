@@ -187,6 +187,11 @@ def test_a_width_without_whole_heads_is_refused() -> None:
 def test_sizes_have_names_and_numbers() -> None:
     assert choose(TEXT, MACHINE, Length(60.0), {}, "medium")["model.hidden_size"] == 512
     assert choose(TEXT, MACHINE, Length(60.0), {}, "3M")["model.hidden_size"] == 192
+    table = {one.key: one.reason for one in choose(TEXT, MACHINE, Length(60.0), {}, "3M").choices}
+    assert table["model.hidden_size"].endswith(" parameters, nearest to 3M")
+    for size in ("900B", "1k", "5"):
+        with pytest.raises(ConfigError, match=f"--size {size}: with this text's vocabulary, sizes"):
+            choose(TEXT, MACHINE, Length(60.0), {}, size)
     with pytest.raises(ConfigError, match=r"--size smal is unknown \(did you mean 'small'"):
         choose(TEXT, MACHINE, Length(60.0), {}, "smal")
     with pytest.raises(ConfigError, match="--size 3Q is unknown"):  # before the texts are read
@@ -278,8 +283,10 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
 
 def test_the_recipe_has_the_reason_above_each_key() -> None:
     recipe = recipe_of(choose(TEXT, MACHINE, Length(60.0)))
-    text = commented_yaml(recipe, {"model.hidden_size": "why", "data.seq_len": "long " * 40}, ["a"])
-    assert text.startswith("# a\n")
+    text = commented_yaml(
+        recipe, {"model.hidden_size": "why", "data.seq_len": "long " * 40}, ["a\nb"]
+    )
+    assert text.startswith("# a b\n")
     assert "  # why\n  hidden_size:" in text
     assert max(map(len, text.splitlines())) <= 100
     assert parse_recipe(parse_yaml(text)) == recipe
@@ -349,6 +356,9 @@ def test_a_text_of_wider_characters_needs_fewer_bits_for_a_byte() -> None:
         (2.183, 2.116, 477_077, 1.0, 3_211_264, 2_100_816, 1.894),
         (1.696, 2.936, 247_726, 1.722, 1_769_472, 1_498_638, 1.268),
         (1.466, 3.486, 3_173_794, 1.0, 1_769_472, 1_499_136, 1.406),
+        # Ten minutes and half an hour on two cores.
+        (1.466, 3.486, 3_173_794, 1.0, 851_968, 11_923_076, 1.044),
+        (1.466, 3.486, 3_173_794, 1.0, 3_211_264, 12_697_220, 0.992),
     ],
 )
 def test_measured_runs_lie_within_what_is_expected_of_them(
