@@ -13,19 +13,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 import yaml
 
+from firstlight.cli import train_texts as train_texts_module
 from firstlight.cli.main import main
 from firstlight.cli.train_texts import takes_texts
-from firstlight.errors import CheckpointError, ConfigError, InputError
+from firstlight.console import time_text
+from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import preparation
 from firstlight.pipeline.facts import MachineFacts
-from firstlight.pipeline.plan import Request, request_of, run_name, scan_texts, time_text
+from firstlight.pipeline.plan import Request, request_of, scan_texts
 from firstlight.pipeline.result import TextRun, first_words, result_lines
-from firstlight.pipeline.run import train_texts
-from firstlight.pipeline.run_folder import RunCall
+from firstlight.pipeline.run import train_texts, work_of
+from firstlight.pipeline.run_folder import RunCall, run_name
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
 
@@ -95,6 +98,9 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     assert values["schedule"]["max_steps"] == 3
     assert values["model"]["hidden_size"] == 64
     assert "  # given\n  hidden_size: 64" in recipe
+    assert "  # new models learned best with it: docs/learning.md\n  muon_beta2: 0.95" in recipe
+    own = "--steps 3 " + " ".join(f"--{key} {value}" for key, value in TINY.items())
+    assert recipe.startswith(f"# Chosen by `firstlight train '{texts}' {own}`. A comment")
     lines = list(result_lines(run))
     metrics = (run.run_folder / "metrics.jsonl").read_text().splitlines()
     losses = [line["train/loss"] for line in map(json.loads, metrics) if line["step"]]
@@ -162,6 +168,36 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert second.run_folder == first.run_folder
     assert second.training is not None
     assert second.training.step == steps[-1] == 3
+    assert "--resume" not in second.next_commands[0][0]
+
+
+def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write_texts(tmp_path / "texts")
+    with pytest.raises(ConfigError, match="no unfinished run of these inputs is in runs"):
+        trained(texts, steps=None, overrides={}, resume=True)
+    trained(texts, steps=1)
+    stopped = TINY | {"run.max_minutes": 1e-9}
+    first = trained(texts, overrides=stopped, progress=True)
+    said = f"runs/texts has a run of other texts or options: this one is in {first.run_folder}"
+    assert said in capsys.readouterr().err
+    assert first.run_folder == Path("runs/texts-2")
+    assert first.next_commands[0][0] == f"firstlight train {texts} --resume"
+    recipe = first.run_folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
+    with pytest.raises(ConfigError, match="no unfinished run of these inputs and options"):
+        trained(texts, steps=7, overrides=stopped, resume=True)
+    (texts / "more.txt").write_text("one more text that nobody has seen before it was here\n")
+    with pytest.raises(ConfigError, match="no unfinished run of these inputs is in runs"):
+        trained(texts, steps=None, overrides={}, resume=True)
+    (texts / "more.txt").unlink()
+    second = trained(texts, steps=None, overrides={}, resume=True)
+    assert second.run_folder == first.run_folder
+    assert second.training is not None
+    assert second.training.step == 3
+    with pytest.raises(ConfigError, match="no unfinished run"):
+        trained(texts, steps=None, overrides={}, resume=True)
 
 
 def test_changed_texts_are_another_run(tmp_path: Path) -> None:
@@ -252,6 +288,25 @@ def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="hidden_size 96 is no multiple"):
         trained(texts, overrides={"model.hidden_size": 96})
     assert not Path("runs").exists()
+    with pytest.raises(TokenizerError, match="vocab_size 200 is too small"):
+        trained(texts, overrides={"model.vocab_size": 200})
+    assert trained(texts, steps=1).run_folder == Path("runs/texts")
+
+
+def test_a_run_whose_shards_are_not_complete_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+
+    def interrupted(texts: Any, call: RunCall) -> Path:
+        (call.folder / "data").mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "prepare_corpus", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trained(texts, steps=1)
+    assert trained(texts, steps=1).run_folder == Path("runs/texts")
 
 
 def test_a_run_is_not_forgotten_when_a_later_call_fails(tmp_path: Path) -> None:
@@ -328,6 +383,10 @@ def test_keys_that_texts_decide_are_refused_before_anything_is_trained(tmp_path:
     with pytest.raises(ConfigError, match="--budget and --steps both say how long"):
         trained(texts, budget=60)
     assert not Path("runs").exists()
+    # Found before the texts are read, which would raise another error.
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
+        trained(tmp_path / "empty.txt", overrides={"model.hidden_sise": 2})
 
 
 def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,6 +395,10 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert shown.err.startswith("reading texts: 12 files")
     assert "model.hidden_size" in shown.out
+    rows = {line.split()[0]: line.split()[1] for line in shown.out.splitlines() if line}
+    assert int(rows["steps"].replace(",", "")) > 1
+    assert float(rows["epochs"]) == pytest.approx(4, rel=0.1)
+    assert rows["precision"] == find_machine(None).precision
     assert re.search(r"^expected memory: 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)
     assert "no --budget" not in shown.err
     assert main(["train", "texts", "--plan-only"]) == 0
@@ -409,9 +472,43 @@ def test_inputs_are_told_from_recipes(tmp_path: Path) -> None:
     assert not takes_texts(["a.yaml", "b.yaml"])
 
 
+def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = work_of(
+        request_of(write_texts(tmp_path / "texts"), None, None, None, None, (), "text"),
+        lambda line: None,
+        progress=False,
+    )
+    answers = iter(["soon", "0m", "3m"])
+    monkeypatch.setattr(click, "prompt", lambda *_, **__: next(answers))
+    plan = work.plan(Request((str(tmp_path / "texts"),)))
+    assert train_texts_module._ask(plan) == 180
+    lines = capsys.readouterr().err.splitlines()
+    offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
+    assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
+    assert "'soon' is no time" in lines[-2]
+    assert lines[-1] == "a run takes more than no time"
+
+
+def test_a_plan_for_a_gpu_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_texts(tmp_path / "texts")
+    monkeypatch.undo()  # of the known speed
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "texts", "--budget", "3m", "--gpu", "H100"]) == 2
+    assert "--gpu is for --plan-only" in capsys.readouterr().err
+    assert main(["train", "texts", "--budget", "3m", "--gpu", "H100", "--plan-only"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^.*H100.* \(predicted by the planner\): [\d,]+ tokens/s", shown, re.M)
+    assert re.search(r"^expected memory: .* GiB for tensors, of [67]\d\.\d GiB$", shown, re.M)
+    assert re.search(r"^precision +bf16 ", shown, re.M)
+
+
 def test_options_of_texts_are_refused_with_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "a.yaml", "--budget", "3m"]) == 2
-    assert "--budget is for texts, and a.yaml is a recipe" in capsys.readouterr().err
+    assert "--budget is for texts: leave it out with a.yaml" in capsys.readouterr().err
 
 
 def test_a_missing_input_is_no_recipe(

@@ -180,11 +180,12 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
         if takes_texts(paths):
             return _train_on_texts(paths, overrides, options)
         _check_that_input_exists(paths)
+    path, overrides = split_arguments(arguments, "train", is_run=options["cooldown"] is not None)
     for name in TEXT_OPTIONS:
-        if options.pop(name):
+        if options.pop(name) not in (None, False):
             option = name.replace("_", "-")
-            raise ConfigError(f"--{option} is for texts, and {' '.join(paths)} is a recipe")
-    return _train_recipe(arguments, **options)
+            raise ConfigError(f"--{option} is for texts: leave it out with {path}")
+    return _train_recipe(path, overrides, **options)
 
 
 def _check_that_input_exists(paths: Sequence[str]) -> None:
@@ -220,15 +221,20 @@ def _train_on_texts(
     if of_run is not None:
         say_findings(of_run.findings)
         if of_run.stopped_by is not None or of_run.diverged:
-            _end_stopped(of_run, "the same command")
+            _end_stopped(of_run, "the same command and --resume")
     return found
 
 
 def _train_recipe(
-    arguments: Sequence[str], *, best: bool, cooldown: int | None, plan: str | None, **start: Any
+    path: str,
+    overrides: Sequence[tuple[str, str]],
+    *,
+    best: bool,
+    cooldown: int | None,
+    plan: str | None,
+    **start: Any,
 ) -> dict[str, Any]:
     """`firstlight train` with a recipe; `start` has the options resume, init_from and new_rows."""
-    path, overrides = split_arguments(arguments, "train", is_run=cooldown is not None)
     from firstlight.planner.plan.processes import RunForecaster
 
     with RunForecaster() as forecaster:

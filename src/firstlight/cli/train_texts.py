@@ -15,7 +15,7 @@ import psutil
 
 from firstlight.cli.options import grouped
 from firstlight.cli.output import show
-from firstlight.console import console, parse_time, say
+from firstlight.console import console, parse_time, say, time_text
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def train_texts_command(
     asked = {name: options[name] for name in names}
     asked |= {"overrides": overrides, "text_key": options["text_key"] or "text"}
     if options["plan_only"]:
-        from firstlight.pipeline.plan import DEFAULT_SECONDS, request_of, time_text
+        from firstlight.pipeline.plan import DEFAULT_SECONDS, request_of
 
         request = request_of(paths, **asked)
         if not request.has_length:
@@ -123,6 +123,7 @@ def train_texts_command(
     run = train_texts(
         paths,
         **asked,
+        resume=options["resume"],
         ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
         began=psutil.Process().create_time(),
     )
@@ -139,7 +140,7 @@ def train_texts_command(
 
 def _ask(plan: RunPlan) -> float:
     """Ask the user for the duration of the run; returns seconds."""
-    from firstlight.pipeline.plan import offers, time_text
+    from firstlight.pipeline.plan import offers
 
     say("How long may it take?")
     for seconds, choices in offers(plan):
@@ -152,6 +153,8 @@ def _ask(plan: RunPlan) -> float:
     while True:
         answer = click.prompt("time, such as 10m", default="10m", err=True)
         try:
-            return parse_time(answer)
+            if (seconds := parse_time(answer)) > 0:
+                return seconds
+            say("a run takes more than no time")
         except ConfigError as error:
             say(str(error))

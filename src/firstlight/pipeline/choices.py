@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from firstlight.console import rounded
+from firstlight.console import parse_count, rounded
 from firstlight.errors import ConfigError, nearest
 from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.pipeline import settings
@@ -93,7 +93,7 @@ def choose(
     general = [one for one in fitting if one.shape.layer_parameters <= most] or fitting[:1]
     best = _best(general, text, machine, length, fixed)
     items = [
-        *_model_choices(best, is_chosen=len(candidates) > 1),
+        *_model_choices(best, size, is_chosen=len(candidates) > 1),
         *_step_choices(best, text, machine, fixed),
         *_length_choices(best, length, text, fixed),
         *best.run.other_choices(machine, text.val_tokens),
@@ -110,9 +110,7 @@ def choose(
 def _shapes(text: TextFacts, fixed: Mapping[str, Any], size: str | None) -> list[ModelSize]:
     """The candidate models: those of `settings.SHAPES`, or the one of a given size, with given
     width and depth."""
-    known: Sequence[tuple[int, int]] = settings.SHAPES
-    if size is not None:
-        known = [_of_size(size, text)]
+    known = settings.SHAPES if size is None else (_of_size(size, text),)
     width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
     pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
     seq_len = fixed.get("data.seq_len")
@@ -151,23 +149,22 @@ def _usual_seq_len(width: int) -> int:
     return next(seq_len for most, seq_len in settings.SEQ_LENS if width <= most)
 
 
-_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9}
-
-
 def parameters_of(size: str) -> float:
     """The number of parameters of a size such as "10M".
 
     Raises:
-        ConfigError: `size` is not a number with the unit k, M or B.
+        ConfigError: `size` is not a number above 0.
     """
-    number, unit = size[:-1], size[-1:].lower()
-    is_number = number.replace(".", "", 1).isdecimal() and float(number) > 0
-    if unit not in _COUNTS or not is_number:
+    try:
+        found = parse_count(size)
+    except ConfigError:
+        found = 0.0
+    if not found:
         raise ConfigError(
             f"--size {size} is unknown{nearest(size, settings.SIZES)}: choose one of "
             f"{', '.join(settings.SIZES)}, or a number of parameters such as 10M"
         )
-    return float(number) * _COUNTS[unit]
+    return found
 
 
 def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
@@ -175,10 +172,17 @@ def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
         return settings.SIZES[size]
     wanted = parameters_of(size)
 
-    def distance(shape: tuple[int, int]) -> float:
-        return abs(math.log(ModelSize(*shape, text.vocab_size, 256).parameters / wanted))
+    def parameters(shape: tuple[int, int]) -> int:
+        return ModelSize(*shape, text.vocab_size, 256).parameters
 
-    return min(settings.SHAPES, key=distance)
+    nearest_shape = min(settings.SHAPES, key=lambda one: abs(math.log(parameters(one) / wanted)))
+    if not 0.5 <= parameters(nearest_shape) / wanted <= 2:
+        first, last = (rounded(parameters(settings.SHAPES[place])) for place in (0, -1))
+        raise ConfigError(
+            f"--size {size}: with this text's vocabulary, sizes from {first} to {last} parameters "
+            "are known; set --model.hidden_size and --model.num_hidden_layers for another"
+        )
+    return nearest_shape
 
 
 def _candidate(
@@ -211,9 +215,7 @@ def _candidate(
         batch = given or -(-_batch_tokens(tokens_at(rate), shape.seq_len) // unit) * unit
         rate = machine.tokens_per_second(shape.flops_per_token, batch)
     tokens = tokens_at(rate)
-    steps = length.steps
-    if steps is None:
-        steps = max(round(tokens / batch), 1)
+    steps = length.steps or max(round(tokens / batch), 1)
     run = RunFacts(steps, batch, shape.seq_len, rate)
     # A given batch may be a multiple of the short sequences only.
     fits = not given or given % (settings.LONG_SEQ_LEN * given_rows(fixed)) == 0
@@ -236,11 +238,14 @@ def _batch_tokens(tokens: float, seq_len: int) -> int:
     return max(batch, seq_len)
 
 
-def _model_choices(best: _Candidate, *, is_chosen: bool) -> Iterator[Choice]:
+def _model_choices(best: _Candidate, size: str | None, *, is_chosen: bool) -> Iterator[Choice]:
     shape = best.shape
-    size = f"{rounded(shape.parameters)} parameters"
-    flops = f"{rounded(shape.flops_per_token * best.run.tokens)} FLOPs"
-    reason = f"{size}: the least expected loss for {flops}" if is_chosen else f"{size}, as given"
+    reason = f"{rounded(shape.parameters)} parameters"
+    if is_chosen:
+        flops = rounded(shape.flops_per_token * best.run.tokens)
+        reason += f": the least expected loss for {flops} FLOPs"
+    else:
+        reason += ", as given" if size is None or size in settings.SIZES else f", nearest to {size}"
     if shape.hidden_size % settings.HEAD_DIM:
         raise ConfigError(
             f"model.hidden_size {shape.hidden_size} is no multiple of {settings.HEAD_DIM}, the "
@@ -358,18 +363,23 @@ def _length_choices(
     else:
         passes = f"{run.tokens:,} tokens, {epochs:.2g} passes over the text"
         yield Choice("schedule.max_steps", run.steps, passes)
-    yield Choice("schedule.warmup_steps", max(run.steps // 50, min(10, run.steps // 10)), "")
+    warmup = max(run.steps // 50, min(10, run.steps // 10))
+    yield Choice("schedule.warmup_steps", warmup, "of a rising rate: a fiftieth, ten at least")
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
-    decay, reason = settings.WEIGHT_DECAY, ""
+    decay = settings.WEIGHT_DECAY
+    reason = f"the text is read {epochs:.2g} times: little is learned by heart"
     if epochs > settings.GOOD_EPOCHS:
         most = (
             settings.REPEATED_WEIGHT_DECAY if _uses_muon(fixed) else settings.REPEATED_ADAMW_DECAY
         )
         size = best.shape.layer_parameters / text.train_tokens / settings.REPEATED_PARAMETERS
         decay = max(decay, float(f"{most * min(size, 1.0):.2g}"))
-        if decay > settings.WEIGHT_DECAY:
-            reason = f"the text is read {epochs:.0f} times: weights are kept smaller"
+        is_more = decay > settings.WEIGHT_DECAY
+        why = (
+            "weights are kept smaller" if is_more else "the model is too small to know it by heart"
+        )
+        reason = f"the text is read {epochs:.0f} times: {why}"
     yield Choice("optimizer.weight_decay", decay, reason)
 
 

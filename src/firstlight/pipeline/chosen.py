@@ -18,7 +18,8 @@ class Choice:
     Attributes:
         key: key of the recipe, `section.key`.
         value: the chosen value.
-        reason: text for the user with the reason; "" leaves the key out of the printed table.
+        reason: text for the user with the reason; "" leaves the key out of the printed table, for
+            the measured settings of `optim.new_model` that nobody needs to think about.
     """
 
     key: str

@@ -65,6 +65,8 @@ class NewModel:
         data = prepared_texts(texts, call)
         text = counted_text(data, scan.facts)
         plan = replace(plan, request=request).choose_again(call.length(request), text)
+        if text.vocab_size < size:
+            plan = replace(plan, vocabulary=f"the text has no pairs for more, of {size:,} wanted")
         fitted = self._fitted(plan, data, call)
         plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
         for line in plan.lines():

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firstlight.console import parse_count, parse_time, plain, rounded, size_text
+from firstlight.console import parse_count, parse_time, plain, rounded, size_text, time_text
 from firstlight.data.sources import (
     DataSource,
     by_ending,
@@ -167,8 +167,16 @@ class RunPlan(Protocol):
     """The plan of a run, for a new model (`TextPlan`) or for fine-tuning (`TuningPlan`).
 
     Attributes:
+        request: inputs, length and overrides of the run.
+        machine: the machine to train on.
         choices: all settings.
     """
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def machine(self) -> Machine: ...
 
     @property
     def choices(self) -> Choices: ...
@@ -244,7 +252,7 @@ class TextPlan:
             yield f"more text: {choices.advice}"
         yield ""
         vocabulary = ("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)
-        yield from table_lines(choices, vocabulary)
+        yield from table_lines(self, vocabulary)
 
     def record(self) -> dict[str, Any]:
         """See `RunPlan.record`."""
@@ -282,15 +290,25 @@ def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
     )
 
 
-def table_lines(choices: Choices, *first: tuple[str, str, str]) -> Iterator[str]:
-    """The lines of a table of all choices that have a reason.
+def table_lines(plan: RunPlan, *first: tuple[str, str, str]) -> Iterator[str]:
+    """The lines of a table of all choices that have a reason, with the length of the run and the
+    precision.
 
     Args:
-        choices: all settings.
-        first: rows above the choices: name, value and reason.
+        plan: the plan of the run.
+        first: rows above all others: name, value and reason.
     """
-    shown = list(first)
-    shown += [(c.key, plain(c.value), c.reason) for c in choices.choices if c.reason]
+    choices, machine = plan.choices, plan.machine
+    is_timed = "schedule.max_minutes" in choices.keys
+    steps = "for which there is time; measured steps decide them" if is_timed else "as given"
+    precision = plan.request.fixed.get("efficiency.precision", machine.precision)
+    shown = [
+        *first,
+        ("steps", f"{choices.steps:,}", steps),
+        ("epochs", f"{choices.epochs:.2g}", "passes over what is trained on"),
+        ("precision", str(precision), "of matrix products"),
+        *((c.key, plain(c.value), c.reason) for c in choices.choices if c.reason),
+    ]
     widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
     for key, value, reason in shown:
         yield f"{key:<{widths[0]}}  {value:>{widths[1]}}  {reason}"
@@ -312,6 +330,8 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
     tell(reading_line(request.inputs, sources))
     if note := note_on_inputs(request.inputs):
         tell(note)
+    # After the first message, because it imports torch, which takes seconds.
+    request.check()
     scan = scan_corpus(sources, request.text_key, progress=progress)
     if scan.facts.text_bytes < LEAST_BYTES:
         raise InputError(
@@ -322,8 +342,6 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
         tell(line)
     if unread := unread_files(request.inputs):
         tell(_unread_line(unread))
-    # Checked only here because it imports torch, which takes seconds.
-    request.check()
     return scan
 
 
@@ -378,23 +396,3 @@ def _sources_text(sources: Sequence[DataSource]) -> str:
     if len(files) < len(sources):
         parts.append(f"{len(sources) - len(files)} dataset(s)")
     return ", ".join(parts)
-
-
-def run_name(inputs: Sequence[str]) -> str:
-    """A name for a run folder, from the first input's name."""
-    first = inputs[0].removeprefix("hf:").partition(":")[0]
-    stem = Path(first).expanduser().resolve().name if Path(first).exists() else Path(first).name
-    name = stem.partition(".")[0] or stem.strip(".")
-    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in name).strip("-")
-    return kept or "texts"
-
-
-def time_text(seconds: float) -> str:
-    """95 -> '1 min 35 s'."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from firstlight.console import time_text
 from firstlight.data.shards import read_manifest
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.plan import Request, time_text
-from firstlight.pipeline.run_folder import RECIPE_NAME, RunCall
+from firstlight.pipeline.plan import Request
+from firstlight.pipeline.run_folder import RECIPE_NAME, RunCall, command_of, own_options
 from firstlight.recipe.load import parse_yaml
 from firstlight.report.findings import best_checkpoint
 from firstlight.report.length import read_length
@@ -98,6 +99,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     last = max((line["step"] for line in samples), default=0)
     if best and kept is not None:
         last = kept.step
+    stopped = result is not None and result.stopped_by is not None
     splits = read_manifest(Path(state["data"]))["splits"]
     held = splits.get("val")
     gzip = None
@@ -112,7 +114,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         state.get("xz"),
         [(line["prompt"], line["text"]) for line in samples if line["step"] == last],
         time.time() - call.began,
-        list(_next_commands(call, request, metrics, prompt, best=best)),
+        list(_next_commands(call, request, metrics, prompt, best=best, stopped=stopped)),
         state.get("kind") == "chat",
         best,
         1.0 if held is None else _held_out_share(folder, held["tokens"], state.get("kind")),
@@ -146,11 +148,16 @@ def _next_commands(
     prompt: str,
     *,
     best: bool,
+    stopped: bool,
 ) -> Iterator[tuple[str, str]]:
     """Pairs (command, purpose) of commands that use the model, or train longer."""
-    folder, inputs = shlex.quote(str(call.folder)), shlex.join(request.inputs)
+    folder = shlex.quote(str(call.folder))
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
+    if stopped:
+        given = [value for key, value in request.overrides if key == "run.dir"]
+        place = ["--run.dir", given[-1]] if given else []
+        yield command_of(request, ["--resume", *place]), "go on with this run"
     if answers:
         yield f"firstlight chat {run}", "ask it, and read its answers"
     else:
@@ -169,16 +176,9 @@ def _next_commands(
     seconds = request.seconds
     if seconds is None:
         seconds = sum(line.get("seconds", 0.0) for line in metrics)
-    longer = f"{max(round(4 * seconds / 60), _LEAST_MINUTES)}m"
-    more = "".join(
-        f" --{key} {shlex.quote(value)}" for key, value in request.overrides if key != "run.dir"
-    )
-    more += f" --size {request.size}" if request.size is not None else ""
-    if request.init_from is not None:
-        more += f" --init-from {shlex.quote(request.init_from)}"
-    if request.text_key != "text":
-        more += f" --text-key {shlex.quote(request.text_key)}"
-    yield f"firstlight train {inputs} --budget {longer}{more}", "train longer, beside this run"
+    longer = ["--budget", f"{max(round(4 * seconds / 60), _LEAST_MINUTES)}m"]
+    command = command_of(request, longer + own_options(request))
+    yield command, "train longer, beside this run"
 
 
 def _curve_lines(folder: Path) -> Iterator[str]:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firstlight.console import say
-from firstlight.errors import ConfigError
-from firstlight.pipeline.plan import DEFAULT_SECONDS, Request, RunPlan, request_of, time_text
+from firstlight.console import say, time_text
+from firstlight.pipeline.plan import DEFAULT_SECONDS, Request, RunPlan, request_of
 from firstlight.pipeline.run_folder import (
     LOCK_NAME,
     RECIPE_NAME,
     RunCall,
     place_of_run,
     remembered,
+    unfinished_request,
 )
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def train_texts(
     run_dir: str | Path | None = None,
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
     text_key: str = "text",
+    resume: bool = False,
     on_step: Callable[[Mapping[str, Any]], None] | None = None,
     progress: bool = True,
     ask: Ask | None = None,
@@ -99,8 +100,8 @@ def train_texts(
 ) -> TextRun:
     """Train a model on texts: tokenizer, shards, settings, training, evaluation and report.
 
-    A second call with the same inputs and options resumes an unfinished run. A call with other
-    options begins another run, and uses the tokenizer and shards again if they are the same.
+    A second call with the same inputs and options resumes an unfinished run. Other options begin
+    another run, which uses the tokenizer and shards again if they are the same.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
@@ -114,6 +115,7 @@ def train_texts(
         run_dir: run folder; None is runs/NAME, with the name of the first input.
         overrides: values of the recipe by `section.key`; other settings are chosen to fit them.
         text_key: field of the text in JSONL lines, tables and datasets.
+        resume: go on with the newest unfinished run of the inputs, without its other options.
         on_step: called with each step's metrics; see `train`.
         progress: show messages and progress on stderr.
         ask: function that asks the user for the length of the run if none is given.
@@ -121,7 +123,8 @@ def train_texts(
 
     Raises:
         InputError: the inputs can't be read, or have no text.
-        ConfigError: an argument is invalid, the budget is too short, or `run_dir` has another run.
+        ConfigError: an argument is invalid, the budget is too short, `run_dir` has another run, or
+            there is no run to resume.
         CheckpointError, ModelError, TrainingError, StorageError, DataError: see `train`.
     """
     from firstlight.checkpoint.run_folder import held
@@ -131,14 +134,13 @@ def train_texts(
     tell = say if progress else _silent
     request = request_of(inputs, budget, tokens, steps, size, overrides, text_key, init_from)
     work = work_of(request, tell, progress=progress)
+    if resume:
+        request = unfinished_request(request, work.content_key, run_dir)
     request, plan, waited = _with_length(request, work, ask, tell)
-    folder = place_of_run(request, work.content_key, run_dir)
+    folder = place_of_run(request, work.content_key, run_dir, tell)
     with held(folder, LOCK_NAME):
         call = RunCall(folder, began + waited, tell, progress=progress, on_step=on_step)
-        result = _result(work, plan, request, call)
-        if result is not None and result.stopped_by is None and not result.diverged:
-            call.remember(complete=True)
-        return result_of(call, result, request)
+        return result_of(call, _result(work, plan, request, call), request)
 
 
 def _with_length(
@@ -165,17 +167,21 @@ def _result(
         call.tell(f"{call.folder} is complete: nothing is left to do")
         return None
     if call.state.get("begun") and (call.folder / RECIPE_NAME).is_file():
-        return _go_on(request, call)
-    call.remember(
-        request=remembered(request),
-        inputs=list(map(str, request.inputs)),
-        content_key=work.content_key,
-    )
-    try:
-        return work.begin(plan or work.plan(request), request, call)
-    except ConfigError:
-        call.forget()
-        raise
+        result = _go_on(request, call)
+    else:
+        call.remember(
+            request=remembered(request),
+            inputs=list(map(str, request.inputs)),
+            content_key=work.content_key,
+        )
+        try:
+            result = work.begin(plan or work.plan(request), request, call)
+        except BaseException:
+            call.forget()
+            raise
+    if result.stopped_by is None and not result.diverged:
+        call.remember(complete=True)
+    return result
 
 
 def _go_on(request: Request, call: RunCall) -> TrainResult:

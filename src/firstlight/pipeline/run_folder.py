@@ -3,21 +3,24 @@ time."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from firstlight.console import time_text
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import make_folder, storage_errors, write_file, write_json
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length
-from firstlight.pipeline.plan import Request, run_name, time_text
+from firstlight.pipeline.plan import Request
 
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe
@@ -34,6 +37,10 @@ RECIPE_NAME = "recipe.yaml"
 _RESERVED_SECONDS = 4.0
 #: Fewest seconds of a training: a shorter one is not worth its start.
 _LEAST_SECONDS = 10.0
+#: Attributes of a request that an earlier call's state has beside its overrides.
+_LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
+#: Reason in the recipe for choices that have no other.
+_MEASURED = "new models learned best with it: docs/learning.md"
 #: Width of comment lines in the recipe, in characters.
 _WIDTH = 100
 
@@ -84,7 +91,8 @@ class RunCall:
 
     def forget(self) -> None:
         """Delete the state of a run that prepared nothing, so that no folder is left of it."""
-        if not self.is_prepared:
+        # Without its state, a folder with unfinished shards would belong to no run.
+        if not self.is_prepared and not (self.folder / DATA_FOLDER).exists():
             self.state = {}
             with storage_errors(self.folder):
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
@@ -116,9 +124,9 @@ class RunCall:
             StorageError: a file system error.
         """
         self.choices = choices
-        reasons = {choice.key: choice.reason for choice in choices.choices}
+        reasons = {choice.key: choice.reason or _MEASURED for choice in choices.choices}
         start = [] if request.init_from is None else ["--init-from", request.init_from]
-        command = shlex.join(["firstlight", "train", *request.inputs, *start])
+        command = command_of(request, length_options(request) + own_options(request))
         again = shlex.join(["firstlight", "train", str(self.folder / RECIPE_NAME), *start])
         header = (
             f"Chosen by `{command}`. A comment gives the reason for the key below it.",
@@ -136,7 +144,8 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
         header: lines of a comment at the top.
     """
     text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
-    lines = [f"# {line}" for line in header]
+    # A file's name may have line breaks.
+    lines = [f"# {' '.join(line.split())}" for line in header]
     section = ""
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -148,36 +157,128 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
     return "\n".join(lines) + "\n"
 
 
-def place_of_run(request: Request, content_key: str, run_dir: str | Path | None) -> Path:
+def length_options(request: Request) -> list[str]:
+    """The option with the length of the run, for a command line; [] if none is given."""
+    if request.seconds is not None:
+        whole = request.seconds % 60 == 0
+        return ["--budget", f"{request.seconds / 60:g}m" if whole else f"{request.seconds:g}s"]
+    if request.tokens is not None:
+        return ["--tokens", f"{request.tokens:.0f}"]
+    return [] if request.steps is None else ["--steps", str(request.steps)]
+
+
+def own_options(request: Request) -> list[str]:
+    """The size and the values of the recipe that are given, for a command line."""
+    size = [] if request.size is None else ["--size", request.size]
+    return size + [
+        word for key, value in request.overrides if key != "run.dir" for word in (f"--{key}", value)
+    ]
+
+
+def command_of(request: Request, options: Sequence[str]) -> str:
+    """The command of a run on the inputs of a request.
+
+    Args:
+        request: inputs, model to start from, and field of the text.
+        options: further options, as words.
+    """
+    start = [] if request.init_from is None else ["--init-from", request.init_from]
+    key = [] if request.text_key == "text" else ["--text-key", request.text_key]
+    return shlex.join(["firstlight", "train", *request.inputs, *options, *start, *key])
+
+
+def place_of_run(
+    request: Request,
+    content_key: str,
+    run_dir: str | Path | None,
+    tell: Callable[[str], None],
+) -> Path:
     """The run folder: that of an earlier call with the same content and options, or a new one.
 
     Args:
         request: inputs, length and overrides of the run.
         content_key: hash of the inputs' content.
         run_dir: the folder given by the user; None uses runs/NAME, runs/NAME-2 and so on.
+        tell: function that is called with a message if runs/NAME has another run.
 
     Raises:
         ConfigError: the folder given by the user has another run.
     """
-    given = run_dir or request.fixed.get("run.dir")
-    base = Path(given or Path("runs") / run_name(request.inputs)).expanduser()
-    number = 1
-    while True:
-        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+    base, is_given = _base_folder(request, run_dir)
+    for folder in _numbered(base):
         # A folder with only a lock file belongs to a call that has just begun: the lock decides.
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
-            return folder
+            break
         state = read_state(folder)
-        if state.get("request") == remembered(request) and (
-            state.get("content_key") == content_key
-        ):
-            return folder
-        if given:
+        if _is_of(state, content_key) and state["request"] == remembered(request):
+            break
+        if is_given:
             raise ConfigError(
                 f"{folder} has a run of other texts or options: choose another --run.dir, or "
                 "leave it out"
             )
-        number += 1
+    if folder != base:
+        tell(f"{base} has a run of other texts or options: this one is in {folder}")
+    return folder
+
+
+def unfinished_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
+    """The request of the newest unfinished run of an earlier call with the same content.
+
+    Args:
+        request: inputs of the run. If it has a length, a size or overrides, they have to be those
+            of the earlier call.
+        content_key: hash of the inputs' content.
+        run_dir: the folder given by the user; None searches runs/NAME, runs/NAME-2 and so on.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    base, is_given = _base_folder(request, run_dir)
+    wanted = remembered(request)
+    is_bare = not (request.has_length or request.size or wanted["overrides"])
+    found: dict[float, dict[str, Any]] = {}
+    for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
+        state = read_state(folder)
+        is_open = _is_of(state, content_key) and not state.get("complete")
+        if is_open and (is_bare or state["request"] == wanted):
+            found[(folder / STATE_NAME).stat().st_mtime] = state["request"]
+    if not found:
+        raise ConfigError(
+            f"no unfinished run of these inputs{'' if is_bare else ' and options'} is in "
+            f"{base if is_given else base.parent}: leave out --resume to begin one"
+        )
+    earlier = found[max(found)]
+    length = {name: earlier[name] for name in _LENGTH_AND_SIZE}
+    own = [one for one in request.overrides if one[0] == "run.dir"]
+    return replace(request, **length, overrides=(*map(tuple, earlier["overrides"]), *own))
+
+
+def _is_of(state: Mapping[str, Any], content_key: str) -> bool:
+    """True if a state is that of a run of the content."""
+    return state.get("content_key") == content_key and "request" in state
+
+
+def _numbered(base: Path) -> Iterator[Path]:
+    """FOLDER, FOLDER-2, FOLDER-3, ..."""
+    yield base
+    for number in itertools.count(2):
+        yield base.with_name(f"{base.name}-{number}")
+
+
+def run_name(inputs: Sequence[str]) -> str:
+    """A name for a run folder, from the first input's name."""
+    first = inputs[0].removeprefix("hf:").partition(":")[0]
+    stem = Path(first).expanduser().resolve().name if Path(first).exists() else Path(first).name
+    name = stem.partition(".")[0] or stem.strip(".")
+    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in name).strip("-")
+    return kept or "texts"
+
+
+def _base_folder(request: Request, run_dir: str | Path | None) -> tuple[Path, bool]:
+    """The first candidate for the run folder, and True if the user has given it."""
+    given = run_dir or request.fixed.get("run.dir")
+    return Path(given or Path("runs") / run_name(request.inputs)).expanduser(), bool(given)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -192,7 +293,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def remembered(request: Request) -> dict[str, Any]:
     """The options by which a later call is recognised as one for the same run, as a JSON object."""
     overrides = [list(one) for one in request.overrides if one[0] != "run.dir"]
-    kept = {name: getattr(request, name) for name in ("seconds", "tokens", "steps", "size")}
+    kept = {name: getattr(request, name) for name in _LENGTH_AND_SIZE}
     if request.init_from is not None:
         kept["init_from"] = request.init_from
     return {**kept, "overrides": overrides}

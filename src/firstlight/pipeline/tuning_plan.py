@@ -86,7 +86,7 @@ class TuningPlan:
         rows = [("method", self.method.name, self.method.reason)]
         if self.template is not None:
             rows.append(("template", *self.template))
-        yield from table_lines(self.choices, *rows)
+        yield from table_lines(self, *rows)
 
     def record(self) -> dict[str, Any]:
         """See `RunPlan.record`."""
