@@ -208,18 +208,26 @@ def test_a_line_that_cannot_be_read_is_named(
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"messages": []}', r"must be a list of records"),
+        ('"messages"', r"must be a record or a list of records"),
         ("[1,\n2", r"a\.json:2: not JSON"),
         ('{"a": 1}\n{"a": 2}', r"a\.json:2: not JSON: Extra data; if it has one record a line"),
     ],
 )
-def test_a_json_file_that_is_no_list_is_refused(
+def test_a_json_file_of_something_else_is_refused(
     tmp_path: Path, chatml: Tokenizer, content: str, message: str
 ) -> None:
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(InputError, match=message):
         prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(on_bad="skip"))
+
+
+def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.json").write_text(json.dumps(GOOD, indent=2))
+    options = ChatOptions(val_fraction=0)
+    manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
+    assert manifest["documents"]["written"] == 3
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,14 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".zst": zstandard.compress,
 }
 
+_JAPANESE = (
+    "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。何でも薄暗いじめじめした所で"
+    "ニャーニャー泣いていた事だけは記憶している。吾輩はここで始めて人間というものを見た。\n"
+) * 3
+_CHINESE = (
+    "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。寒来暑往，秋收冬藏。闰余成岁，律吕调阳。云腾致雨，露结为霜。\n"
+) * 3
+_KOREAN = "나랏말싸미 중국에 달아 문자와로 서로 사맛디 아니할세 이런 젼차로 어린 백성이.\n" * 5
 _RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю; а потом ещё.\n"
 
 
@@ -191,6 +199,19 @@ def test_a_folder_called_stdlib_is_named_with_its_path(
     assert "stdlib/os.py" in names("stdlib")
     assert note_on_inputs(["stdlib"]).endswith("for what lies here under that name: ./stdlib")
     assert note_on_inputs(["./stdlib"]) == ""
+
+
+def test_linked_folders_are_named_because_they_are_not_searched(tmp_path: Path) -> None:
+    make_tree(tmp_path, "texts/a.txt", "other/b.txt")
+    assert note_on_inputs([tmp_path / "texts"]) == ""
+    (tmp_path / "texts/more").symlink_to(tmp_path / "other")
+    (tmp_path / "texts/.hidden").symlink_to(tmp_path / "other")
+    assert [source.path for source in find_sources([tmp_path / "texts"])] == [
+        tmp_path / "texts/a.txt"
+    ]
+    assert note_on_inputs([tmp_path / "texts"]).startswith(f"{tmp_path}/texts/more: links to fold")
+    (tmp_path / "texts/again").symlink_to(tmp_path / "texts")
+    assert " and 1 more: links" in note_on_inputs([tmp_path / "texts"])
 
 
 def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +330,10 @@ def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
         ("ohne Marke".encode("utf-16-le"), 1, "the file is UTF-16LE{} -f UTF-16LE "),
         ("ohne Marke".encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
         ("ohne Marke".encode("utf-32-le"), 1, "the file is UTF-32LE{} -f UTF-32LE "),
+        (_JAPANESE.encode("utf-16-le"), 1, "the file is UTF-16LE{} -f UTF-16LE "),
+        (_JAPANESE.encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
+        (_CHINESE.encode("utf-16-le"), 1, "the file is UTF-16LE{} -f UTF-16LE "),
+        (_KOREAN.encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
     ],
 )
 def test_other_encodings_get_the_command_that_converts_them(
@@ -327,6 +352,21 @@ def test_other_encodings_get_the_command_that_converts_them(
         shell = str(found.error)[str(found.error).index("iconv") :]
         subprocess.run(shell, shell=True, check="-c" not in detail)
         assert "�" not in texts_of(new)[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_binary_files_are_no_east_asian_text(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    words = _CHINESE.encode("gb18030") + _JAPANESE.encode("cp932")
+    for content in (
+        draw.randbytes(5000),
+        gzip.compress(draw.randbytes(5000), mtime=0)[10:],
+        b"".join(draw.choice((b"\0\1\2", b"name", words[:40])) for _ in range(300)),
+    ):
+        (tmp_path / "a.txt").write_bytes(content)
+        (found,) = read(tmp_path / "a.txt")
+        assert found.error is not None
+        assert "UTF-16" not in str(found.error)
 
 
 def test_a_compressed_file_is_converted_through_its_program(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import functools
 import gzip
 import importlib
 import io
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,8 @@ def encoding_of(head: bytes, path: Path) -> str:
     if (found := _without_mark(head)) is not None:
         raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
     if is_binary(head):
+        if (found := _east_asian(head)) is not None:
+            raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
         raise EncodingProblem("binary", binary_file(path))
     return "utf-8-sig"
 
@@ -111,6 +114,24 @@ def _without_mark(head: bytes) -> str | None:
         ):
             if min(others) > max(size // 3, 10 * own):
                 return name
+    return None
+
+
+#: Characters of East Asian texts, and those of them that such a text has among any hundred: kana,
+#: Hangul and punctuation.
+_USUAL = re.compile(r"[\t\n\r -~\u2010-\u2026\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef]")
+_FREQUENT = re.compile(r"[\u3000-\u30ff\uac00-\ud7af\uff00-\uffef]")
+
+
+def _east_asian(head: bytes) -> str | None:
+    """UTF-16 without a BOM of a Chinese, Japanese or Korean text, whose few ASCII characters don't
+    show it; None if it is something else."""
+    size = len(head) // 2
+    for name in ("utf-16le", "utf-16be"):
+        text = head[: 2 * size].decode(name, "ignore")
+        usual, frequent = (len(one.findall(text)) for one in (_USUAL, _FREQUENT))
+        if usual >= 0.95 * size and frequent >= 0.01 * size:
+            return name
     return None
 
 

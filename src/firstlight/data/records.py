@@ -376,9 +376,9 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin}:{error.lineno}: not JSON: {error.msg}{advice}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
-    if not isinstance(values, list):
-        raise InputError(f"{origin} must be a list of records (or JSONL, with one a line)")
-    for number, value in enumerate(values, start=1):
+    if not isinstance(values, list | dict):
+        raise InputError(f"{origin} must be a record or a list of records (or JSONL)")
+    for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
         yield Record(origin, number, value, is_line=False)
 
 
