@@ -132,7 +132,7 @@ def describe_os_error(error: OSError) -> str:
     if error.errno == errno.EROFS:
         return f"the file system is read-only{where}: choose another folder"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"permission denied{where}: choose a folder that you may write to"
+        return f"permission denied{where}: change its permissions, or choose another place"
     return f"{error.strerror or error}{where}"
 
 

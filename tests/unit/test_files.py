@@ -581,7 +581,7 @@ def test_read_json_names_what_is_missing_or_no_file(tmp_path: Path) -> None:
         (errno.ENOSPC, "the disk is full at /x: free some space or choose another folder"),
         (errno.EDQUOT, "the disk is full at /x: free some space or choose another folder"),
         (errno.EROFS, "the file system is read-only at /x: choose another folder"),
-        (errno.EACCES, "permission denied at /x: choose a folder that you may write to"),
+        (errno.EACCES, "permission denied at /x: change its permissions, or choose another place"),
         (errno.EIO, f"{os.strerror(errno.EIO)} at /x"),
     ],
 )

@@ -18,14 +18,8 @@ from firstlight.data.records import read_documents
 from firstlight.data.sources import DataSource, find_sources, limited_sources
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates, similarity, sketch
-from firstlight.pipeline.scan import (
-    HELD_OUT_BYTES,
-    Scan,
-    described,
-    held_out_groups,
-    opening_of,
-    scan_corpus,
-)
+from firstlight.pipeline.held_out import HELD_OUT_BYTES, held_out_groups
+from firstlight.pipeline.scan import Scan, described, opening_of, scan_corpus
 from firstlight.tokenizer import train_tokenizer
 
 
@@ -54,8 +48,8 @@ def test_what_was_not_read_or_not_compared_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.pipeline.scan.NearDuplicates", lambda: NearDuplicates(most=2))
-    facts = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7).facts
-    lines = list(described(facts))
+    scan = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7)
+    lines = list(described(scan))
     assert lines[1].startswith("near-duplicates were looked for in the first 2 documents: of the")
     assert lines[2] == "7 documents left out: nothing but white space"
     assert lines[3] == f"  {tmp_path}/003.txt:1: nothing but white space"
@@ -86,6 +80,56 @@ def test_documents_that_differ_in_some_words_are_near_duplicates() -> None:
     ]
     assert found.groups == [0, 1, 0]
     assert similarity(sketch(prose(1)), sketch(prose(2))) == 0.0
+
+
+def test_documents_that_another_one_joins_are_not_held_out() -> None:
+    # A third of the last document is in both of the first two, and a third in one of each.
+    one, other = (f"{prose(0)} {prose(seed)}" for seed in (1, 2))
+    found = NearDuplicates()
+    texts = [prose(seed) for seed in range(3, 30)]
+    assert not any(found.add(text) for text in (one, other, *texts))
+    assert found.add(f"{one} {prose(2)}")
+    assert found.bridged == {0, 1}
+    groups = range(40)
+    assert held_out_groups(groups, [1] * 40) == [1, 11, 21, 31]
+    assert held_out_groups(groups, [1] * 40, {1, 11}) == [2, 12, 21, 31]
+
+
+def test_ends_of_similar_documents_are_not_held_out(tmp_path: Path) -> None:
+    texts = [prose(seed) for seed in range(5)]
+    longer = texts[0] + " " + prose(9, 60)
+    scan = scanned(tmp_path, *texts, longer)
+    assert scan.split.digests is None
+    split_of = scan.split.splitter()
+    assert [split_of(text) for text in (*texts, longer)] == ["train", *["tail"] * 4, "train"]
+    assert "1 near-duplicates, which stay on one side of the split" in list(described(scan))[1]
+
+
+def test_parts_of_similar_documents_on_both_sides_are_mentioned(tmp_path: Path) -> None:
+    scan = scanned(tmp_path, prose(0), prose(0) + " and more")
+    assert scan.split.splitter()(prose(0)) == "tail"
+    assert "1 near-duplicates, of which parts may be on both sides" in list(described(scan))[1]
+
+
+def test_texts_after_a_file_without_any_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n' * 3000)
+    (tmp_path / "b.txt").write_text(prose(1))
+    facts = scan_corpus(find_sources([tmp_path])).facts
+    assert facts.documents == 1
+    assert 0 < facts.rejected["conversation"] < 3000
+
+
+def test_compressed_texts_are_held_out_whole_when_a_part_of_them_is_read(tmp_path: Path) -> None:
+    for number in range(60):
+        data = gzip.compress(prose(number, 2000).encode())
+        (tmp_path / f"{number:02}.txt.gz").write_bytes(data)
+    sources = find_sources([tmp_path])
+    scan = scan_corpus(sources)
+    split_of = scan.split.splitter()
+    some = limited_sources(sources, 700_000)
+    assert 5 < len(some) < 55
+    splits = [split_of(record.value) for record in read_documents(some)]
+    assert 0 < splits.count("val") < splits.count("train") == len(some) - splits.count("val")
 
 
 def test_the_similarity_is_about_the_share_of_common_shingles() -> None:
@@ -193,9 +237,9 @@ def test_a_part_of_a_corpus_reads_some_files_whole_and_the_lines_of_long_ones(
         (tmp_path / f"{number:02}.txt").write_text(f"{number} " + "word " * 2000)
     sources = find_sources([tmp_path])
     limited = limited_sources(sources, 100_000)
-    assert [source.name for source in limited][:2] == [sources[0].name, sources[6].name]
+    assert [source.name for source in limited][:2] == [sources[0].name, sources[5].name]
     texts = [record.value for record in read_documents(limited)]
-    assert 90_000 <= sum(map(len, texts)) <= 110_000
+    assert 90_000 <= sum(map(len, texts)) <= 115_000
     assert {len(text) for text in texts} <= {10_002, 10_003}
     # A limit does not outlive the call that it is for.
     assert len(limited_sources(scan_corpus(sources, most_bytes=100_000).sources, 10**7)) == 50

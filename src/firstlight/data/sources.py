@@ -7,6 +7,7 @@ globs that are of no supported kind.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import sysconfig
 from collections import Counter
@@ -57,8 +58,9 @@ _UNPACKED = 3.0
 #: Largest text file that `limited_sources` takes whole or not at all; of a larger one it takes a
 #: part.
 _WHOLE_BYTES = 1 << 20
-#: Endings of files that hold several documents, or whose size is not that of their text.
-_MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_FILE_SUFFIXES, *COMPRESSIONS[1:], ".parquet")
+_GOLDEN_RATIO = 0.6180339887498949
+#: Endings of files that hold several documents.
+_MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_FILE_SUFFIXES, ".parquet")
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,15 @@ def find_sources(
 
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
-    """A message if "stdlib" is an input and also the name of an existing file or folder; otherwise
-    ""."""
+    """A message if "stdlib" is an input and also the name of an existing file or folder, or if a
+    folder has links to folders, which are not searched; otherwise ""."""
     if STANDARD_LIBRARY in map(str, inputs) and Path(STANDARD_LIBRARY).exists():
         return "stdlib is Python's standard library; for what lies here under that name: ./stdlib"
-    return ""
+    linked = [link for item in inputs for link in _linked_folders(Path(item).expanduser())]
+    if not linked:
+        return ""
+    more = f" and {len(linked) - 1:,} more" if len(linked) > 1 else ""
+    return f"{linked[0]}{more}: links to folders are not searched; name the folders as inputs, too"
 
 
 def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
@@ -314,12 +320,25 @@ def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
             # The samples and metrics of a run are JSONL files, but not text to train on.
             folders.clear()
             continue
-        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
+        folders[:] = _searched(folders)
         for name in names:
             file = Path(root) / name
             # `is_file` excludes broken links, and named pipes, which a read would wait for forever.
             if name.lower().endswith(suffixes) and not name.startswith(".") and file.is_file():
                 yield file
+
+
+def _searched(folders: Sequence[str]) -> list[str]:
+    """The names of the folders in a folder that are searched."""
+    return [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
+
+
+def _linked_folders(folder: Path) -> Iterator[Path]:
+    """The links to folders in a folder. `_files_under` does not follow them, since they may lead in
+    a circle."""
+    for root, folders, _ in os.walk(folder):
+        folders[:] = _searched(folders)
+        yield from (Path(root) / name for name in folders if (Path(root) / name).is_symlink())
 
 
 def _standard_library() -> list[DataSource]:
@@ -340,7 +359,7 @@ def _standard_library() -> list[DataSource]:
 def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[DataSource]:
     """Sources from which about `most_bytes` bytes of text are read in all.
 
-    If the files are larger together, an evenly spaced part of the small text files is taken, each
+    If the files are larger together, an evenly spread part of the small text files is taken, each
     file whole, and the same fraction of every other file. A dataset, whose size is unknown, gets
     the whole limit.
     """
@@ -350,13 +369,12 @@ def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[Data
         return list(sources)
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # If the share is a fifth, every fifth small file is taken, beginning with the first file.
-    due = 1.0 - share
+    # Multiples of the golden ratio are spread evenly, but unlike every fifth file they are of all
+    # kinds where texts repeat with a period, as held-out ones do.
+    places = (place * _GOLDEN_RATIO % 1.0 for place in itertools.count())
     for source, size in zip(sources, known, strict=True):
         if 0 < size <= _WHOLE_BYTES and not source.name.lower().endswith(_MANY_DOCUMENTS):
-            due += share
-            if due >= 1.0:
-                due -= 1.0
+            if next(places) < share:
                 limited.append(source)
         else:
             limit = max(int(size * share), 1) if size else most_bytes

@@ -39,11 +39,13 @@ class NearDuplicates:
     Attributes:
         groups: group of each document, in the order of `add`. The number of a group is that of its
             first document.
+        bridged: groups with a document that is similar to a document of another group.
         compared: number of documents that were compared with earlier ones.
     """
 
     def __init__(self, most: int = 100_000) -> None:
         self.groups: list[int] = []
+        self.bridged: set[int] = set()
         self.compared = 0
         self._most = most
         self._sketches: dict[int, Hashes] = {}
@@ -58,11 +60,16 @@ class NearDuplicates:
         self.compared += 1
         found = sketch(text)
         keys: list[int] = found[:_KEYS].tolist()
-        for other in {self._found_by[key] for key in keys if key in self._found_by}:
-            if similarity(found, self._sketches[other]) >= _SIMILAR:
-                # The document joins the group of the first similar one.
-                self.groups[number] = self.groups[other]
-                break
+        similar = [
+            self.groups[other]
+            for other in {self._found_by[key] for key in keys if key in self._found_by}
+            if similarity(found, self._sketches[other]) >= _SIMILAR
+        ]
+        if similar:
+            # The document joins the group of the first similar one.
+            self.groups[number] = similar[0]
+        if len(set(similar)) > 1:
+            self.bridged.update(similar)
         if len(found):
             self._sketches[number] = found
         for key in keys:

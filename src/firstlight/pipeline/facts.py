@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firstlight.pipeline import settings
-from firstlight.pipeline.scan import CorpusFacts, held_out_share
+from firstlight.pipeline.held_out import held_out_share
+from firstlight.pipeline.scan import CorpusFacts
 
 #: The constant R* of Muennighoff et al. 2023 (arXiv 2305.16264): see `worth_of_bytes`.
 _WORTH_OF_REPETITION = 15.39

@@ -338,7 +338,7 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
             f"the inputs hold {scan.facts.text_bytes:,} bytes of text, too little to learn from: "
             f"give {LEAST_BYTES:,} at least, better a megabyte"
         )
-    for line in described(scan.facts):
+    for line in described(scan):
         tell(line)
     if unread := unread_files(request.inputs):
         tell(_unread_line(unread))

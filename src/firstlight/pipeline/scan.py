@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from rich.progress import TextColumn
@@ -20,10 +19,7 @@ from firstlight.data.records import REASONS, Record, nothing_read, read_document
 from firstlight.data.sources import DataSource, limited_sources, text_size
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
-
-if TYPE_CHECKING:
-    # It imports tokenizers, which takes too long before the first message.
-    from firstlight.data.prepare import SplitOf
+from firstlight.pipeline.held_out import HeldOut, digest_of, held_out_share, hold_out
 
 #: Largest number of file names in a message.
 SHOWN_FILES = 5
@@ -37,10 +33,6 @@ _HOPELESS = 1000
 _GZIP_BYTES, _XZ_BYTES = 2 << 20, 1 << 20
 #: Fraction of the text that consists of the common characters.
 _COMMON_SHARE = 0.999
-
-#: Fraction and largest number of bytes that are held out; more would hardly improve the estimate.
-HELD_OUT_SHARE = 0.1
-HELD_OUT_BYTES = 1 << 20
 
 #: Unicode's names of scripts -> better known names.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
@@ -107,36 +99,6 @@ class Scan:
     prompts: Sequence[str]
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """The split of a corpus into training and validation text.
-
-    Attributes:
-        digests: hashes of the documents that are held out; None if the end of each document is held
-            out.
-        fraction: fraction of the text that is held out.
-    """
-
-    digests: frozenset[bytes] | None
-    fraction: float
-
-    def splitter(self) -> SplitOf:
-        """A function from a document's text to its split, for one pass over the documents in order:
-        None for a duplicate of an earlier one, "tail" if the document's end is held out."""
-        seen: set[bytes] = set()
-
-        def split_of(text: str) -> Literal["train", "val", "tail"] | None:
-            digest = _digest(text)
-            if digest in seen:
-                return None
-            seen.add(digest)
-            if self.digests is None:
-                return "tail"
-            return "val" if digest in self.digests else "train"
-
-        return split_of
-
-
 def scan_corpus(
     sources: Sequence[DataSource],
     text_key: str = "text",
@@ -158,15 +120,17 @@ def scan_corpus(
     """
     limited = limited_sources(sources, most_bytes)
     counts = _Counts()
-    with (
-        progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
-        closing(read_documents(limited, text_key)) as records,
-    ):
+    with progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar:
         total = sum(source.most_bytes or source.size for source in limited) or None
         task = bar.add_task("reading", total=total, done="")
-        for record in records:
-            size = counts.add(record)
-            bar.update(task, advance=size, done=f"{counts.documents:,} documents")
+        for source in limited:
+            rejected = counts.rejected
+            with closing(read_documents([source], text_key)) as records:
+                for record in records:
+                    size = counts.add(record)
+                    bar.update(task, advance=size, done=f"{counts.documents:,} documents")
+                    if not counts.documents and counts.rejected - rejected >= _HOPELESS:
+                        break
     facts = counts.facts(sources, limited, text_key)
     held = counts.held_out()
     return Scan(sources, facts, held, counts.prompts(held))
@@ -179,7 +143,6 @@ class _Counts:
         self.documents = self.text_bytes = self.duplicates = self.near = 0
         self._near = NearDuplicates()
         self._digests: dict[bytes, int] = {}
-        self._sizes: list[int] = []
         self._histogram = np.zeros(0x110000, np.int64)
         self._waiting: list[str] = []
         self._waiting_characters = 0
@@ -189,25 +152,27 @@ class _Counts:
         self._rejected: Counter[str] = Counter()
         self._first_rejected: list[str] = []
 
+    @property
+    def rejected(self) -> int:
+        """Number of unreadable documents."""
+        return self._rejected.total()
+
     def add(self, record: Record) -> int:
         """Count a document; return its approximate size for the progress bar."""
         if record.error is not None:
             self._rejected[record.error.reason] += 1
             if len(self._first_rejected) < SHOWN_FILES:
                 self._first_rejected.append(f"{record.place}: {record.error}")
-            if not self.documents and self._rejected.total() >= _HOPELESS:
-                raise InputError(nothing_read(self._rejected, (self._first_rejected or [""])[0]))
             return 0
         text: str = record.value
         self.documents += 1
-        digest = _digest(text)
+        digest = digest_of(text)
         self._key.update(digest)
         if digest in self._digests:
             self.duplicates += 1
             return len(text)
         size = len(text.encode("utf-8"))
         self._digests[digest] = size
-        self._sizes.append(size)
         self.text_bytes += size
         self.near += self._near.add(text)
         if self.text_bytes - size < _GZIP_BYTES:
@@ -276,10 +241,7 @@ class _Counts:
 
     def held_out(self) -> HeldOut:
         """Select the documents to hold out."""
-        chosen = held_out_groups(self._near.groups, self._sizes)
-        digests = list(self._digests)
-        held = None if chosen is None else frozenset(digests[number] for number in chosen)
-        return HeldOut(held, held_out_share(self.text_bytes))
+        return hold_out(self._near, self._digests)
 
     def prompts(self, held: HeldOut) -> list[str]:
         """Beginnings of up to three held-out texts."""
@@ -305,50 +267,6 @@ def opening_of(text: str, start: int = 0) -> str:
     return (cut[:end] if end > _PROMPT_CHARACTERS // 3 else cut).rstrip()
 
 
-def held_out_share(text_bytes: int) -> float:
-    """The fraction of a corpus' bytes that is held out, rounded to four significant digits."""
-    share = min(HELD_OUT_SHARE, HELD_OUT_BYTES / max(text_bytes, 1))
-    return float(f"{share:.4g}")
-
-
-def held_out_groups(groups: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """Select the documents to hold out, in whole groups of near-duplicates.
-
-    A group is held out whenever the held-out bytes are less than their share of the bytes so far.
-    So held-out documents are spread over the corpus. A group larger than the total share is never
-    held out.
-
-    Args:
-        groups: number of the group of each document.
-        sizes: bytes of each document.
-
-    Returns:
-        The numbers of the documents, ascending. None if there are too few groups for the share:
-        then the end of each document is held out.
-    """
-    members: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        members.setdefault(group, []).append(number)
-    total = sum(sizes)
-    share = held_out_share(total)
-    if len(members) * HELD_OUT_SHARE < 1:
-        return None
-    held: list[int] = []
-    seen = taken = 0
-    for numbers in members.values():
-        size = sum(sizes[number] for number in numbers)
-        if taken < share * seen and size <= share * total:
-            held += numbers
-            taken += size
-        seen += size
-    # If a few documents make up most of the text, whole documents can't reach the share.
-    return sorted(held) if taken >= share * total / 2 else None
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
-
-
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
     """The fraction of the letters' UTF-8 bytes by script, from counts by code point."""
     counts: Counter[str] = Counter()
@@ -361,8 +279,9 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
     return {name: count / counts.total() for name, count in counts.most_common()}
 
 
-def described(facts: CorpusFacts) -> Iterator[str]:
-    """The facts as lines for the user."""
+def described(scan: Scan) -> Iterator[str]:
+    """The facts of a scan as lines for the user."""
+    facts = scan.facts
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
@@ -376,9 +295,11 @@ def described(facts: CorpusFacts) -> Iterator[str]:
             f"{size_text(facts.total_bytes)} in all (about)"
         )
     if facts.duplicates or facts.near_duplicates:
+        is_split = scan.split.digests is None and not scan.split.whole
+        sides = "of which parts may be on both sides" if is_split else "which stay on one side"
         yield (
             f"{facts.duplicates:,} duplicates, which are left out, and {facts.near_duplicates:,} "
-            "near-duplicates, which stay on one side of the split"
+            f"near-duplicates, {sides} of the split"
         )
     compared = facts.documents - facts.duplicates - facts.compared
     if compared > 0:

@@ -81,8 +81,8 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #: ALPHA, BETA and A are close to those of Hoffmann et al. 2022. The others were fitted to 21 runs
 #: with 0.6 to 7.6 million parameters that read 0.9 to 6.5 MB of the standard library, Shakespeare,
 #: WikiText-2, and Debian's documents in English (two), German, Russian, Arabic, Chinese, Japanese
-#: and Korean, 0.5 to 11 MB each; FLOOR and FLOOR_POWER again to 28 runs, which read up to 44 MB. All
-#: lie between 0.88 and 1.12 times the expected bits. With these two constants fitted without a
+#: and Korean, 0.5 to 11 MB each; FLOOR and FLOOR_POWER again to 28 runs, which read up to 44 MB.
+#: All lie between 0.88 and 1.12 times the expected bits. With these two constants fitted without a
 #: text, the text's runs lie between 0.87 and 1.14 times.
 FLOOR, A, ALPHA, B, BETA = 0.629, 6.5, 0.27, 49.0, 0.28
 XZ_OF_LIBRARY, FLOOR_POWER, B_POWER = 1.466, 1.31, -0.727

@@ -1,0 +1,121 @@
+"""Chooses the documents of a corpus that are held out, so that near-duplicates don't straddle the
+split."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from firstlight.pipeline.duplicates import NearDuplicates
+
+if TYPE_CHECKING:
+    # It imports tokenizers, which takes too long before the first message.
+    from firstlight.data.prepare import SplitOf
+
+#: Fraction and largest number of bytes that are held out; more would hardly improve the estimate.
+HELD_OUT_SHARE = 0.1
+HELD_OUT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The split of a corpus into training and validation text.
+
+    Attributes:
+        digests: hashes of the documents that are held out; None if the end of each document is held
+            out.
+        fraction: fraction of the text that is held out.
+        whole: hashes of the documents of which no end is held out, because it may be in a document
+            that is similar.
+    """
+
+    digests: frozenset[bytes] | None
+    fraction: float
+    whole: frozenset[bytes] = frozenset()
+
+    def splitter(self) -> SplitOf:
+        """A function from a document's text to its split, for one pass over the documents in order:
+        None for a duplicate of an earlier one, "tail" if the document's end is held out."""
+        seen: set[bytes] = set()
+
+        def split_of(text: str) -> Literal["train", "val", "tail"] | None:
+            digest = digest_of(text)
+            if digest in seen:
+                return None
+            seen.add(digest)
+            if self.digests is None:
+                return "train" if digest in self.whole else "tail"
+            return "val" if digest in self.digests else "train"
+
+        return split_of
+
+
+def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
+    """Select the text to hold out: whole documents, or the ends of documents if there are few.
+
+    Args:
+        near: the near-duplicates among the documents.
+        sizes: bytes of each document by the hash of its text, in the order of `near.groups`.
+    """
+    digests, counts = list(sizes), list(sizes.values())
+    share = held_out_share(sum(counts))
+    chosen = held_out_groups(near.groups, counts, near.bridged)
+    if chosen is not None:
+        return HeldOut(frozenset(digests[number] for number in chosen), share)
+    members = Counter(near.groups)
+    others = {group for group, count in members.items() if count == 1} - near.bridged
+    alike = [number for number, group in enumerate(near.groups) if group not in others]
+    # Without most of the text, too little would be left to hold out.
+    is_most = 2 * sum(counts[number] for number in alike) > sum(counts)
+    return HeldOut(None, share, frozenset(() if is_most else (digests[n] for n in alike)))
+
+
+def held_out_groups(
+    groups: Sequence[int], sizes: Sequence[int], bridged: Collection[int] = ()
+) -> list[int] | None:
+    """Select the documents to hold out, in whole groups of near-duplicates.
+
+    A group is held out whenever the held-out bytes are less than their share of the bytes so far.
+    So held-out documents are spread over the corpus. A group larger than the total share is never
+    held out.
+
+    Args:
+        groups: number of the group of each document.
+        sizes: bytes of each document.
+        bridged: groups that are never held out, because they are similar to other groups.
+
+    Returns:
+        The numbers of the documents, ascending. None if there are too few groups for the share:
+        then the end of each document is held out.
+    """
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    total = sum(sizes)
+    share = held_out_share(total)
+    if len(members) * HELD_OUT_SHARE < 1:
+        return None
+    held: list[int] = []
+    seen = taken = 0
+    for group, numbers in members.items():
+        size = sum(sizes[number] for number in numbers)
+        if group not in bridged and taken < share * seen and size <= share * total:
+            held += numbers
+            taken += size
+        seen += size
+    # If a few documents make up most of the text, whole documents can't reach the share.
+    return sorted(held) if taken >= share * total / 2 else None
+
+
+def held_out_share(text_bytes: int) -> float:
+    """The fraction of a corpus' bytes that is held out, rounded to four significant digits."""
+    share = min(HELD_OUT_SHARE, HELD_OUT_BYTES / max(text_bytes, 1))
+    return float(f"{share:.4g}")
+
+
+def digest_of(text: str) -> bytes:
+    """A hash of a document's text."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
