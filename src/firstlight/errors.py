@@ -136,6 +136,14 @@ def describe_os_error(error: OSError) -> str:
     return f"{error.strerror or error}{where}"
 
 
+def describe_read_error(error: OSError) -> str:
+    """`describe_os_error` for an input: without permission, the advice is about reading it."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        where = f" at {error.filename}" if error.filename else ""
+        return f"permission denied{where}: make it readable (chmod u+rX), or leave it out"
+    return describe_os_error(error)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a library's error, or the name of its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -238,7 +238,8 @@ def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> Non
         ('[{"id": 1, "text": "', None),
         ('[{"messages": [{"role": "user", "content": "', "chat"),
         ('[{"body": {"messages": []}}, ', None),
-        ('{"messages": [], "list": [', None),
+        ('{"messages": [], "list": [', "chat"),
+        ('\n{"id": 1, "messages": [{"role": "user", "content": "', "chat"),
         ('"messages", {"messages": []}', None),
     ],
 )

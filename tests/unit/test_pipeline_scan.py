@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import lzma
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from firstlight.data.sources import DataSource, find_sources, limited_sources
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates, similarity, sketch
 from firstlight.pipeline.held_out import HELD_OUT_BYTES, held_out_groups
+from firstlight.pipeline.preparation import train_tokenizer_on
 from firstlight.pipeline.scan import Scan, described, opening_of, scan_corpus
 from firstlight.tokenizer import train_tokenizer
 
@@ -130,6 +133,40 @@ def test_compressed_texts_are_held_out_whole_when_a_part_of_them_is_read(tmp_pat
     assert 5 < len(some) < 55
     splits = [split_of(record.value) for record in read_documents(some)]
     assert 0 < splits.count("val") < splits.count("train") == len(some) - splits.count("val")
+
+
+@pytest.mark.parametrize("whole_bytes", [1 << 20, 1000])
+@pytest.mark.parametrize("ending", [".txt", ".txt.gz"])
+def test_whatever_part_of_the_texts_is_read_has_all_held_out_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, whole_bytes: int
+) -> None:
+    monkeypatch.setattr("firstlight.data.sources._WHOLE_BYTES", whole_bytes)
+    for number in range(60):
+        data = prose(number, 2000).encode()
+        path = tmp_path / f"{number:02}{ending}"
+        path.write_bytes(gzip.compress(data) if ending.endswith(".gz") else data)
+    sources = find_sources([tmp_path])
+    # With 1000 bytes as the size of a small file, the scan reads a part of each.
+    scan = scan_corpus(sources, most_bytes=500_000)
+    assert scan.split.digests
+    for most_bytes in (100_000, 300_000, 10_000_000):
+        split_of = scan.split.splitter()
+        splits = [split_of(one.value) for one in read_documents(scan.limited(most_bytes))]
+        assert splits.count("val") == len(scan.split.digests)
+        assert splits.count("train") == len(splits) - splits.count("val") > 0
+    texts: list[str] = []
+
+    def train(found: Iterable[str], vocab_size: int) -> Any:
+        texts.extend(found)
+        return train_tokenizer([prose(0)], vocab_size)
+
+    monkeypatch.setattr("firstlight.tokenizer.train_tokenizer", train)
+    monkeypatch.setattr("firstlight.pipeline.preparation._TOKENIZER_BYTES", 100_000)
+    train_tokenizer_on(scan, "text", 300, lambda message: None)
+    held = {one.value[:50] for one in read_documents(scan.held_out_files)}
+    assert len(held) == len(scan.split.digests)
+    assert texts
+    assert not held & {text[:50] for text in texts}
 
 
 def test_the_similarity_is_about_the_share_of_common_shingles() -> None:

@@ -210,8 +210,12 @@ def test_linked_folders_are_named_because_they_are_not_searched(tmp_path: Path) 
         tmp_path / "texts/a.txt"
     ]
     assert note_on_inputs([tmp_path / "texts"]).startswith(f"{tmp_path}/texts/more: links to fold")
-    (tmp_path / "texts/again").symlink_to(tmp_path / "texts")
+    assert note_on_inputs([tmp_path / "texts", tmp_path / "other"]) == ""
+    assert note_on_inputs([tmp_path / "texts", tmp_path / "texts/more"]) == ""
+    (tmp_path / "texts/again").symlink_to(tmp_path / "other")
     assert " and 1 more: links" in note_on_inputs([tmp_path / "texts"])
+    # An input that can't be found is for `find_sources` to refuse.
+    assert note_on_inputs(["~nobody-of-that-name/texts"]) == ""
 
 
 def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +275,8 @@ def test_an_unreadable_folder_is_an_error_and_not_skipped(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(InputError, match=r"can't be read: permission denied at .*closed"):
+    message = r"can't be read: permission denied at .*closed: make it readable \(chmod u\+rX\)"
+    with pytest.raises(InputError, match=message):
         find_sources([tmp_path])
 
 
@@ -650,6 +655,22 @@ def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
     found = find_sources([tmp_path])
     (tmp_path / "a.txt").unlink()
     with pytest.raises(InputError, match=r"a\.txt can't be read: No such file"):
+        list(read_documents(found))
+
+
+def test_a_file_without_permission_is_to_be_made_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tree(tmp_path, "a.txt")
+    found = find_sources([tmp_path])
+
+    # Tests run as root, who may read every file.
+    def refused(path: Path, mode: str) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("firstlight.data.opening.open", refused, raising=False)
+    message = r"can't be read: permission denied at .*a\.txt: make it readable \(chmod u\+rX\), or"
+    with pytest.raises(InputError, match=message):
         list(read_documents(found))
 
 

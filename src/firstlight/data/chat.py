@@ -40,7 +40,7 @@ from firstlight.errors import (
     DataError,
     InputError,
     TokenizerError,
-    describe_os_error,
+    describe_read_error,
     first_line,
 )
 from firstlight.files.atomic import make_folder, new_folder, remove_file, remove_folder, sha256_of
@@ -362,7 +362,9 @@ def _fingerprint(source: DataSource) -> str:
         try:
             return sha256_of(source.path)
         except OSError as error:
-            raise InputError(f"{source.name} can't be read: {describe_os_error(error)}") from error
+            raise InputError(
+                f"{source.name} can't be read: {describe_read_error(error)}"
+            ) from error
     assert source.dataset is not None
     hub = optional("huggingface_hub", f"reading {source.name}")
     try:

@@ -44,7 +44,7 @@ from firstlight.data.sources import (
     find_sources,
 )
 from firstlight.data.tables import read_table, without_text
-from firstlight.errors import InputError, MissingDependencyError, describe_os_error, first_line
+from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
 
 RECORD_SUFFIXES = (
     *(suffix + compression for suffix in (".jsonl", ".json") for compression in COMPRESSIONS),
@@ -157,7 +157,7 @@ def read_records(
                         error = found if isinstance(found, BadRecordError) else None
                         yield Record(name, line, None if error else {text_key: found}, error)
         except OSError as error:
-            raise InputError(f"{name} can't be read: {describe_os_error(error)}") from error
+            raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
         except (EOFError, zlib.error) as error:
             raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
 
@@ -173,7 +173,7 @@ def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
             with open_compressed(path) as file:
                 head = file.read(_JSON_HEAD_BYTES)
             if len(head) == _JSON_HEAD_BYTES:
-                text = head.decode(encoding_of(head, path), "ignore")
+                text = head.decode(encoding_of(head, path), "ignore").lstrip()
                 return conversation_kind(_first_fields(text))
         with closing(read_records([source])) as records:
             for record in itertools.islice(records, _TOLD_BY):
@@ -183,12 +183,12 @@ def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
 
 
 def _first_fields(text: str) -> list[str]:
-    """The fields of the first object in a JSON list whose text may be truncated; [] if there is no
-    object among its first values."""
+    """The fields of the only object, or the first one in a list, in JSON whose text may be
+    truncated; [] if there is no object among its first values."""
     fields: list[str] = []
     read = json.JSONDecoder().raw_decode
     with contextlib.suppress(ValueError, RecursionError):
-        place = _past(text, "[", 0)
+        place = 0 if text.startswith("{") else _past(text, "[", 0)
         for _ in range(_TOLD_BY):
             if text.startswith("{", place):
                 break

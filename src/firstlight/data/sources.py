@@ -11,13 +11,13 @@ import itertools
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from firstlight.data.kinds import kind_by_ending, kind_of
-from firstlight.errors import InputError, describe_os_error, nearest
+from firstlight.errors import InputError, describe_read_error, nearest
 from firstlight.files.atomic import read_json, write_json
 
 #: Endings of files that are one document each: text and source code.
@@ -52,11 +52,9 @@ _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
 #: Parts of the standard library's folder that are left out of the default corpus.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
-
 #: Estimated bytes of text for each byte of a compressed file.
 _UNPACKED = 3.0
-#: Largest text file that `limited_sources` takes whole or not at all; of a larger one it takes a
-#: part.
+#: Largest text file that `limited_sources` takes whole or not at all.
 _WHOLE_BYTES = 1 << 20
 _GOLDEN_RATIO = 0.6180339887498949
 #: Endings of files that hold several documents.
@@ -115,7 +113,7 @@ def find_sources(
             found = _resolve(str(item), suffixes)
         # `Path.expanduser` raises RuntimeError for the home folder of an unknown user.
         except (OSError, RuntimeError) as error:
-            reason = describe_os_error(error) if isinstance(error, OSError) else error
+            reason = describe_read_error(error) if isinstance(error, OSError) else error
             raise InputError(f"input {item} can't be found: {reason}") from error
         for source in found:
             key = str(source.path.resolve()) if source.path is not None else source.name
@@ -125,10 +123,13 @@ def find_sources(
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
     """A message if "stdlib" is an input and also the name of an existing file or folder, or if a
-    folder has links to folders, which are not searched; otherwise ""."""
+    folder has links to folders that are neither searched nor inputs; otherwise ""."""
     if STANDARD_LIBRARY in map(str, inputs) and Path(STANDARD_LIBRARY).exists():
         return "stdlib is Python's standard library; for what lies here under that name: ./stdlib"
-    linked = [link for item in inputs for link in _linked_folders(Path(item).expanduser())]
+    # Unlike `Path.expanduser`, this raises nothing for the home folder of an unknown user.
+    folders = [os.path.expanduser(item) for item in inputs]
+    named = {os.path.realpath(folder) for folder in folders}
+    linked = [link for folder in folders for link in _linked_folders(folder, named)]
     if not linked:
         return ""
     more = f" and {len(linked) - 1:,} more" if len(linked) > 1 else ""
@@ -150,9 +151,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
         )
     path = Path(item).expanduser()
     if path.is_dir():
-        found = sorted(
-            _files_under(path, suffixes), key=lambda file: file.relative_to(path).as_posix()
-        )
+        found = sorted(_files_under(path, suffixes), key=lambda f: f.relative_to(path).as_posix())
         if not found:
             raise InputError(_nothing_in(item, path, suffixes))
         return [DataSource(name=str(file), path=file) for file in found]
@@ -163,9 +162,8 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
     if path.exists():
         raise InputError(f"{item} is neither a file nor a folder")
     if any(character in item for character in "*?["):
-        names = sorted(glob.glob(str(path), recursive=True))
-        files = [Path(name) for name in names if os.path.isfile(name)]
-        files = [file for file in files if file.name.lower().endswith(suffixes)]
+        names = [name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
+        files = [Path(name) for name in sorted(names) if name.lower().endswith(suffixes)]
         if not files:
             raise InputError(f"{item} matches no {_kinds(suffixes)}")
         return [DataSource(name=str(file), path=file) for file in files]
@@ -194,13 +192,8 @@ def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
 
 def _main_suffixes(suffixes: tuple[str, ...]) -> list[str]:
     if suffixes == SUFFIXES:
-        return [
-            *TEXT_SUFFIXES[:3],
-            "other text and code",
-            ".jsonl[.gz|.zst]",
-            *TABLE_SUFFIXES,
-            ".parquet",
-        ]
+        text = (*TEXT_SUFFIXES[:3], "other text and code")
+        return [*text, ".jsonl[.gz|.zst]", *TABLE_SUFFIXES, ".parquet"]
     return [".jsonl[.gz|.zst]", ".json", ".parquet"]
 
 
@@ -313,7 +306,7 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
-        raise InputError(f"folder {folder} can't be read: {describe_os_error(error)}")
+        raise InputError(f"folder {folder} can't be read: {describe_read_error(error)}")
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
         if set(names) >= _RUN_FILES:
@@ -333,12 +326,13 @@ def _searched(folders: Sequence[str]) -> list[str]:
     return [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
 
 
-def _linked_folders(folder: Path) -> Iterator[Path]:
-    """The links to folders in a folder. `_files_under` does not follow them, since they may lead in
-    a circle."""
+def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
+    """The links in a folder to folders that are not among `named`. `_files_under` does not follow
+    them, since they may lead in a circle."""
     for root, folders, _ in os.walk(folder):
         folders[:] = _searched(folders)
-        yield from (Path(root) / name for name in folders if (Path(root) / name).is_symlink())
+        links = (Path(root) / name for name in folders if (Path(root) / name).is_symlink())
+        yield from (link for link in links if os.path.realpath(link) not in named)
 
 
 def _standard_library() -> list[DataSource]:
@@ -356,26 +350,36 @@ def _standard_library() -> list[DataSource]:
     ]
 
 
-def limited_sources(sources: Sequence[DataSource], most_bytes: int) -> list[DataSource]:
+def holds_one_document(source: DataSource) -> bool:
+    """True if a source is a text file, which is one document."""
+    return source.path is not None and not source.name.lower().endswith(_MANY_DOCUMENTS)
+
+
+def limited_sources(
+    sources: Sequence[DataSource], most_bytes: int, kept: Sequence[DataSource] = ()
+) -> list[DataSource]:
     """Sources from which about `most_bytes` bytes of text are read in all.
 
     If the files are larger together, an evenly spread part of the small text files is taken, each
     file whole, and the same fraction of every other file. A dataset, whose size is unknown, gets
-    the whole limit.
+    the whole limit. The files among `kept` are taken in any case, with the limits they have there.
     """
+    as_kept = {source.path: source for source in kept}
     known = [text_size(source) for source in sources]
     total = sum(known)
     if total <= most_bytes and all(source.dataset is None for source in sources):
-        return list(sources)
+        return [as_kept.get(source.path, source) for source in sources]
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
     # Multiples of the golden ratio are spread evenly, but unlike every fifth file they are of all
     # kinds where texts repeat with a period, as held-out ones do.
     places = (place * _GOLDEN_RATIO % 1.0 for place in itertools.count())
     for source, size in zip(sources, known, strict=True):
-        if 0 < size <= _WHOLE_BYTES and not source.name.lower().endswith(_MANY_DOCUMENTS):
-            if next(places) < share:
-                limited.append(source)
+        if holds_one_document(source) and 0 < size <= _WHOLE_BYTES:
+            if next(places) < share or source.path in as_kept:
+                limited.append(as_kept.get(source.path, source))
+        elif source.path in as_kept:
+            limited.append(as_kept[source.path])
         else:
             limit = max(int(size * share), 1) if size else most_bytes
             limited.append(replace(source, most_bytes=limit))

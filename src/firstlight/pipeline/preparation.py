@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from firstlight.console import time_text
-from firstlight.data.sources import limited_sources
 from firstlight.pipeline.run_folder import DATA_FOLDER, RunCall, read_state
 from firstlight.pipeline.scan import Scan
 
@@ -103,7 +102,7 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
     tokenizer, split = texts.tokenizer(), texts.scan.split
     begun = time.time()
     manifest = prepare(
-        limited_sources(texts.scan.sources, texts.limit),
+        texts.scan.limited(texts.limit),
         tokenizer,
         data,
         val_fraction=split.fraction,
@@ -139,7 +138,7 @@ def train_tokenizer_on(
 
     begun = time.time()
     split_of = scan.split.splitter()
-    records = read_documents(limited_sources(scan.sources, _TOKENIZER_BYTES), text_key)
+    records = read_documents(scan.limited(_TOKENIZER_BYTES), text_key)
     fraction = Fraction(str(scan.split.fraction))
 
     def kept() -> Iterator[str]:

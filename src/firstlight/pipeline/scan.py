@@ -16,7 +16,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, size_text
 from firstlight.data.records import REASONS, Record, nothing_read, read_documents
-from firstlight.data.sources import DataSource, limited_sources, text_size
+from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
 from firstlight.pipeline.held_out import HeldOut, digest_of, held_out_share, hold_out
@@ -91,12 +91,23 @@ class Scan:
         facts: facts about the corpus.
         split: the documents that are held out.
         prompts: beginnings of held-out texts, for samples.
+        held_out_files: text files that are held out, with the limits with which they were read.
     """
 
     sources: Sequence[DataSource]
     facts: CorpusFacts
     split: HeldOut
     prompts: Sequence[str]
+    held_out_files: Sequence[DataSource] = ()
+
+    def limited(self, most_bytes: int) -> list[DataSource]:
+        """The sources from which about `most_bytes` bytes of text are read in all, among them all
+        text files that are held out.
+
+        These are read as in the scan, because the hash of another part of a file's text would not
+        be found in `split`.
+        """
+        return limited_sources(self.sources, most_bytes, self.held_out_files)
 
 
 def scan_corpus(
@@ -127,13 +138,13 @@ def scan_corpus(
             rejected = counts.rejected
             with closing(read_documents([source], text_key)) as records:
                 for record in records:
-                    size = counts.add(record)
+                    size = counts.add(record, source)
                     bar.update(task, advance=size, done=f"{counts.documents:,} documents")
                     if not counts.documents and counts.rejected - rejected >= _HOPELESS:
                         break
     facts = counts.facts(sources, limited, text_key)
     held = counts.held_out()
-    return Scan(sources, facts, held, counts.prompts(held))
+    return Scan(sources, facts, held, counts.prompts(held), counts.files(held))
 
 
 class _Counts:
@@ -143,6 +154,7 @@ class _Counts:
         self.documents = self.text_bytes = self.duplicates = self.near = 0
         self._near = NearDuplicates()
         self._digests: dict[bytes, int] = {}
+        self._files: dict[bytes, DataSource] = {}
         self._histogram = np.zeros(0x110000, np.int64)
         self._waiting: list[str] = []
         self._waiting_characters = 0
@@ -157,8 +169,8 @@ class _Counts:
         """Number of unreadable documents."""
         return self._rejected.total()
 
-    def add(self, record: Record) -> int:
-        """Count a document; return its approximate size for the progress bar."""
+    def add(self, record: Record, source: DataSource) -> int:
+        """Count a document of a source; return its approximate size for the progress bar."""
         if record.error is not None:
             self._rejected[record.error.reason] += 1
             if len(self._first_rejected) < SHOWN_FILES:
@@ -173,6 +185,8 @@ class _Counts:
             return len(text)
         size = len(text.encode("utf-8"))
         self._digests[digest] = size
+        if holds_one_document(source):
+            self._files[digest] = source
         self.text_bytes += size
         self.near += self._near.add(text)
         if self.text_bytes - size < _GZIP_BYTES:
@@ -242,6 +256,10 @@ class _Counts:
     def held_out(self) -> HeldOut:
         """Select the documents to hold out."""
         return hold_out(self._near, self._digests)
+
+    def files(self, held: HeldOut) -> list[DataSource]:
+        """The text files that are held out."""
+        return [file for digest, file in self._files.items() if digest in (held.digests or ())]
 
     def prompts(self, held: HeldOut) -> list[str]:
         """Beginnings of up to three held-out texts."""
