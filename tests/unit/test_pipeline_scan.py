@@ -20,7 +20,7 @@ from firstlight.data.records import read_documents
 from firstlight.data.sources import DataSource, find_sources, limited_sources
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates, similarity, sketch
-from firstlight.pipeline.held_out import HELD_OUT_BYTES, held_out_groups
+from firstlight.pipeline.held_out import HELD_OUT_BYTES, held_out_groups, hold_out
 from firstlight.pipeline.preparation import train_tokenizer_on
 from firstlight.pipeline.scan import Scan, described, opening_of, scan_corpus
 from firstlight.tokenizer import train_tokenizer
@@ -106,6 +106,14 @@ def test_ends_of_similar_documents_are_not_held_out(tmp_path: Path) -> None:
     split_of = scan.split.splitter()
     assert [split_of(text) for text in (*texts, longer)] == ["train", *["tail"] * 4, "train"]
     assert "1 near-duplicates, which stay on one side of the split" in list(described(scan))[1]
+
+
+def test_ends_of_documents_that_another_one_joins_are_not_held_out() -> None:
+    found = NearDuplicates()
+    found.groups, found.bridged = [0, 1, 2, 3, 4, 0], {0, 1}
+    held = hold_out(found, {bytes([number]): 10 for number in range(6)})
+    assert held.digests is None
+    assert held.whole == {b"\0", b"\1", b"\5"}
 
 
 def test_parts_of_similar_documents_on_both_sides_are_mentioned(tmp_path: Path) -> None:

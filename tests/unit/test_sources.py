@@ -367,6 +367,8 @@ def test_binary_files_are_no_east_asian_text(tmp_path: Path, seed: int) -> None:
         draw.randbytes(5000),
         gzip.compress(draw.randbytes(5000), mtime=0)[10:],
         b"".join(draw.choice((b"\0\1\2", b"name", words[:40])) for _ in range(300)),
+        # Pairs of ASCII letters are rare Chinese characters.
+        b"".join(b"".join(draw.choices((b"some", b"text"), k=20)) + b"\1\2" for _ in range(99)),
     ):
         (tmp_path / "a.txt").write_bytes(content)
         (found,) = read(tmp_path / "a.txt")

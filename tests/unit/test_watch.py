@@ -106,6 +106,28 @@ def test_a_run_that_goes_back_is_shown_from_its_beginning(
     assert shown[2:] == [[4.9, 4.8, 4.7], [4.9], [4.9, 4.8], [4.9, 4.8, 4.7]]
 
 
+@pytest.mark.usefixtures("pauses")
+def test_the_share_of_a_run_in_minutes_follows_its_limit_of_steps(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[float] = []
+    real = Course.step
+
+    def step(self: Course, record: dict[str, Any]) -> None:
+        real(self, record)
+        shares.append(self.share)
+
+    monkeypatch.setattr(Course, "step", step)
+    (run / "recipe.yaml").write_text("schedule: {max_minutes: 30}\n", encoding="utf-8")
+    length = {"max_minutes": 30.0, "predicted_steps": 900, "seconds_used": 0.0, "most_steps": 4}
+    (run / "length.json").write_text(json.dumps(length), encoding="utf-8")
+    lines = [json.dumps(line(step) | {"elapsed_seconds": 2.0 * step}) for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with held(run):
+        assert main(["watch", str(run)]) == 0
+    assert shares == [0.25, 0.5, 0.75]
+
+
 def test_ctrl_c_ends_the_view_alone(
     run: Path, pauses: list[Callable[[], object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
