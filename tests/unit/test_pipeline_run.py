@@ -184,7 +184,7 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     said = f"runs/texts has a run of other texts or options: this one is in {first.run_folder}"
     shown = capsys.readouterr().err
     assert said in shown
-    assert "the text has no pairs for more, of 512 wanted" in shown
+    assert "512 were wanted, but the text has too few different pairs" in shown
     assert first.run_folder == Path("runs/texts-3")
     assert first.next_commands[0][0] == f"firstlight train {texts} --resume"
     recipe = first.run_folder / "recipe.yaml"
@@ -491,7 +491,7 @@ def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
     assert "'soon' is no time" in lines[-2]
-    assert lines[-1] == "a run takes more than no time"
+    assert lines[-1] == "the time has to be more than 0"
 
 
 def test_a_plan_for_a_gpu_needs_none(

@@ -155,6 +155,6 @@ def _ask(plan: RunPlan) -> float:
         try:
             if (seconds := parse_time(answer)) > 0:
                 return seconds
-            say("a run takes more than no time")
+            say("the time has to be more than 0")
         except ConfigError as error:
             say(str(error))

@@ -7,7 +7,6 @@ globs that are of no supported kind.
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 import sysconfig
 from collections import Counter
@@ -56,7 +55,6 @@ _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "di
 _UNPACKED = 3.0
 #: Largest text file that `limited_sources` takes whole or not at all.
 _WHOLE_BYTES = 1 << 20
-_GOLDEN_RATIO = 0.6180339887498949
 #: Endings of files that hold several documents.
 _MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_FILE_SUFFIXES, ".parquet")
 
@@ -360,7 +358,7 @@ def limited_sources(
 ) -> list[DataSource]:
     """Sources from which about `most_bytes` bytes of text are read in all.
 
-    If the files are larger together, an evenly spread part of the small text files is taken, each
+    If the files are larger together, an evenly spaced part of the small text files is taken, each
     file whole, and the same fraction of every other file. A dataset, whose size is unknown, gets
     the whole limit. The files among `kept` are taken in any case, with the limits they have there.
     """
@@ -371,13 +369,14 @@ def limited_sources(
         return [as_kept.get(source.path, source) for source in sources]
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # Multiples of the golden ratio are spread evenly, but unlike every fifth file they are of all
-    # kinds where texts repeat with a period, as held-out ones do.
-    places = (place * _GOLDEN_RATIO % 1.0 for place in itertools.count())
+    # If the share is a fifth, every fifth small file is taken, beginning with the first file.
+    due = 1.0 - share
     for source, size in zip(sources, known, strict=True):
         if holds_one_document(source) and 0 < size <= _WHOLE_BYTES:
-            if next(places) < share or source.path in as_kept:
+            due += share
+            if due >= 1.0 or source.path in as_kept:
                 limited.append(as_kept.get(source.path, source))
+            due %= 1.0
         elif source.path in as_kept:
             limited.append(as_kept[source.path])
         else:

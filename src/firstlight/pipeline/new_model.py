@@ -66,7 +66,9 @@ class NewModel:
         text = counted_text(data, scan.facts)
         plan = replace(plan, request=request).choose_again(call.length(request), text)
         if text.vocab_size < size:
-            plan = replace(plan, vocabulary=f"the text has no pairs for more, of {size:,} wanted")
+            plan = replace(
+                plan, vocabulary=f"{size:,} were wanted, but the text has too few different pairs"
+            )
         fitted = self._fitted(plan, data, call)
         plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
         for line in plan.lines():
