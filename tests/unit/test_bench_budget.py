@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from firstlight.bench import budget
+from firstlight.bench import budget, budget_once
 from firstlight.bench.budget import bench_budget, is_same_run, random_settings
 from firstlight.bench.budget_page import draw, page
 from firstlight.bench.options import BudgetBench
 from firstlight.bench.process import error_of
+from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
 from firstlight.recipe import parse_recipe
+from firstlight.report.records import METRICS_NAME, read_json_lines
 
 
 class FakeRun:
@@ -53,6 +56,13 @@ def test_a_second_call_measures_only_what_is_missing(tmp_path: Path, fake: FakeR
     result = bench_budget(more, lambda _: None)
     assert [one["settings"] for one in fake.requests[4:]] == [random_settings(2)] * 2
     assert len(result["runs"]) + len(result["problems"]) == 6
+
+
+def test_results_of_another_machine_are_not_measured_again(tmp_path: Path, fake: FakeRun) -> None:
+    before = bench_budget(BudgetBench(tmp_path, ("there/a.txt",), trials=1), lambda _: None)
+    after = bench_budget(BudgetBench(tmp_path, ("here/a.txt",), trials=1), lambda _: None)
+    assert len(fake.requests) == 2
+    assert after["runs"] == before["runs"]
 
 
 def test_a_draw_has_the_same_settings_for_every_text(tmp_path: Path, fake: FakeRun) -> None:
@@ -93,7 +103,9 @@ def test_random_runs_get_the_curve_of_the_chosen_settings(tmp_path: Path, fake: 
 @pytest.mark.parametrize(
     ("share", "bits", "is_hopeless"),
     [
-        (0.19, 9.0, False),
+        (0.09, 9.0, False),
+        (0.1, 3.91, True),
+        (0.19, 3.89, False),
         (0.25, 3.44, False),
         (0.25, 3.46, True),
         (0.5, 2.19, False),
@@ -107,7 +119,7 @@ def test_a_run_far_above_the_chosen_settings_is_hopeless(
 ) -> None:
     # Half-way between 2.0 and 1.6 the chosen settings are at 1.8.
     chosen = [(0.25, 3.0), (0.5, 2.0), (1.0, 1.6)]
-    assert budget.is_hopeless(share, bits, chosen) is is_hopeless
+    assert budget_once.is_hopeless(share, bits, chosen) is is_hopeless
 
 
 @pytest.mark.parametrize(
@@ -162,7 +174,7 @@ def test_the_share_of_steps_is_of_the_runs_real_length(
     length: dict[str, Any], share: float
 ) -> None:
     record = {"step": 10, "elapsed_seconds": 12.0}
-    assert budget.share_of_steps(record, length | {"max_minutes": 2.0}) == pytest.approx(share)
+    assert budget_once.share_of_steps(record, length | {"max_minutes": 2.0}) == pytest.approx(share)
 
 
 def test_random_runs_without_a_chosen_one_are_not_measured(
@@ -189,7 +201,7 @@ def test_a_hopeless_run_is_ended_at_an_evaluation(tmp_path: Path, is_ended: bool
     settings = {"model.hidden_size": 64, "model.num_hidden_layers": 1, "schedule.epochs": 1.0}
     request = {"text": str(texts), "budget": "20m", "run": str(tmp_path / "run")}
     chosen = [[0.1, 0.01], [1.0, 0.01]] if is_ended else []
-    found = budget.measure(request | {"settings": settings, "chosen": chosen})
+    found = budget_once.measure(request | {"settings": settings, "chosen": chosen})
     shares, bits = zip(*found["curve"], strict=True)
     if is_ended:
         assert found["bits_per_byte"] is None
@@ -197,6 +209,12 @@ def test_a_hopeless_run_is_ended_at_an_evaluation(tmp_path: Path, is_ended: bool
         assert shares[-1] < 1
     else:
         assert shares[-1] == 1
+        # The first point is the mean training loss of the first 2 of 17 steps.
+        _, *lines = read_json_lines(tmp_path / "run" / METRICS_NAME)
+        loss = sum(line["train/loss"] for line in lines[:2]) / 2
+        split = read_manifest(tmp_path / "run" / "data")["splits"]["train"]
+        per_byte = split["tokens"] / split["text_bytes"] / math.log(2)
+        assert (shares[0], bits[0]) == pytest.approx((2 / 17, loss * per_byte))
         # All of the held-out text is evaluated in the run, too.
         assert found["bits_per_byte"] == pytest.approx(bits[-1], rel=0.02)
 

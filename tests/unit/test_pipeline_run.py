@@ -502,6 +502,8 @@ def test_a_plan_for_a_gpu_needs_none(
     monkeypatch.chdir(tmp_path)
     assert main(["train", "texts", "--budget", "3m", "--gpu", "H100"]) == 2
     assert "--gpu is for --plan-only" in capsys.readouterr().err
+    assert main(["train", "texts", "--plan-only", "--resume"]) == 2
+    assert "--plan-only shows a new run" in capsys.readouterr().err
     assert main(["train", "texts", "--budget", "3m", "--gpu", "H100", "--plan-only"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^.*H100.* \(predicted by the planner\): [\d,]+ tokens/s", shown, re.M)

@@ -89,6 +89,8 @@ _CHINESE = (
 ) * 3
 _KOREAN = "나랏말싸미 중국에 달아 문자와로 서로 사맛디 아니할세 이런 젼차로 어린 백성이.\n" * 5
 _RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю; а потом ещё.\n"
+_GREEK = "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία, και τρέχω στην άκρη της πόλης.\n" * 3
+_ARABIC = "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر ومغلف بجلد أزرق.\n" * 3
 
 
 # Finding
@@ -339,6 +341,11 @@ def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
         (_JAPANESE.encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
         (_CHINESE.encode("utf-16-le"), 1, "the file is UTF-16LE{} -f UTF-16LE "),
         (_KOREAN.encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
+        (_RUSSIAN.encode("utf-16-le"), 1, "the file is UTF-16LE{} -f UTF-16LE "),
+        (_RUSSIAN.encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
+        (_GREEK.encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
+        (_ARABIC.encode("utf-16-le"), 1, "the file is UTF-16LE{} -f UTF-16LE "),
+        (_ARABIC.encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
     ],
 )
 def test_other_encodings_get_the_command_that_converts_them(
@@ -360,13 +367,15 @@ def test_other_encodings_get_the_command_that_converts_them(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_binary_files_are_no_east_asian_text(tmp_path: Path, seed: int) -> None:
+def test_binary_files_are_no_utf_16(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     words = _CHINESE.encode("gb18030") + _JAPANESE.encode("cp932")
     for content in (
         draw.randbytes(5000),
         gzip.compress(draw.randbytes(5000), mtime=0)[10:],
         b"".join(draw.choice((b"\0\1\2", b"name", words[:40])) for _ in range(300)),
+        # Numbers of 16 bits that are Greek and Cyrillic letters.
+        b"".join(draw.randrange(900, 1500).to_bytes(2, "little") for _ in range(900)),
         # Pairs of ASCII letters are rare Chinese characters.
         b"".join(b"".join(draw.choices((b"some", b"text"), k=20)) + b"\1\2" for _ in range(99)),
     ):

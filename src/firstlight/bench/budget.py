@@ -3,9 +3,9 @@
 Each run is `train_texts` in a process of its own, from the texts to the trained model, within the
 budget of wall-clock time. The first run of a text and budget has the settings that firstlight
 chooses. The others have vocabulary, shape, sequence length, batch, learning rates and passes over
-the text drawn at random, the same draws for every text and budget. A run that is evaluated far
-above the first one at the same share of its steps is ended there (`FAR_ABOVE`). All other runs of
-a text are evaluated on all of its held-out text, which is the same for all settings.
+the text drawn at random, the same draws for every text and budget. A run that is far above the
+first one at the same share of its steps is ended there (`FAR_ABOVE`). All other runs of a text are
+evaluated on all of its held-out text, which is the same for all settings.
 
 Each finished run is one line of results.jsonl. A second call in the same folder measures the
 missing runs. A random run whose passes over the text take less than two of the budgets is measured
@@ -19,25 +19,20 @@ import json
 import math
 import random
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from firstlight.bench import budget_once
+from firstlight.bench.budget_once import Curve, is_hopeless
 from firstlight.bench.options import BudgetBench, Keep, Result, require_positive
 from firstlight.bench.process import ask, error_of, training_environment
 from firstlight.bench.runner import Found, RowOutcome, machine_facts, run_bench
 from firstlight.console import parse_time, say
 from firstlight.errors import ConfigError
-from firstlight.evaluation.inputs import load_for_evaluation
-from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware
-from firstlight.pipeline.run import train_texts
-from firstlight.report.length import read_length
 from firstlight.report.records import read_json_lines
 
 RESULTS_NAME = "results.jsonl"
@@ -63,20 +58,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.weight_decay": (0.01, 3.0),
 }
 
-#: A random run is ended if its bits per byte exceed those of the chosen settings by more than a
-#: fraction, at the same share of their steps: (share from which it counts, fraction). 41 of 138
-#: runs of `bench learning` were so far above the best recipe, and ended 7 % above it or more.
-FAR_ABOVE = ((0.45, 0.1), (0.2, 0.15))
-
 #: A run that takes less than this fraction of its budget is ended by its passes over the text, and
 #: not by the time: others take 93 % of it and more.
 _FILLED = 0.8
 
 #: Version of the lines of results.jsonl: lines of another version are measured again.
-_FORMAT = 2
-
-#: Share of the steps and held-out bits per byte of each evaluation of a run, in their order.
-Curve = Sequence[Sequence[float]]
+_FORMAT = 3
 
 
 def random_settings(number: int) -> dict[str, Any]:
@@ -93,20 +80,6 @@ def random_settings(number: int) -> dict[str, Any]:
     return found | {"optimizer.tuned_width": found["model.hidden_size"]}
 
 
-def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
-    """True if a run is so far above the run of the chosen settings that it is ended.
-
-    Args:
-        share: share of the run's steps that are done.
-        bits: its held-out bits per byte there.
-        chosen: evaluations of the run of the chosen settings. Between two of them, its bits are
-            taken to fall in a line.
-    """
-    fraction = next((most for start, most in FAR_ABOVE if share >= start), math.inf)
-    shares, values = zip(*chosen, strict=True)
-    return bits > (1 + fraction) * float(np.interp(share, shares, values))
-
-
 def is_same_run(run: Mapping[str, Any], budget: str, chosen: Curve) -> bool:
     """True if a random run would be the same with another budget: its passes over the text end
     before both budgets.
@@ -114,26 +87,13 @@ def is_same_run(run: Mapping[str, Any], budget: str, chosen: Curve) -> bool:
     Args:
         run: the run's line of results.jsonl.
         budget: the other budget.
-        chosen: evaluations of the run of the chosen settings with the other budget.
+        chosen: the curve of the run of the chosen settings with the other budget.
     """
     share, bits = run["curve"][-1]
     longest = _FILLED * min(parse_time(run["budget"]), parse_time(budget))
     # A run that was ended early must be far above the chosen settings of the other budget, too.
     is_complete = run["bits_per_byte"] is not None
     return run["seconds"] / share < longest and (is_complete or is_hopeless(share, bits, chosen))
-
-
-def share_of_steps(record: Mapping[str, Any], length: Mapping[str, Any]) -> float:
-    """Share of a run's steps that are done; an estimate until their number is decided.
-
-    Args:
-        record: metrics of the last step.
-        length: result of `read_length`.
-    """
-    if "max_steps" in length:
-        return float(record["step"] / length["max_steps"])
-    by_time = record["elapsed_seconds"] / (60 * length["max_minutes"])
-    return float(max(by_time, record["step"] / length.get("most_steps", math.inf)))
 
 
 @dataclass(frozen=True)
@@ -156,15 +116,20 @@ class BudgetCase:
         return random_settings(self.trial) if self.trial else {}
 
     @property
+    def name(self) -> str:
+        """The text's name, without its folder, which differs between machines, and suffix."""
+        return Path(self.text).stem
+
+    @property
     def title(self) -> str:
         """Name of the run in messages."""
-        return f"{Path(self.text).stem}, {self.budget}, {self.trial or 'chosen'}"
+        return f"{self.name}, {self.budget}, {self.trial or 'chosen'}"
 
     @property
     def digest(self) -> str:
         """Hash of the text's name, budget and settings; the text's content and the code are not
         part of it."""
-        content = json.dumps([_FORMAT, self.text, self.budget, self.settings], sort_keys=True)
+        content = json.dumps([_FORMAT, self.name, self.budget, self.settings], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -238,7 +203,7 @@ def _same_run(
         case: the run.
         budgets: all budgets.
         lines: lines of results.jsonl by their digest.
-        chosen: evaluations of the run of the chosen settings with the budget of `case`.
+        chosen: the curve of the run of the chosen settings with the budget of `case`.
     """
     own = {"digest": case.digest, "budget": case.budget}
     for budget in budgets if case.trial else ():
@@ -262,7 +227,7 @@ def measure_run(case: BudgetCase, folder: Path, chosen: Curve) -> dict[str, Any]
     Args:
         case: the run.
         folder: folder of the benchmark, for temporary files.
-        chosen: evaluations of the run of the chosen settings; empty to end no run early.
+        chosen: the curve of the run of the chosen settings; empty to end no run early.
 
     Returns:
         The run's line of results.jsonl, or {"error": {"type", "message"}}.
@@ -274,110 +239,8 @@ def measure_run(case: BudgetCase, folder: Path, chosen: Curve) -> dict[str, Any]
         request: dict[str, Any] = {"text": case.text, "budget": case.budget, "chosen": chosen}
         request |= {"settings": case.settings, "run": str(Path(own) / "run")}
         limit = parse_time(case.budget) + _PATIENCE
-        found = ask(__spec__.name, request, training_environment(), limit)
+        found = ask(budget_once.__name__, request, training_environment(), limit)
     if "error" in found:
         return found
-    head = {"text": Path(case.text).stem, "budget": case.budget, "trial": case.trial}
+    head = {"text": case.name, "budget": case.budget, "trial": case.trial}
     return {"digest": case.digest, **head, "settings": case.settings, **found}
-
-
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train on a text within a budget, and evaluate on all held-out text.
-
-    Args:
-        request: "text", "budget", "settings" by key of the recipe, "run", the run folder, and
-            "chosen", the evaluations of the run of the chosen settings, or an empty list.
-
-    Returns:
-        - "bits_per_byte": bits per byte of the held-out text by the model; None if the run was
-          ended early
-        - "step": optimizer steps
-        - "curve": share of the steps and bits per byte of each evaluation of the run
-        - "seconds": duration of `train_texts`, without the evaluation on all held-out text
-
-        A run that was not ended early has also:
-
-        - "gzip", "xz": bits per byte of the held-out text by the two compression programs
-        - "expected": [low, high], the range of bits per byte that was predicted
-        - "tokens", "parameters": training tokens and model size
-
-    Raises:
-        FirstlightError: see `train_texts`.
-    """
-    folder, began = Path(request["run"]), time.monotonic()
-    watch = _Watch(folder, request["chosen"])
-    try:
-        run = train_texts(
-            request["text"],
-            budget=request["budget"],
-            run_dir=folder,
-            overrides=request["settings"],
-            on_step=watch,
-            progress=False,
-        )
-    except _Hopeless:
-        seconds = time.monotonic() - began
-        ended = {"bits_per_byte": None, "curve": watch.curve(), "seconds": seconds}
-        return ended | {"step": watch.step}
-    training, choices = run.training, run.choices
-    assert training is not None
-    assert choices is not None
-    assert choices.bits_per_byte is not None
-    found = evaluate(load_for_evaluation(training.checkpoint), folder / "data")
-    return {
-        "bits_per_byte": found.bits_per_byte,
-        "curve": watch.curve(training.step),
-        "seconds": run.seconds,
-        "gzip": run.gzip_bits_per_byte,
-        "xz": run.xz_bits_per_byte,
-        "expected": list(choices.bits_per_byte),
-        "step": training.step,
-        "tokens": training.tokens_seen,
-        "parameters": choices.parameters,
-    }
-
-
-class _Watch:
-    """Records the evaluations of a run, and ends it if it is hopeless.
-
-    Args:
-        folder: the run folder.
-        chosen: evaluations of the run of the chosen settings; empty to end no run.
-    """
-
-    def __init__(self, folder: Path, chosen: Curve) -> None:
-        self._folder, self._chosen = folder, chosen
-        self._evaluations: list[tuple[int, float]] = []
-        self._share = 0.0
-
-    def __call__(self, record: Mapping[str, Any]) -> None:
-        """Take a step's metrics.
-
-        Raises:
-            _Hopeless: the run is far above the run of the chosen settings.
-        """
-        if "bits_per_byte" not in record:
-            return
-        self._evaluations.append((record["step"], record["bits_per_byte"]))
-        self._share = share_of_steps(record, read_length(self._folder))
-        is_open = self._share < 1 and len(self._chosen) > 0
-        if is_open and is_hopeless(self._share, record["bits_per_byte"], self._chosen):
-            raise _Hopeless
-
-    @property
-    def step(self) -> int:
-        """The step of the last evaluation."""
-        return self._evaluations[-1][0]
-
-    def curve(self, steps: int | None = None) -> Curve:
-        """Share of the steps and bits per byte of each evaluation.
-
-        Args:
-            steps: steps of the run; None if it was ended early, and has an estimated share.
-        """
-        total = steps or self.step / self._share
-        return [(step / total, bits) for step, bits in self._evaluations]
-
-
-class _Hopeless(Exception):  # noqa: N818 - no error
-    """Raised to end a run that is far above the run of the chosen settings."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firstlight.bench.budget import FAR_ABOVE
+from firstlight.bench.budget_once import FAR_ABOVE
 from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.tables import markdown_table
 from firstlight.console import rounded
@@ -101,9 +101,10 @@ those of the whole held-out text after training. The best of the random search i
 results on this same text. Seconds are those of the chosen run's whole command. Two budgets give the
 same random run if its passes over the text end before both; it is measured once.
 
-A random run is ended early if its held-out bits per byte exceed those of the chosen settings at the
-same share of their steps by more than {limits} of the steps. Its circle in the picture
-shows its last evaluation, which may be of a sample of the held-out text.
+A random run is ended early if its bits per byte exceed those of the chosen settings at the same
+share of their steps by more than {limits} of the steps. They are those
+of an evaluation, but before the first one those of the training loss. The run's circle in the
+picture shows the last of them. Evaluations in a run may be of a sample of the held-out text.
 
 Machine: {machine}.
 """

@@ -108,6 +108,8 @@ def train_texts_command(
     asked = {name: options[name] for name in names}
     asked |= {"overrides": overrides, "text_key": options["text_key"] or "text"}
     if options["plan_only"]:
+        if options["resume"]:
+            raise ConfigError("--plan-only shows a new run: leave out --resume, or --plan-only")
         from firstlight.pipeline.plan import DEFAULT_SECONDS, request_of
 
         request = request_of(paths, **asked)

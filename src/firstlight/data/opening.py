@@ -91,7 +91,7 @@ def encoding_of(head: bytes, path: Path) -> str:
     if (found := _without_mark(head)) is not None:
         raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
     if is_binary(head):
-        if (found := _east_asian(head)) is not None:
+        if (found := _without_zeros(head)) is not None:
             raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
         raise EncodingProblem("binary", binary_file(path))
     return "utf-8-sig"
@@ -117,15 +117,18 @@ def _without_mark(head: bytes) -> str | None:
     return None
 
 
-#: Characters of East Asian texts, and those of them that such a text has among any hundred: kana,
-#: Hangul and punctuation.
-_USUAL = re.compile(r"[\t\n\r -~\u2010-\u2026\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef]")
-_FREQUENT = re.compile(r"[\u3000-\u30ff\uac00-\ud7af\uff00-\uffef]")
+#: Characters of texts that are not in the Latin alphabet, from Greek to Thai and of East Asia.
+_USUAL = re.compile(
+    r"[\t\n\r -~\u0370-\u0e7f\u2010-\u2026\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef]"
+)
+#: Those of them that any hundred characters of such a text have: spaces, or kana, Hangul and East
+#: Asian punctuation.
+_FREQUENT = re.compile(r"[ \u3000-\u30ff\uac00-\ud7af\uff00-\uffef]")
 
 
-def _east_asian(head: bytes) -> str | None:
-    """UTF-16 without a BOM of a Chinese, Japanese or Korean text, whose few ASCII characters don't
-    show it; None if it is something else."""
+def _without_zeros(head: bytes) -> str | None:
+    """UTF-16 without a BOM of a text whose few ASCII characters don't show it; None if it is
+    something else."""
     size = len(head) // 2
     for name in ("utf-16le", "utf-16be"):
         text = head[: 2 * size].decode(name, "ignore")
