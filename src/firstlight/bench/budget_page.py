@@ -64,7 +64,8 @@ def draw(result: Mapping[str, Any]) -> bytes:
         axes.fill_betweenx([place - 0.2, place + 0.2], low, high, color="tab:red", alpha=0.12)
         axes.annotate(title, (chosen, place - 0.38), fontsize="small", parse_math=False)
     axes.set_yticks([])
-    axes.invert_yaxis()
+    # Downwards, with space for the first title.
+    axes.set_ylim(len(groups) - 0.5, -0.75)
     axes.set_xlabel(
         "held-out bits per byte (red: chosen, with the expected range; gray: random settings, "
         "circles: ended early)"
