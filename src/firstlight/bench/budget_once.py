@@ -159,8 +159,8 @@ class _Watch:
         if self._share < end:
             return None
         split = read_manifest(self._folder / "data")["splits"]["train"]
-        bits: float = statistics.mean(self._early) / math.log(2)
-        return bits * split["tokens"] / split["text_bytes"]
+        tokens_per_byte: float = split["tokens"] / split["text_bytes"]
+        return statistics.mean(self._early) / math.log(2) * tokens_per_byte
 
     @property
     def step(self) -> int:
