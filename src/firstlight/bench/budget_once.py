@@ -26,8 +26,8 @@ from firstlight.report.length import read_length
 FAR_ABOVE = ((0.45, 0.1), (0.2, 0.15), (0.1, 0.3))
 
 #: Shares of the steps between which the mean of the training loss is taken: there is no evaluation
-#: so early. In the first pass over the text it is close to the held-out loss. Later it is lower, by
-#: which no run is ended.
+#: so early. In the first pass over the text it is close to the held-out loss. In later passes it is
+#: lower, so that it ends fewer runs.
 _EARLY = (0.05, 0.1)
 
 #: Share of the steps and held-out bits per byte of each evaluation of a run, in their order, after
