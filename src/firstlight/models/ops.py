@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -282,27 +282,48 @@ def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return at_least_fp32(logits).logsumexp(-1).square().where(labels != IGNORE_INDEX, 0).sum()
 
 
-def without_padding(logits: Tensor, vocab_size: int, softcap: float | None = None) -> Tensor:
+def logits_without_padding(
+    x_BTC: Tensor,
+    head: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    softcap: float | None = None,
+) -> Tensor:
     """Capped logits without those of padding rows, which would get a part of the probability.
 
     Args:
-        logits: [..., V or more].
+        x_BTC: the last layer's output after the final norm.
+        head: function that computes logits [B, T, V or more].
         vocab_size: V.
         softcap: see `soft_capped`.
 
     Returns:
-        [..., V]; in code that is compiled for a GPU, the shape of `logits`, with -inf as padding.
+        [B, T, V]; in code that is compiled for a GPU, a plain head's logits [B, T, V or more], with
+        -inf as padding.
     """
-    padded = logits.shape[-1]
-    if padded == vocab_size or not _is_compiled_for_gpu(logits):
-        return soft_capped(logits[..., :vocab_size], softcap)
-    # Kernels that torch.compile writes for GPUs read rows of an odd length number by number.
-    is_padding_V = torch.arange(padded, device=logits.device) >= vocab_size
-    return soft_capped(logits, softcap).masked_fill(is_padding_V, float("-inf"))
+    if (
+        _is_plain(head)
+        and softcap is None
+        and head.out_features > vocab_size
+        and _is_compiled_for_gpu(x_BTC)
+    ):
+        # Kernels that torch.compile writes for GPUs read rows of an odd length number by number,
+        # and a mask takes time, too. The matrix product adds a bias without further time.
+        is_padding_V = torch.arange(head.out_features, device=x_BTC.device) >= vocab_size
+        bias_V = torch.zeros_like(is_padding_V, dtype=head.weight.dtype)
+        return F.linear(x_BTC, head.weight, bias_V.masked_fill(is_padding_V, float("-inf")))
+    return soft_capped(head(x_BTC)[..., :vocab_size], softcap)
 
 
-def _is_compiled_for_gpu(logits: Tensor) -> bool:
-    return torch.compiler.is_compiling() and logits.is_cuda
+def _is_plain(head: object) -> TypeGuard[nn.Linear]:
+    """True for a linear layer without a bias. Processes share the weight of a head of another
+    class, or with hooks."""
+    if type(head) is not nn.Linear:
+        return False
+    return head._parameters["bias"] is None and not head._forward_pre_hooks
+
+
+def _is_compiled_for_gpu(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.is_cuda
 
 
 def head_loss(
@@ -326,7 +347,7 @@ def head_loss(
         z_loss_coef: coefficient of `z_loss_sum`, which is added only if gradients are enabled, so
             that the loss of an evaluation is the cross-entropy.
     """
-    logits = without_padding(head(x_BTC), vocab_size, softcap)
+    logits = logits_without_padding(x_BTC, head, vocab_size, softcap)
     loss = cross_entropy_sum(logits, labels_BT)
     if z_loss_coef and torch.is_grad_enabled():
         loss = loss + z_loss_coef * z_loss_sum(logits, labels_BT)
