@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import firstlight.optim.optimizer
 from firstlight.data.loader import IGNORE_INDEX, Batch
 from firstlight.errors import TrainingError
 from firstlight.models import GPT2, GPT2Config, Llama, LlamaConfig, Model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.recipe.schema import GuardConfig
+from firstlight.training.guard import Guard, LossScaler
 from firstlight.training.step import MicroBatchTooLargeError, StepResult, train_step
 
 _VOCABULARY, _SEQ_LEN = 23, 8
@@ -282,6 +285,90 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
 
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         train_step(loss_sum, Optimizer(model, OptimizerConfig()), [make_batch(_ROWS)])
+
+
+# --- updates on a GPU, which begin before the host knows whether the step is finite -----------
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: torch's fused kernels for the CPU read the flag, too."""
+    monkeypatch.setattr(firstlight.optim.optimizer, "_runs_ahead", lambda _: True)
+
+
+def state_after(
+    losses: list[float], scaler: LossScaler | None = None, **named: Any
+) -> tuple[dict[str, bytes], dict[str, Tensor], list[bool]]:
+    """Weights, moments and refusals after a step for each number, which is added to its loss."""
+    model = llama()
+    optimizer = Optimizer(model, OptimizerConfig(max_grad_norm=0.5))
+    guard, skipped = Guard(GuardConfig(spike_z_score=named.pop("z_score", None))), []
+    for value in losses:
+
+        def loss_sum(*batch: Any, factor: float = value) -> Tensor:
+            loss: Tensor = model(*batch)
+            return loss * factor
+
+        function: Any = loss_sum
+        batches = [make_batch(_ROWS)]
+        result = train_step(function, optimizer, batches, scaler, guard.accepts, **named)
+        skipped.append(result.skipped)
+    return bits(model), optimizer.state_tensors(), skipped
+
+
+_BAD = [1.0, math.nan, 1.0, math.inf, -math.inf, 0.5]
+
+
+@pytest.mark.parametrize("losses", [[1.0, 2.0, 0.001], _BAD, [math.nan, 1.0]])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_update_that_has_begun_is_the_update(
+    losses: list[float], scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = LossScaler(2.0**4) if scaled else None
+    expected = state_after(losses, scaler)
+    monkeypatch.setattr(firstlight.optim.optimizer, "_runs_ahead", lambda _: True)
+    begun: list[float] = []
+    step = Optimizer.step
+
+    def noted(optimizer: Optimizer, flag: Tensor | None = None) -> None:
+        assert flag is not None
+        begun.append(float(flag))
+        step(optimizer, flag)
+
+    monkeypatch.setattr(Optimizer, "step", noted)
+    scaler = LossScaler(2.0**4) if scaled else None
+    found = state_after(losses, scaler, skips_only_infinite=True)
+    assert begun == [float(not math.isfinite(value)) for value in losses]
+    assert found[2] == expected[2] == [not math.isfinite(value) for value in losses]
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(value, expected[1][name]) for name, value in found[1].items())
+
+
+@pytest.mark.usefixtures("ahead")
+def test_no_update_begins_before_spikes_are_looked_for() -> None:
+    quiet = [1.0 + 0.001 * (i % 3) for i in range(20)]
+    *_, skipped = state_after([*quiet, 1000.0, 1.0], z_score=6.0)
+    assert skipped == [False] * 20 + [True, False]
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "sgd"},
+        {"name": "muon"},
+        {"cautious_weight_decay": True},
+        {"implementation": "foreach"},
+    ],
+)
+def test_only_kernels_that_read_the_flag_get_it(changes: dict[str, Any]) -> None:
+    assert not Optimizer(gpt2(), OptimizerConfig(**changes)).takes_flag
+    assert Optimizer(gpt2(), OptimizerConfig()).takes_flag
+
+
+def test_nothing_runs_ahead_on_a_cpu() -> None:
+    assert not Optimizer(gpt2(), OptimizerConfig()).takes_flag
 
 
 # --- clipping --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.optim.dtensors import full_tensor, shard_like
+from firstlight.optim.dtensors import full_tensor, is_sharded, shard_like
 from firstlight.optim.groups import parameter_kinds
 from firstlight.optim.master import MasterWeights
 from firstlight.optim.muon import Muon
@@ -43,6 +43,8 @@ class Optimizer:
     Attributes:
         parameters: trained parameters of the model by name.
         num_parameters: number of values in these parameters.
+        takes_flag: True if `step` takes a flag, so that the update can be started on a GPU before
+            the host knows whether the gradients are finite.
 
     Raises:
         ConfigError: the config can't work on the model's device, or not in the backward pass.
@@ -85,6 +87,7 @@ class Optimizer:
             for p in group["params"]
         }
         self._part_of = {name: owners[id(p)] for name, p in updated.items()}
+        self.takes_flag = not in_backward and all(map(_takes_flag, self._torch_optimizers))
         self._norms: dict[str, Tensor] = {}
         if in_backward:
             for name, parameter in self.parameters.items():
@@ -174,17 +177,27 @@ class Optimizer:
         norm = (norm if joined is None else joined(norm)) / grad_scale
         limit = self.config.max_grad_norm or math.inf
         # The same operations in the same precision as in torch, for the same factor.
-        factor = float((limit / (norm + 1e-6)).clamp(max=1.0)) / grad_scale
-        if factor != 1 and gradients:
-            torch._foreach_mul_(gradients, factor)
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        if self.takes_flag:  # without reading the factor, for which the host would wait
+            torch._foreach_mul_(gradients, factor / grad_scale)
+        elif (number := float(factor) / grad_scale) != 1 and gradients:
+            torch._foreach_mul_(gradients, number)
         return norm
 
-    def step(self) -> None:
-        """Update the parameters from their gradients; does nothing with `in_backward`."""
+    def step(self, flag: Tensor | None = None) -> None:
+        """Update the parameters from their gradients; does nothing with `in_backward`.
+
+        Args:
+            flag: fp32 [] on the parameters' device, where it is read: 1 leaves parameters and
+                moments as they are, 0 updates them. Only with `takes_flag`; None updates.
+        """
         if self.in_backward:
             return
         self.accumulate()
         for optimizer in self._torch_optimizers:
+            if self.takes_flag:
+                # Read by torch's fused kernels; torch.amp.GradScaler sets it, too.
+                optimizer.found_inf = flag  # type: ignore[attr-defined]
             optimizer.step()
         self._masters.refill()
 
@@ -321,6 +334,27 @@ class Optimizer:
             spec, optimizer, _ = self._part_of[name]
             found[name] = spec.flatten(optimizer.state.get(parameter, {}))
         return found
+
+
+def _takes_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """True if an optimizer on a GPU reads there whether to update.
+
+    torch's fused SGD reads it as well, but leaves its momentum without a value if its first update
+    does not take place.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        isinstance(optimizer, torch.optim.AdamW)
+        and bool(optimizer.defaults["fused"])
+        # A hook, such as cautious weight decay's, changes parameters without reading the flag.
+        and not optimizer._optimizer_step_pre_hooks
+        and all(_runs_ahead(p) and not is_sharded(p) for p in parameters)
+    )
+
+
+def _runs_ahead(tensor: Tensor) -> bool:
+    """True if the host starts operations on a tensor without waiting for their end."""
+    return tensor.is_cuda
 
 
 def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor]) -> None:

@@ -46,6 +46,8 @@ def train_step(
     scaler: LossScaler | None = None,
     accepts: Callable[[float, float], bool] | None = None,
     engine: Engine | None = None,
+    *,
+    skips_only_infinite: bool = False,
 ) -> StepResult:
     """Forward and backward passes over the micro-batches of one global batch, clipping and update.
 
@@ -60,6 +62,8 @@ def train_step(
         accepts: called with loss and gradient norm before the update, which is skipped if it
             returns False. Not called for a step that the scaler skips.
         engine: the engine of several processes, which all get the same result; None for one.
+        skips_only_infinite: True if `accepts` returns True for every finite step: a GPU then goes
+            on with the update while the host waits for loss and gradient norm.
 
     Raises:
         DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
@@ -93,9 +97,17 @@ def train_step(
     except (RuntimeError, MemoryError) as error:
         problem = _repeatable_problem(error, optimizer, engine)
     else:
-        several = engine.world.size > 1
-        mean = engine.sum(float(total)) / terms if several else float(total / terms)
-        return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
+        if engine.world.size > 1:
+            mean = engine.sum(float(total)) / terms
+            return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
+        loss = total / terms
+        is_begun = optimizer.takes_flag and (skips_only_infinite or accepts is None)
+        if is_begun:
+            # The same test as in `_update`, on the GPU.
+            is_finite = (loss.double().abs() + norm.double().abs()).isfinite()
+            optimizer.step((~is_finite).float())
+        result = StepResult(float(loss), float(norm), tokens)
+        return _update(optimizer, result, scaler, accepts, is_begun=is_begun)
     # Outside of the handler, in which the error's traceback keeps the passes' tensors in memory.
     optimizer.zero_grad()
     raise MicroBatchTooLargeError(problem)
@@ -106,9 +118,15 @@ def _update(
     result: StepResult,
     scaler: LossScaler | None,
     accepts: Callable[[float, float], bool] | None,
+    *,
+    is_begun: bool = False,
 ) -> StepResult:
     """Make the update if loss and gradient norm are accepted; return `result` with `skipped` set.
-    See `train_step`."""
+    See `train_step`.
+
+    Args:
+        is_begun: True if the update is made already, unless loss or norm is not finite.
+    """
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
     # An overflow of scaled gradients is caused by the scale, so the guard does not count it.
@@ -125,7 +143,7 @@ def _update(
             )
     if scaler is not None:
         scaler.update(finite)
-    if accepted:
+    if accepted and not is_begun:
         optimizer.step()
     return replace(result, skipped=not accepted)
 
