@@ -300,7 +300,6 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
         held = sum(t.nbytes for t in _held(program))
     if not evaluates and not compiles:
         return whole
-    program.optimizer.zero_grad()
     # The memory of compiling is not part of a step, so only later steps are measured.
     with measured_memory() as later:
         if evaluates:

@@ -203,7 +203,6 @@ def _train(
         if recipe.efficiency.compile is not True and not evaluates:
             _steps(program, batches)
     if evaluates:
-        program.optimizer.zero_grad()
         program.model.eval()
         with measured(), torch.inference_mode():
             program.evaluation_loss(*batch.inputs)

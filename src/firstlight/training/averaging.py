@@ -51,8 +51,6 @@ def write_average(run: Run) -> None:
         text += f" (average_last is {config.average_last}, and there are no more)"
     losses: dict[str, float] = {}
     if run.validation is not None:
-        # Free the gradients of the last step, since an evaluation needs the memory.
-        run.program.optimizer.zero_grad()
         run.program.model.eval()
         evaluation, _ = evaluate_dataset(
             run.program,

@@ -110,13 +110,17 @@ class TrainingProgram:
         """
         self.optimizer.set_learning_rate(lr_scale)
         # An evaluation may have come before, which switches dropout off and can leave parameters
-        # gathered.
-        self.model.train()
+        # gathered. Asked first, since a GPU waits while all modules are gone through.
+        if not self.model.training:
+            self.model.train()
         self.engine.reshard()
         config = self.recipe.efficiency
         same = same_bits(config, self.hardware, deterministic=self.recipe.run.deterministic)
         with matmul_precision(config), same:
             yield
+        # Here, because evaluations and saves need the memory, and because a GPU, which still
+        # computes the update, would wait later.
+        self.optimizer.zero_grad()
         self._steps += 1
         if self._steps == 1:
             # Compiling and the optimizer's first step have used memory only temporarily.

@@ -94,8 +94,6 @@ class RunCheckpoints:
 
     def _save(self) -> None:
         run, asked = self.run, self._is_asked
-        # Free the gradients: on a CPU, the copy that is written needs memory.
-        run.program.optimizer.zero_grad()
         # Before the checkpoint, since resuming needs the lines up to its step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))

@@ -48,8 +48,6 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     if not losses_due and not tasks_due:
         return
     check()
-    # Free the gradients, since an evaluation needs memory.
-    run.program.optimizer.zero_grad()
     run.program.model.eval()
     run.samples = []
     if losses_due:

@@ -181,7 +181,6 @@ def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPredi
     ):
         watch_program(program, tracer)
         program.step([batch], lr_scale=1.0)
-        program.optimizer.zero_grad()
         first = tracer.tick + 1
         program.model.eval()
         with torch.inference_mode(), tracer.phase("evaluation"):
