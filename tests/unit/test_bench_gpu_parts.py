@@ -285,6 +285,9 @@ def test_the_ladder_says_what_each_method_brings(tmp_path: Path) -> None:
     assert "| + bf16 in place of tf32 | 40,000 | 2.00x | 4.00x | 1.00 | +0.0% |" in page.text
     assert "| + fused AdamW |  |  |  |  |  | not measured yet |" in page.text
     assert "17.6" in page.text
+    assert page.summary.startswith("- GPT-2 124M: speed, 3 of 10 rungs: up to 40,000 tokens/s (4.")
+    alone = LADDER.page(_findings(LADDER, H200, dict([*runs.items()][:1]), tmp_path))
+    assert (alone.summary, alone.pictures) == ("", {}), "one rung brings nothing"
 
 
 def test_the_guides_rows_stand_beside_what_was_published(tmp_path: Path) -> None:

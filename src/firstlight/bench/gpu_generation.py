@@ -170,11 +170,12 @@ def _page(found: Findings) -> Page:
     text = [
         markdown_table(header, rows),
         'bf16, random weights, prompts of 128 tokens, 64 new ones, greedy. "firstlight" chooses\n'
-        'the tokens of each text by itself, as `generate` and `serve` do; "decoder" those of all\n'
-        "texts at once on the GPU. The limit is that of the memory: the weights and the cached\n"
-        "keys and values of all texts are read once for each step, at the data sheet's bandwidth\n"
-        "(or that of copying, if it was measured to be higher). Ratios are medians over turns\n"
-        "(A B A B).\n",
+        'tokens as `generate` and `serve` do, by the settings of each text; "decoder" takes the\n'
+        "largest logit. Tokens/s are those after the first tokens, before which firstlight reads\n"
+        "one prompt after the other (first ms). The limit is that of the memory: the weights and\n"
+        "the cached keys and values of all texts are read once for each step, at the data sheet's\n"
+        "bandwidth (or that of copying, if it was measured to be higher). Ratios are medians over\n"
+        "turns (A B A B).\n",
         "![tokens per second](../images/gpu-generation.png)\n",
     ]
     if failed:

@@ -272,9 +272,9 @@ def _page(found: Findings) -> Page:
                     [(name, f"{gib:.1f}", f"{rate:,.0f}") for name, gib, rate in published],
                 )
             )
-        if not good:
-            continue
-        summary.append(_summary(ladder, good))
+        if len(good) < 2:
+            continue  # nothing to compare
+        summary.append(_summary(ladder, entries))
         if not number:
             bars = [(entry.rung.name, entry.rate) for entry in good]
             pictures["gpu-ladder-speed.png"] = draw_bars(ladder.title, "tokens/s", bars)
@@ -319,7 +319,9 @@ def _table(entries: Sequence[_Found]) -> str:
     return markdown_table(header, rows)
 
 
-def _summary(ladder: Ladder, good: Sequence[_Found]) -> str:
+def _summary(ladder: Ladder, entries: Sequence[_Found]) -> str:
+    good = [entry for entry in entries if not entry.reason]
+    count = "" if len(good) == len(entries) else f", {len(good)} of {len(entries)} rungs"
     fastest = max(good, key=lambda entry: entry.rate)
     least = min(good, key=lambda entry: entry.result["peak_bytes"])
     goal = ""
@@ -328,8 +330,8 @@ def _summary(ladder: Ladder, good: Sequence[_Found]) -> str:
     elif ladder.model == "llama-8b":
         goal = f" (goal for QLoRA {QLORA_GOAL})"
     return (
-        f"- {ladder.title}: up to {fastest.rate:,.0f} tokens/s ({fastest.rate / good[0].rate:.1f} "
-        f'times the first rung, "{fastest.rung.name}"), down to '
+        f"- {ladder.title}{count}: up to {fastest.rate:,.0f} tokens/s "
+        f'({fastest.rate / good[0].rate:.1f} times the first rung, "{fastest.rung.name}"), down to '
         f'{least.result["peak_bytes"] / _GIB:.2f} GiB{goal} ("{least.rung.name}").'
     )
 
