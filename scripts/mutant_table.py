@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "dropout stays off after an evaluation",
         "firstlight/training/program.py",
-        "        self.model.train()\n",
+        "        if not self.model.training:\n            self.model.train()\n",
         "",
         (_STEPS + "dropout_stays_off_after_an_evaluation",),
     ),

@@ -182,11 +182,11 @@ def gradients(
     found: dict[str, Tensor] = {}
     update = program.optimizer.step
 
-    def keep_and_update() -> None:
+    def keep_and_update(found_inf: Tensor | None = None) -> None:
         for name, parameter in program.optimizer.parameters.items():
             assert parameter.grad is not None
             found[name] = full_tensor(parameter.grad).clone()
-        update()
+        update(found_inf)
 
     program.optimizer.step = keep_and_update  # type: ignore[method-assign]
     result = program.step(batches, 1.0)

@@ -46,7 +46,6 @@ def measured(recipe: ResolvedRecipe, engine: Engine) -> list[int]:
     program.step(batches, lr_scale=1.0)
     peaks = []
     for _ in range(5):
-        program.optimizer.zero_grad()
         with measured_memory() as found:
             program.step(batches, lr_scale=1.0)
         peaks.append(found.peak_bytes + held(program) + 2 * ids.nbytes)

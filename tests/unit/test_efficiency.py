@@ -328,20 +328,32 @@ def test_checkpointing_with_dropout_gives_the_same_bits(kind: str, mode: str) ->
         assert torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize(("softcap", "width"), [(None, 16), (2.0, 13)])
-def test_a_bias_of_padding_rows_gives_the_loss_of_cut_rows(
-    softcap: float | None, width: int, monkeypatch: pytest.MonkeyPatch
+class _Scaled(nn.Linear):
+    """A head that is more than its matrix product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kind", ["plain", "bias", "class", "hook before", "hook after"])
+def test_kept_padding_rows_give_the_loss_of_cut_rows(
+    softcap: float | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch.compile gets it on a GPU: logits of padding rows get no probability, no gradient."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 8, generator=generator)
     labels = torch.randint(13, (2, 5), generator=generator).index_fill_(1, torch.tensor([3]), -100)
-    head = nn.Linear(8, 16, bias=False)
+    head = (_Scaled if kind == "class" else nn.Linear)(8, 16, bias=kind == "bias")
+    if kind == "hook before":
+        head.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    if kind == "hook after":
+        head.register_forward_hook(lambda *call: 2 * call[-1])
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for on_gpu in (False, True):
         monkeypatch.setattr(ops, "_is_compiled_for_gpu", lambda _, answer=on_gpu: answer)
         logits = ops.logits_without_padding(x, head, 13, softcap)
-        assert logits.shape[-1] == (width if on_gpu else 13)
+        assert logits.shape[-1] == (16 if on_gpu else 13)
         loss = head_loss(x, head, 13, labels, softcap, z_loss_coef=0.1)
         (gradient,) = torch.autograd.grad(loss, [head.weight])
         assert not gradient[13:].any()

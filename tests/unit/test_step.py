@@ -290,19 +290,33 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
 # --- updates on a GPU, which begin before the host knows whether the step is finite -----------
 
 
-@pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: torch's fused kernels for the CPU read the flag, too."""
+def run_ahead(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """Let updates begin as on a GPU, since torch's fused kernels for the CPU read `found_inf`, too.
+
+    Returns:
+        The list that gets `found_inf` of each update.
+    """
     monkeypatch.setattr(firstlight.optim.optimizer, "_runs_ahead", lambda _: True)
+    begun: list[float | None] = []
+    step = Optimizer.step
+
+    def noted(optimizer: Optimizer, found_inf: Tensor | None = None) -> None:
+        begun.append(None if found_inf is None else float(found_inf))
+        step(optimizer, found_inf)
+
+    monkeypatch.setattr(Optimizer, "step", noted)
+    return begun
 
 
 def state_after(
-    losses: list[float], scaler: LossScaler | None = None, **named: Any
-) -> tuple[dict[str, bytes], dict[str, Tensor], list[bool]]:
-    """Weights, moments and refusals after a step for each number, which is added to its loss."""
+    losses: list[float], *, scaled: bool = False, z_score: float | None = None
+) -> tuple[dict[str, bytes], dict[str, bytes], list[bool]]:
+    """Weights, moments and refusals after a step for each number, by which its loss is
+    multiplied."""
     model = llama()
     optimizer = Optimizer(model, OptimizerConfig(max_grad_norm=0.5))
-    guard, skipped = Guard(GuardConfig(spike_z_score=named.pop("z_score", None))), []
+    scaler = LossScaler(2.0**4) if scaled else None
+    guard, skipped = Guard(GuardConfig(spike_z_score=z_score)), []
     for value in losses:
 
         def loss_sum(*batch: Any, factor: float = value) -> Tensor:
@@ -311,9 +325,17 @@ def state_after(
 
         function: Any = loss_sum
         batches = [make_batch(_ROWS)]
-        result = train_step(function, optimizer, batches, scaler, guard.accepts, **named)
+        result = train_step(
+            function,
+            optimizer,
+            batches,
+            scaler,
+            guard.accepts,
+            skips_only_infinite=guard.refuses_only_infinite,
+        )
         skipped.append(result.skipped)
-    return bits(model), optimizer.state_tensors(), skipped
+    moments = {name: t.numpy().tobytes() for name, t in optimizer.state_tensors().items()}
+    return bits(model), moments, skipped
 
 
 _BAD = [1.0, math.nan, 1.0, math.inf, -math.inf, 0.5]
@@ -324,35 +346,21 @@ _BAD = [1.0, math.nan, 1.0, math.inf, -math.inf, 0.5]
 def test_an_update_that_has_begun_is_the_update(
     losses: list[float], scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scaler = LossScaler(2.0**4) if scaled else None
-    expected = state_after(losses, scaler)
-    monkeypatch.setattr(firstlight.optim.optimizer, "_runs_ahead", lambda _: True)
-    begun: list[float] = []
-    step = Optimizer.step
-
-    def noted(optimizer: Optimizer, flag: Tensor | None = None) -> None:
-        assert flag is not None
-        begun.append(float(flag))
-        step(optimizer, flag)
-
-    monkeypatch.setattr(Optimizer, "step", noted)
-    scaler = LossScaler(2.0**4) if scaled else None
-    found = state_after(losses, scaler, skips_only_infinite=True)
-    assert begun == [float(not math.isfinite(value)) for value in losses]
-    assert found[2] == expected[2] == [not math.isfinite(value) for value in losses]
-    assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    assert all(torch.equal(value, expected[1][name]) for name, value in found[1].items())
+    expected = state_after(losses, scaled=scaled)
+    begun = run_ahead(monkeypatch)
+    assert state_after(losses, scaled=scaled) == expected
+    assert begun == expected[2] == [not math.isfinite(value) for value in losses]
 
 
-@pytest.mark.usefixtures("ahead")
-def test_no_update_begins_before_spikes_are_looked_for() -> None:
-    quiet = [1.0 + 0.001 * (i % 3) for i in range(20)]
-    *_, skipped = state_after([*quiet, 1000.0, 1.0], z_score=6.0)
-    assert skipped == [False] * 20 + [True, False]
+def test_no_update_begins_before_spikes_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = [*(1.0 + 0.001 * (i % 3) for i in range(20)), 1000.0, 1.0]
+    expected = state_after(losses, z_score=6.0)
+    begun = run_ahead(monkeypatch)
+    assert state_after(losses, z_score=6.0) == expected
+    assert expected[2] == [False] * 20 + [True, False]
+    assert begun == [None] * 21
 
 
-@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -362,13 +370,13 @@ def test_no_update_begins_before_spikes_are_looked_for() -> None:
         {"implementation": "foreach"},
     ],
 )
-def test_only_kernels_that_read_the_flag_get_it(changes: dict[str, Any]) -> None:
-    assert not Optimizer(gpt2(), OptimizerConfig(**changes)).takes_flag
-    assert Optimizer(gpt2(), OptimizerConfig()).takes_flag
-
-
-def test_nothing_runs_ahead_on_a_cpu() -> None:
-    assert not Optimizer(gpt2(), OptimizerConfig()).takes_flag
+def test_only_kernels_that_read_found_inf_get_it(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not Optimizer(gpt2(), OptimizerConfig()).reads_found_inf, "a CPU does not run ahead"
+    run_ahead(monkeypatch)
+    assert not Optimizer(gpt2(), OptimizerConfig(**changes)).reads_found_inf
+    assert Optimizer(gpt2(), OptimizerConfig()).reads_found_inf
 
 
 # --- clipping --------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
             if machine.dry and group == "compiled":
                 continue
             # Without transformers on this machine, only firstlight's own rates are measured.
-            known = [one for one in programs if one != "transformers" or not _lacks(machine)]
+            known = [one for one in programs if one != "transformers" or not machine.lacks(one)]
             request: dict[str, Any] = {
                 "model": model_values(model),
                 "device": machine.device,
@@ -86,10 +86,6 @@ def _rows(machine: BenchMachine) -> list[Row]:
     return rows
 
 
-def _lacks(machine: BenchMachine) -> str:
-    return machine.lacks("transformers")
-
-
 @dataclass(frozen=True)
 class _Rate:
     """Tokens per second of a program with one number of texts.
@@ -100,6 +96,7 @@ class _Rate:
         batch: one of the program's "batches" in the result.
         limit: tokens per second at which the memory's bandwidth is used up; None if unknown.
         ratio: speed relative to transformers, the median over the turns; None if not measured.
+        whole_ratio: the same with the time until the first tokens.
     """
 
     model: str
@@ -107,6 +104,7 @@ class _Rate:
     batch: Mapping[str, Any]
     limit: float | None
     ratio: float | None
+    whole_ratio: float | None
 
     @property
     def rate(self) -> float:
@@ -126,25 +124,39 @@ def _rates(found: Findings) -> Iterator[_Rate]:
         bandwidth = run["copy_bytes_per_second"]
         if found.machine.gpu is not None:
             bandwidth = max(bandwidth, found.machine.gpu.bandwidth)
-        base = {
-            one["batch_size"]: one["tokens_per_second"]
-            for one in run["programs"].get("transformers", {}).get("batches", ())
-        }
+        batches = run["programs"].get("transformers", {}).get("batches", ())
+        base = {one["batch_size"]: one for one in batches}
+        new_tokens = row.request["new_tokens"]
         for program, entry in run["programs"].items():
             for batch in entry["batches"]:
                 size = batch["batch_size"]
                 if not batch["tokens_per_second"]:
                     continue
                 read = run["step_bytes"][str(size)]
-                pairs = zip(batch["tokens_per_second"], base.get(size, ()), strict=False)
-                ratios = [own / theirs for own, theirs in pairs]
                 yield _Rate(
                     row.name.partition(",")[0],
                     program,
                     batch,
                     None if read is None else size * bandwidth / read,
-                    statistics.median(ratios) if ratios else None,
+                    _ratio(base.get(size), batch, new_tokens, whole=False),
+                    _ratio(base.get(size), batch, new_tokens, whole=True),
                 )
+
+
+def _ratio(
+    base: Mapping[str, Any] | None, batch: Mapping[str, Any], new_tokens: int, *, whole: bool
+) -> float | None:
+    """The speed relative to `base`, the median over the turns; None without turns. `whole` counts
+    the time until the first tokens, too."""
+
+    def seconds(one: Mapping[str, Any]) -> list[float]:
+        later = one["batch_size"] * (new_tokens - 1)
+        turns = zip(one["first_token_seconds"], one["tokens_per_second"], strict=True)
+        return [whole * first + later / rate for first, rate in turns]
+
+    pairs = [] if base is None else zip(seconds(base), seconds(batch), strict=False)
+    ratios = [theirs / own for theirs, own in pairs]
+    return statistics.median(ratios) if ratios else None
 
 
 def _page(found: Findings) -> Page:
@@ -152,14 +164,15 @@ def _page(found: Findings) -> Page:
     rows = [
         cells(
             "{one.model}, {one.program} | {one.batch[batch_size]} | {one.rate:,.0f}"
-            " | {one.ratio:.2f}x | {one.share} | {first:.0f} | {one.batch[warm_up_seconds]:.1f}",
+            " | {one.ratio:.2f}x | {one.share} | {first:.0f} | {one.whole_ratio:.2f}x"
+            " | {one.batch[warm_up_seconds]:.1f}",
             {"one": one, "first": 1000 * statistics.median(one.batch["first_token_seconds"])},
         )
         for one in rates
     ]
     header = (
         *("program", "texts", "tokens/s", "to transformers", "of the limit", "first ms"),
-        "warm-up s",
+        *("whole, to transformers", "warm-up s"),
     )
     failed = [
         (f"{row.name}: {program}", entry["reason"])
@@ -197,7 +210,9 @@ def _summary(rates: Sequence[_Rate]) -> Iterator[str]:
         if not own:
             continue
         best = max(own, key=lambda one: one.rate)
-        beside = "" if best.ratio is None else f", {best.ratio:.1f} times transformers"
+        beside = ""
+        if best.ratio is not None:
+            beside = f", {best.ratio:.1f} times transformers ({best.whole_ratio:.1f} with prompts)"
         share = f", {best.share} of the memory's limit" if best.share else ""
         name = f"{key[0]}, {key[1]} text{'s' * (key[1] > 1)}"
         yield f"- {name}: {best.rate:,.0f} tokens/s ({best.program}){beside}{share}."

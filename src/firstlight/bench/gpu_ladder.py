@@ -323,6 +323,9 @@ def _summary(ladder: Ladder, entries: Sequence[_Found]) -> str:
     good = [entry for entry in entries if not entry.reason]
     count = "" if len(good) == len(entries) else f", {len(good)} of {len(entries)} rungs"
     fastest = max(good, key=lambda entry: entry.rate)
+    gain = f'"{fastest.rung.name}"'
+    if not entries[0].reason:
+        gain = f"{fastest.rate / good[0].rate:.1f} times the first rung, {gain}"
     least = min(good, key=lambda entry: entry.result["peak_bytes"])
     goal = ""
     if ladder.model == "llama-3b" and ladder.adds:
@@ -331,7 +334,7 @@ def _summary(ladder: Ladder, entries: Sequence[_Found]) -> str:
         goal = f" (goal for QLoRA {QLORA_GOAL})"
     return (
         f"- {ladder.title}{count}: up to {fastest.rate:,.0f} tokens/s "
-        f'({fastest.rate / good[0].rate:.1f} times the first rung, "{fastest.rung.name}"), down to '
+        f"({gain}), down to "
         f'{least.result["peak_bytes"] / _GIB:.2f} GiB{goal} ("{least.rung.name}").'
     )
 

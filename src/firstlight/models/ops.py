@@ -297,29 +297,32 @@ def logits_without_padding(
         softcap: see `soft_capped`.
 
     Returns:
-        [B, T, V]; in code that is compiled for a GPU, a plain head's logits [B, T, V or more], with
-        -inf as padding.
+        [B, T, V]; in code that is compiled for a GPU, [B, T, V or more] with -inf as padding.
     """
-    if (
-        _is_plain(head)
-        and softcap is None
-        and head.out_features > vocab_size
-        and _is_compiled_for_gpu(x_BTC)
-    ):
-        # Kernels that torch.compile writes for GPUs read rows of an odd length number by number,
-        # and a mask takes time, too. The matrix product adds a bias without further time.
+    # Kernels that torch.compile writes for GPUs read rows of an odd length number by number.
+    keeps_rows = _is_compiled_for_gpu(x_BTC)
+    if keeps_rows and softcap is None and _is_plain(head) and head.out_features > vocab_size:
+        # The product adds a bias without further time, which a mask of the logits would take.
         is_padding_V = torch.arange(head.out_features, device=x_BTC.device) >= vocab_size
         bias_V = torch.zeros_like(is_padding_V, dtype=head.weight.dtype)
         return F.linear(x_BTC, head.weight, bias_V.masked_fill(is_padding_V, float("-inf")))
-    return soft_capped(head(x_BTC)[..., :vocab_size], softcap)
+    logits = head(x_BTC)
+    if not keeps_rows or logits.shape[-1] == vocab_size:
+        return soft_capped(logits[..., :vocab_size], softcap)
+    is_padding_V = torch.arange(logits.shape[-1], device=x_BTC.device) >= vocab_size
+    return soft_capped(logits, softcap).masked_fill(is_padding_V, float("-inf"))
 
 
 def _is_plain(head: object) -> TypeGuard[nn.Linear]:
-    """True for a linear layer without a bias. Processes share the weight of a head of another
-    class, or with hooks."""
+    """True for a linear layer without a bias whose call does no more than its matrix product.
+
+    LoRA changes the class of a head, tensor parallelism adds hooks.
+    """
     if type(head) is not nn.Linear:
         return False
-    return head._parameters["bias"] is None and not head._forward_pre_hooks
+    return not (
+        head._parameters["bias"] is not None or head._forward_pre_hooks or head._forward_hooks
+    )
 
 
 def _is_compiled_for_gpu(x: Tensor) -> bool:

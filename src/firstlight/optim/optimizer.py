@@ -43,8 +43,8 @@ class Optimizer:
     Attributes:
         parameters: trained parameters of the model by name.
         num_parameters: number of values in these parameters.
-        takes_flag: True if `step` takes a flag, so that the update can be started on a GPU before
-            the host knows whether the gradients are finite.
+        reads_found_inf: True if `step` takes `found_inf`, so that an update can be started on a GPU
+            before the host knows whether the gradients are finite.
 
     Raises:
         ConfigError: the config can't work on the model's device, or not in the backward pass.
@@ -87,7 +87,9 @@ class Optimizer:
             for p in group["params"]
         }
         self._part_of = {name: owners[id(p)] for name, p in updated.items()}
-        self.takes_flag = not in_backward and all(map(_takes_flag, self._torch_optimizers))
+        self.reads_found_inf = not in_backward and all(
+            map(_reads_found_inf, self._torch_optimizers)
+        )
         self._norms: dict[str, Tensor] = {}
         if in_backward:
             for name, parameter in self.parameters.items():
@@ -178,26 +180,28 @@ class Optimizer:
         limit = self.config.max_grad_norm or math.inf
         # The same operations in the same precision as in torch, for the same factor.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        if self.takes_flag:  # without reading the factor, for which the host would wait
+        if not gradients or (limit == math.inf and grad_scale == 1):
+            return norm
+        if self.reads_found_inf:  # the host does not read the factor, for which it would wait
             torch._foreach_mul_(gradients, factor / grad_scale)
-        elif (number := float(factor) / grad_scale) != 1 and gradients:
+        elif (number := float(factor) / grad_scale) != 1:
             torch._foreach_mul_(gradients, number)
         return norm
 
-    def step(self, flag: Tensor | None = None) -> None:
+    def step(self, found_inf: Tensor | None = None) -> None:
         """Update the parameters from their gradients; does nothing with `in_backward`.
 
         Args:
-            flag: fp32 [] on the parameters' device, where it is read: 1 leaves parameters and
-                moments as they are, 0 updates them. Only with `takes_flag`; None updates.
+            found_inf: fp32 [] on the parameters' device, where it is read: 1 leaves parameters and
+                moments as they are, 0 updates them. Only with `reads_found_inf`; None updates.
         """
         if self.in_backward:
             return
         self.accumulate()
         for optimizer in self._torch_optimizers:
-            if self.takes_flag:
-                # Read by torch's fused kernels; torch.amp.GradScaler sets it, too.
-                optimizer.found_inf = flag  # type: ignore[attr-defined]
+            if self.reads_found_inf:
+                # For torch's fused kernels, as torch.amp.GradScaler sets it.
+                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             optimizer.step()
         self._masters.refill()
 
@@ -336,8 +340,8 @@ class Optimizer:
         return found
 
 
-def _takes_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer on a GPU reads there whether to update.
+def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """True if an optimizer reads `found_inf` on the GPU.
 
     torch's fused SGD reads it as well, but leaves its momentum without a value if its first update
     does not take place.
@@ -346,7 +350,7 @@ def _takes_flag(optimizer: torch.optim.Optimizer) -> bool:
     return (
         isinstance(optimizer, torch.optim.AdamW)
         and bool(optimizer.defaults["fused"])
-        # A hook, such as cautious weight decay's, changes parameters without reading the flag.
+        # A hook, such as cautious weight decay's, changes parameters without reading it.
         and not optimizer._optimizer_step_pre_hooks
         and all(_runs_ahead(p) and not is_sharded(p) for p in parameters)
     )

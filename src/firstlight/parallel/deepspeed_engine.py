@@ -125,7 +125,7 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         self._expected: dict[str, Layout] = {}
         super().__init__(model, config)
-        self.takes_flag = False  # DeepSpeed's update reads none
+        self.reads_found_inf = False  # DeepSpeed's update does not
         self._expected = self._layouts()
         ((self._spec, self._torch),) = self._parts
         self._has_state, self._grad_scale = False, 1.0
@@ -167,9 +167,9 @@ class ZeroOptimizer(Optimizer):
         norm = norm.detach().float()
         return torch.where(norm < 0, torch.inf, norm) / grad_scale
 
-    def step(self, flag: Tensor | None = None) -> None:
+    def step(self, found_inf: Tensor | None = None) -> None:
         """Divide the gradients by the `grad_scale` of `clip_gradients`, clip them to
-        `max_grad_norm`, and update the parameters. `flag` is not read."""
+        `max_grad_norm`, and update the parameters. `found_inf` is not read."""
         # The loss was scaled before the backward pass without DeepSpeed's knowledge: with this
         # value DeepSpeed divides the gradients by the scale in its update.
         self._inner.loss_scale = self._grad_scale

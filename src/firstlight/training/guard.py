@@ -38,7 +38,7 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=config.spike_window)
 
     def accepts(self, loss: float, grad_norm: float) -> bool:
-        """Judge a step before its update.
+        """Judge a step.
 
         Args:
             loss: loss of the step.
@@ -57,13 +57,18 @@ class Guard:
         self._norms.append(grad_norm)
         return True
 
+    @property
+    def refuses_only_infinite(self) -> bool:
+        """True if every finite step is accepted."""
+        return self.config.spike_z_score is None
+
     def _refusal(self, loss: float, grad_norm: float) -> str | None:
         """The reason to refuse a step, as text for messages; None to accept it."""
         # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
         if not abs(loss) + abs(grad_norm) < math.inf:
             return f"loss {loss}, gradient norm {grad_norm}: not finite"
         limit = self.config.spike_z_score
-        if limit is None:
+        if limit is None:  # see `refuses_only_infinite`
             return None
         for name, value, before in (
             ("loss", loss, self._losses),

@@ -214,7 +214,7 @@ def training_loop(
                             program.scaler,
                             run.guard.accepts,
                             engine,
-                            skips_only_infinite=run.guard.config.spike_z_score is None,
+                            skips_only_infinite=run.guard.refuses_only_infinite,
                         )
                 run.end_step(result, lr_scale)
                 stopping.watch()

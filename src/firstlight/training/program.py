@@ -110,7 +110,7 @@ class TrainingProgram:
         """
         self.optimizer.set_learning_rate(lr_scale)
         # An evaluation may have come before, which switches dropout off and can leave parameters
-        # gathered. Asked first, since a GPU waits while all modules are gone through.
+        # gathered. `train` visits all modules, for which a GPU would wait in each step.
         if not self.model.training:
             self.model.train()
         self.engine.reshard()
@@ -118,8 +118,8 @@ class TrainingProgram:
         same = same_bits(config, self.hardware, deterministic=self.recipe.run.deterministic)
         with matmul_precision(config), same:
             yield
-        # Here, because evaluations and saves need the memory, and because a GPU, which still
-        # computes the update, would wait later.
+        # Evaluations and saves need the gradients' memory; and a GPU, which still computes the
+        # update, would wait if they were freed before the next step.
         self.optimizer.zero_grad()
         self._steps += 1
         if self._steps == 1:

@@ -154,7 +154,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         CheckpointError: the checkpoint does not fit the model or optimizer, or lacks a part.
     """
     state = _saved_state(checkpoint.trainer_state)
-    # If every step so far was skipped, there are no moments yet.
+    # If every step so far was skipped, there can be no moments yet.
     has_moments = state.skipped_steps < state.step
     folder = checkpoint.sharded_folder
     if folder is None:

@@ -62,8 +62,9 @@ def train_step(
         accepts: called with loss and gradient norm before the update, which is skipped if it
             returns False. Not called for a step that the scaler skips.
         engine: the engine of several processes, which all get the same result; None for one.
-        skips_only_infinite: True if `accepts` returns True for every finite step: a GPU then goes
-            on with the update while the host waits for loss and gradient norm.
+        skips_only_infinite: True if `accepts` returns True for every finite step: a GPU then makes
+            the update while the host waits for loss and gradient norm, and `accepts` is called
+            afterwards.
 
     Raises:
         DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
@@ -101,11 +102,11 @@ def train_step(
             mean = engine.sum(float(total)) / terms
             return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
         loss = total / terms
-        is_begun = optimizer.takes_flag and (skips_only_infinite or accepts is None)
+        is_begun = optimizer.reads_found_inf and (skips_only_infinite or accepts is None)
         if is_begun:
             # The same test as in `_update`, on the GPU.
             is_finite = (loss.double().abs() + norm.double().abs()).isfinite()
-            optimizer.step((~is_finite).float())
+            optimizer.step(found_inf=(~is_finite).float())
         result = StepResult(float(loss), float(norm), tokens)
         return _update(optimizer, result, scaler, accepts, is_begun=is_begun)
     # Outside of the handler, in which the error's traceback keeps the passes' tensors in memory.
@@ -125,7 +126,7 @@ def _update(
     See `train_step`.
 
     Args:
-        is_begun: True if the update is made already, unless loss or norm is not finite.
+        is_begun: True if the update was made already, unless loss or norm is not finite.
     """
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
@@ -134,6 +135,7 @@ def _update(
         accepted = False
     else:
         accepted = finite if accepts is None else accepts(result.loss, result.grad_norm)
+    assert not is_begun or accepted == finite, "a refused step was made"
     if not accepted:
         optimizer.zero_grad()
         if optimizer.in_backward or (scaler is None and accepts is None):
