@@ -26,6 +26,7 @@ from firstlight.pipeline.facts import (
 from firstlight.pipeline.plan import request_of
 from firstlight.pipeline.run_folder import commented_yaml
 from firstlight.pipeline.scan import CorpusFacts
+from firstlight.pipeline.shapes import candidate_shapes
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.load import parse_yaml
 
@@ -161,6 +162,8 @@ def test_a_given_key_stands_and_the_others_follow() -> None:
     [
         ({"batch.micro_batch_size": 12}, 3072 * 2, 12),
         ({"data.seq_len": 300}, 4200, 2),
+        ({"batch.gradient_accumulation_steps": 4}, 4096, 4),
+        ({"batch.gradient_accumulation_steps": 3, "batch.micro_batch_size": 2}, 4608, 2),
         ({"data.seq_len": None, "model.vocab_size": 9999}, 4096, 8),
     ],
 )
@@ -296,13 +299,91 @@ def test_the_rate_follows_the_optimizer_that_is_given() -> None:
     chosen = choose(TEXT, MACHINE, Length(60.0), {"optimizer.name": "adamw"})
     recipe = recipe_of(chosen)
     assert recipe.optimizer.name == "adamw"
-    assert recipe.optimizer.learning_rate == settings.ADAMW_RATE
+    assert recipe.optimizer.learning_rate == settings.RATES["adamw"]
     assert not any("muon" in key for key in chosen.keys)
     given = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
     own = choose(TEXT, MACHINE, Length(60.0), given)
     # The rate that a person gives is that of the model as it is.
     assert own["optimizer.learning_rate"] == 0.01
     assert own["optimizer.tuned_width"] == own["model.hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "keys"),
+    [
+        ("lion", 4e-4, {"optimizer.betas", "optimizer.tuned_width"}),
+        ("adafactor", 1e-2, set[str]()),
+        ("adamw", 2e-3, {"optimizer.tuned_width"}),
+    ],
+)
+def test_each_optimizer_has_a_rate_of_its_own(name: str, rate: float, keys: set[str]) -> None:
+    chosen = choose(TEXT, MACHINE, Length(60.0), {"optimizer.name": name})
+    assert recipe_of(chosen).optimizer.learning_rate == rate
+    others = {"optimizer.betas", "optimizer.tuned_width", "optimizer.muon_learning_rate"}
+    assert chosen.keys & others == keys
+
+
+def test_an_optimizer_without_a_known_rate_needs_one() -> None:
+    fixed: dict[str, Any] = {"optimizer.name": "sgd"}
+    with pytest.raises(ConfigError, match=r"optimizer.name sgd: set --optimizer.learning_rate"):
+        choose(TEXT, MACHINE, Length(60.0), fixed)
+    fixed["optimizer.learning_rate"] = 0.1
+    assert choose(TEXT, MACHINE, Length(60.0), fixed)["optimizer.learning_rate"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "displaced"),
+    [
+        ("schedule.warmup_ratio", 0.05, "schedule.warmup_steps"),
+        ("schedule.warmup_tokens", 5000, "schedule.warmup_steps"),
+        ("schedule.cooldown_steps", 100, "schedule.decay_fraction"),
+        ("schedule.min_learning_rate", 1e-4, "schedule.min_lr_ratio"),
+    ],
+)
+def test_a_given_key_takes_the_place_of_one_that_says_the_same(
+    key: str, value: float, displaced: str
+) -> None:
+    assert displaced in choose(TEXT, MACHINE, Length(None, tokens=1e6)).keys
+    chosen = choose(TEXT, MACHINE, Length(None, tokens=1e6), {key: value})
+    assert displaced not in chosen.keys
+    section, _, name = key.partition(".")
+    values = chosen.values
+    values[section][name] = value
+    assert getattr(parse_recipe({**values, "data": {**values["data"], "dir": "d"}}).schedule, name)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "width", "heads"),
+    [
+        ({"model.num_attention_heads": 6}, {192, 384, 576, 768, 1152, 1536, 2304}, 6),
+        ({"model.num_attention_heads": 7}, {448, 896, 1792}, 7),
+        ({"model.num_key_value_heads": 2, "model.num_attention_heads": 4}, None, 4),
+    ],
+)
+def test_the_width_goes_with_given_heads(
+    fixed: dict[str, Any], width: set[int] | None, heads: int
+) -> None:
+    chosen = choose(TEXT, MACHINE, Length(600.0), fixed)
+    assert width is None or chosen["model.hidden_size"] in width
+    assert chosen["model.num_attention_heads"] == heads
+    found = candidate_shapes(512, {"model.num_key_value_heads": 2})
+    assert all(one.hidden_size % 128 == 0 for one in found)
+    assert len(found) > 10
+
+
+def test_heads_that_go_with_no_width_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_attention_heads 6: no width goes with it, of 256:"):
+        choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "small")
+    near = choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "10M")
+    assert near["model.hidden_size"] == 384
+
+
+def test_a_sequence_fits_into_a_given_context() -> None:
+    for length in (60.0, 36_000.0):
+        chosen = choose(TEXT, MACHINE, Length(length), {"model.max_position_embeddings": 128})
+        assert (chosen["data.seq_len"], chosen["model.max_position_embeddings"]) == (128, 128)
+    longer = choose(TEXT, MACHINE, Length(60.0), {"model.max_position_embeddings": 4096})
+    assert (longer["data.seq_len"], longer["model.max_position_embeddings"]) == (256, 4096)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])

@@ -252,6 +252,26 @@ def test_one_text_is_split_at_its_end(tmp_path: Path) -> None:
     assert all(one in prose(1, 3000)[-2000:] for one in scan.prompts)
 
 
+@pytest.mark.parametrize("documents", [10, 19, 20])
+def test_few_held_out_documents_have_three_prompts(tmp_path: Path, documents: int) -> None:
+    texts = [prose(seed, 300) for seed in range(documents)]
+    scan = scanned(tmp_path, *texts)
+    split_of = scan.split.splitter()
+    held = [text for text in texts if split_of(text) == "val"]
+    assert 0 < len(held) < 3
+    assert len(scan.prompts) == 3
+    assert all(any(prompt in text for text in held) for prompt in scan.prompts)
+
+
+def test_prompts_are_not_of_texts_whose_end_is_trained_on(tmp_path: Path) -> None:
+    texts = [prose(seed, 300) for seed in range(6)]
+    scan = scanned(tmp_path, *texts, "a new opening " + texts[0])
+    assert scan.split.digests is None
+    assert len(scan.split.whole) == 2
+    assert len(scan.prompts) == 3
+    assert all(any(prompt in text for text in texts[1:]) for prompt in scan.prompts)
+
+
 def test_of_a_large_corpus_the_first_part_of_each_file_is_read(tmp_path: Path) -> None:
     lines = "".join(f'{{"text": "{prose(seed, 20)}"}}\n' for seed in range(100))
     for name in ("a.jsonl", "b.jsonl"):

@@ -191,6 +191,9 @@ def test_conversations_are_told_from_texts_by_what_is_in_them(
     assert [one.name for one in conversations_in([str(folder)])] == [
         *(str(chats), str(folder / "c.json"))
     ]
+    with pytest.raises(InputError, match=r"a.jsonl holds conv.*, name the texts alone, such as "):
+        require_texts([str(folder)])
+    (folder / "e.txt").write_text("a text\n" * 10_000)
     require_texts([str(folder)])
     require_texts(["stdlib"])
     with pytest.raises(InputError, match=r"a.jsonl holds conversations: .* --init-from MODEL"):

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from firstlight.console import parse_count, rounded
-from firstlight.errors import ConfigError, nearest
+from firstlight.console import rounded
+from firstlight.errors import ConfigError
 from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_rows
+from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_passes, given_rows
 from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
+from firstlight.pipeline.shapes import candidate_shapes, head_count
 
 #: Fewest steps of a run: for shorter ones the batch is made smaller, because warm-up and decay of
 #: the learning rate need some steps.
@@ -82,7 +83,8 @@ def choose(
     # The tokenizer may have fewer tokens than the given vocab_size: `text` has the real number.
     given = (fixed or {}).items()
     fixed = {k: v for k, v in given if v is not None and k != "model.vocab_size"}
-    candidates = [_candidate(s, text, machine, length, fixed) for s in _shapes(text, fixed, size)]
+    shapes = candidate_shapes(text.vocab_size, fixed, size)
+    candidates = [_candidate(s, text, machine, length, fixed) for s in shapes]
     fitting = [one for one in candidates if one.shape.state_bytes <= machine.usable_bytes]
     if not fitting:
         raise ConfigError(
@@ -93,7 +95,7 @@ def choose(
     general = [one for one in fitting if one.shape.layer_parameters <= most] or fitting[:1]
     best = _best(general, text, machine, length, fixed)
     items = [
-        *_model_choices(best, size, is_chosen=len(candidates) > 1),
+        *_model_choices(best, size, fixed, is_chosen=len(candidates) > 1),
         *_step_choices(best, text, machine, fixed),
         *_length_choices(best, length, text, fixed),
         *best.run.other_choices(machine, text.val_tokens),
@@ -105,16 +107,6 @@ def choose(
         bits_per_byte=(low * best.bits, high * best.bits),
         advice=_advice(best, text, epochs),
     )
-
-
-def _shapes(text: TextFacts, fixed: Mapping[str, Any], size: str | None) -> list[ModelSize]:
-    """The candidate models: those of `settings.SHAPES`, or the one of a given size, with given
-    width and depth."""
-    known = settings.SHAPES if size is None else (_of_size(size, text),)
-    width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
-    pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
-    seq_len = fixed.get("data.seq_len")
-    return [ModelSize(w, d, text.vocab_size, seq_len or _usual_seq_len(w)) for w, d in pairs]
 
 
 def _best(
@@ -144,47 +136,6 @@ def _best(
     return best
 
 
-def _usual_seq_len(width: int) -> int:
-    """The default sequence length in tokens for a model of a width (hidden_size)."""
-    return next(seq_len for most, seq_len in settings.SEQ_LENS if width <= most)
-
-
-def parameters_of(size: str) -> float:
-    """The number of parameters of a size such as "10M".
-
-    Raises:
-        ConfigError: `size` is not a number above 0.
-    """
-    try:
-        found = parse_count(size)
-    except ConfigError:
-        found = 0.0
-    if not found:
-        raise ConfigError(
-            f"--size {size} is unknown{nearest(size, settings.SIZES)}: choose one of "
-            f"{', '.join(settings.SIZES)}, or a number of parameters such as 10M"
-        )
-    return found
-
-
-def _of_size(size: str, text: TextFacts) -> tuple[int, int]:
-    if size in settings.SIZES:
-        return settings.SIZES[size]
-    wanted = parameters_of(size)
-
-    def parameters(shape: tuple[int, int]) -> int:
-        return ModelSize(*shape, text.vocab_size, 256).parameters
-
-    nearest_shape = min(settings.SHAPES, key=lambda one: abs(math.log(parameters(one) / wanted)))
-    if not 0.5 <= parameters(nearest_shape) / wanted <= 2:
-        first, last = (rounded(parameters(settings.SHAPES[place])) for place in (0, -1))
-        raise ConfigError(
-            f"--size {size}: with this text's vocabulary, sizes from {first} to {last} parameters "
-            "are known; set --model.hidden_size and --model.num_hidden_layers for another"
-        )
-    return nearest_shape
-
-
 def _candidate(
     shape: ModelSize,
     text: TextFacts,
@@ -194,7 +145,7 @@ def _candidate(
 ) -> _Candidate:
     """A model with its run: the batch, the steps for which there is time, and the expected loss. In
     a long run its sequences are longer."""
-    unit = shape.seq_len * given_rows(fixed)
+    unit = shape.seq_len * given_rows(fixed) * given_passes(fixed)
     given = fixed.get("batch.global_batch_tokens")
     if given is not None and given % unit:
         raise ConfigError(
@@ -218,7 +169,9 @@ def _candidate(
     steps = length.steps or max(round(tokens / batch), 1)
     run = RunFacts(steps, batch, shape.seq_len, rate)
     # A given batch may be a multiple of the short sequences only.
-    fits = not given or given % (settings.LONG_SEQ_LEN * given_rows(fixed)) == 0
+    context = fixed.get("model.max_position_embeddings", settings.LONG_SEQ_LEN)
+    fits = not given or given % (settings.LONG_SEQ_LEN * unit // shape.seq_len) == 0
+    fits = fits and context >= settings.LONG_SEQ_LEN
     is_short = shape.seq_len < settings.LONG_SEQ_LEN and "data.seq_len" not in fixed
     if is_short and fits and run.tokens >= settings.LONG_RUN_TOKENS:
         longer = replace(shape, seq_len=settings.LONG_SEQ_LEN)
@@ -238,7 +191,9 @@ def _batch_tokens(tokens: float, seq_len: int) -> int:
     return max(batch, seq_len)
 
 
-def _model_choices(best: _Candidate, size: str | None, *, is_chosen: bool) -> Iterator[Choice]:
+def _model_choices(
+    best: _Candidate, size: str | None, fixed: Mapping[str, Any], *, is_chosen: bool
+) -> Iterator[Choice]:
     shape = best.shape
     reason = f"{rounded(shape.parameters)} parameters"
     if is_chosen:
@@ -246,11 +201,6 @@ def _model_choices(best: _Candidate, size: str | None, *, is_chosen: bool) -> It
         reason += f": the least expected loss for {flops} FLOPs"
     else:
         reason += ", as given" if size is None or size in settings.SIZES else f", nearest to {size}"
-    if shape.hidden_size % settings.HEAD_DIM:
-        raise ConfigError(
-            f"model.hidden_size {shape.hidden_size} is no multiple of {settings.HEAD_DIM}, the "
-            f"size of a head: take {math.ceil(shape.hidden_size / 64) * 64}"
-        )
     layout = {key: value for key, value in settings.LAYOUT.items() if key.startswith("model.")}
     reasons = {
         "model.model_type": "Llama's layout with norms on queries and keys: stable at high rates",
@@ -261,7 +211,7 @@ def _model_choices(best: _Candidate, size: str | None, *, is_chosen: bool) -> It
     yield Choice("model.vocab_size", shape.vocab_size, "tokens of the tokenizer")
     yield Choice("model.hidden_size", shape.hidden_size, reason)
     yield Choice("model.num_hidden_layers", shape.num_hidden_layers, "depth for this width")
-    heads = shape.hidden_size // settings.HEAD_DIM
+    heads = head_count(shape.hidden_size, fixed)
     yield Choice("model.num_attention_heads", heads, f"heads of {settings.HEAD_DIM}")
     yield Choice("model.intermediate_size", shape.intermediate_size, "8/3 of the width")
     yield Choice("model.max_position_embeddings", shape.seq_len, "the length of a sequence")
@@ -284,10 +234,29 @@ def _step_choices(
     if _uses_muon(fixed):
         yield from _rates_of_width(shape.hidden_size, fixed)
         return
-    is_given = "optimizer.learning_rate" in fixed
-    width = shape.hidden_size if is_given else RATE_WIDTH
-    yield Choice("optimizer.learning_rate", settings.ADAMW_RATE, "AdamW's, of a small model")
-    yield Choice("optimizer.tuned_width", width, "the rate is for this width")
+    yield from _rates_of_others(shape.hidden_size, fixed)
+
+
+def _rates_of_others(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
+    """The learning rate of another optimizer than Muon, and what goes with it.
+
+    Raises:
+        ConfigError: no rate is known for the optimizer, and none is given.
+    """
+    from firstlight.optim.registry import OPTIMIZERS
+
+    name, is_given = str(fixed["optimizer.name"]), "optimizer.learning_rate" in fixed
+    rate = settings.RATES.get(name)
+    if rate is None and not is_given:
+        raise ConfigError(
+            f"no learning rate is known for --optimizer.name {name}: set --optimizer.learning_rate"
+        )
+    yield Choice("optimizer.learning_rate", rate, f"usual for {name} and a small model")
+    if name == "lion":
+        yield Choice("optimizer.betas", [0.9, 0.99], "Lion's")
+    if "tuned_width" in OPTIMIZERS[name].options:
+        width = hidden_size if is_given else RATE_WIDTH
+        yield Choice("optimizer.tuned_width", width, "the rate is for this width")
 
 
 def _uses_muon(fixed: Mapping[str, Any]) -> bool:

@@ -87,6 +87,21 @@ def given_rows(fixed: Mapping[str, Any]) -> int:
     return rows if isinstance(rows, int) else 1
 
 
+def given_passes(fixed: Mapping[str, Any]) -> int:
+    """The micro-batches of a step given by the user; 1 if their number is not given."""
+    return fixed.get("batch.gradient_accumulation_steps") or 1
+
+
+def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
+    """True if the user gives another key that says the same as `key`, such as warmup_ratio for
+    warmup_steps."""
+    from firstlight.optim.schedule import ALTERNATIVES
+
+    section, _, name = key.partition(".")
+    groups = [keys for keys, _ in ALTERNATIVES if section == "schedule" and name in keys]
+    return any(f"schedule.{one}" in fixed for keys in groups for one in keys if one != name)
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """Length and speed of a run, and the choices that follow from them.
@@ -124,7 +139,7 @@ class RunFacts:
             parameters: number of the model's parameters.
             epochs: passes over the training data.
         """
-        chosen = [one.unless_given(fixed) for one in items]
+        chosen = [one.unless_given(fixed) for one in items if not is_displaced(one.key, fixed)]
         length = (self.tokens, self.steps, self.seconds)
         return Choices(chosen, parameters, *length, self.rate, epochs)
 
@@ -138,9 +153,13 @@ class RunFacts:
         rows = self.batch_tokens // self.seq_len
         busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
         micro = min(rows, 1 << int(math.log2(busy)))
+        if is_given := "batch.gradient_accumulation_steps" in fixed:
+            micro = max(rows // given_passes(fixed), 1)
         while rows % micro:
             micro -= 1
         reason = f"{micro * self.seq_len:,} tokens keep this device busy"
+        if is_given:
+            reason = "a step's sequences in the given number of passes"
         return Choice(
             "batch.micro_batch_size",
             fixed.get("batch.micro_batch_size") or micro,

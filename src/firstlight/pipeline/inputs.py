@@ -34,11 +34,11 @@ def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[Da
 
 
 def require_texts(inputs: Sequence[str]) -> None:
-    """Refuse inputs that contain only conversations or preference pairs, for a run that trains a
-    new model.
+    """Refuse inputs that are mostly conversations or preference pairs, for a run that trains a new
+    model.
 
     Raises:
-        InputError: the inputs have no text.
+        InputError: most of the inputs' bytes are conversations or preference pairs.
     """
     sources = conversations_in(inputs, datasets=False)
     if not sources:
@@ -48,10 +48,15 @@ def require_texts(inputs: Sequence[str]) -> None:
     except InputError:
         others = []
     names = {source.name for source in sources}
-    if all(source.name in names for source in others):
+    others = [source for source in others if source.name not in names]
+    is_mostly_text = sum(one.size for one in others) >= sum(one.size for one in sources)
+    if not (is_mostly_text or any(one.dataset for one in others)):
         kind = kind_of_records(sources[0])
         held = "conversations" if kind == "chat" else "preference pairs"
-        raise InputError(f"{sources[0].name} holds {held}: {START_FROM[kind or 'chat']}")
+        advice = START_FROM[kind or "chat"]
+        if others:
+            advice += f"; for a new model, name the texts alone, such as {others[0].name}"
+        raise InputError(f"{sources[0].name} holds {held}: {advice}")
 
 
 def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:

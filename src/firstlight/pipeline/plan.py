@@ -19,10 +19,11 @@ from firstlight.data.sources import (
 )
 from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline import settings
-from firstlight.pipeline.choices import choose, choose_vocabulary, parameters_of
+from firstlight.pipeline.choices import choose, choose_vocabulary
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
 from firstlight.pipeline.scan import SHOWN_FILES, Scan, described, scan_corpus
+from firstlight.pipeline.shapes import heads_for, parameters_of
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.machine import Machine
@@ -117,9 +118,9 @@ class Request:
                 "one of them out"
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
-        # Some keys are valid only with the kind of schedule that will be chosen.
-        kind = settings.LAYOUT["schedule.kind"]
-        parse_recipe({"data": data, "schedule": {"kind": kind}}, "options", self.overrides)
+        # Some keys are valid only with others that will be chosen.
+        others = {"schedule": {"kind": settings.LAYOUT["schedule.kind"]}, **heads_for(self.fixed)}
+        parse_recipe({"data": data, **others}, "options", self.overrides)
 
 
 def request_of(

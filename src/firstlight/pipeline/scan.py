@@ -264,9 +264,13 @@ class _Counts:
     def prompts(self, held: HeldOut) -> list[str]:
         """Beginnings of up to three held-out texts."""
         if held.digests is None:
-            texts = [text for _, *later in self._openings.values() for text in later]
+            ends = [own[1:] for one, own in self._openings.items() if one not in held.whole]
+            texts = [text for end in ends for text in end]
         else:
-            texts = [own[0] for one, own in self._openings.items() if one in held.digests]
+            whole = [own for one, own in self._openings.items() if one in held.digests]
+            texts = [own[0] for own in whole]
+            if len(texts) < _PROMPTS:
+                texts += [text for own in whole for text in own[1:]]
         step = max(len(texts) // _PROMPTS, 1)
         return [one for one in dict.fromkeys(texts[::step]) if one][:_PROMPTS]
 

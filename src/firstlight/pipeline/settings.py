@@ -19,9 +19,10 @@ LAYOUT: dict[str, Any] = {
     for key, value in values.items()
 }
 
-#: Learning rate if the user chooses another optimizer than Muon: that of the setting
-#: `nanogpt-tuned` in the benchmark.
-ADAMW_RATE = 2e-3
+#: Learning rates of other optimizers than Muon, if the user chooses one. AdamW's is that of the
+#: setting `nanogpt-tuned` in the benchmark; Lion takes a third to a tenth of it (Chen et al. 2023),
+#: and the steps of Adafactor are relative to the parameters' size.
+RATES = {"adamw": 2e-3, "adamw8bit": 2e-3, "paged_adamw8bit": 2e-3, "lion": 4e-4, "adafactor": 1e-2}
 
 #: (hidden_size, num_hidden_layers) of the candidate models, smallest first. Widths are multiples of
 #: 64, the size of an attention head.

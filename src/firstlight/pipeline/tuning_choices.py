@@ -11,7 +11,7 @@ from typing import Any, Literal
 from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_rows
+from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_passes, given_rows
 from firstlight.pipeline.facts import Length, MachineFacts
 
 
@@ -175,7 +175,8 @@ def choose_tuning(
         return min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
 
     # The batch is the one for full speed: a smaller one would make a GPU slower still.
-    batch = given or _batch_tokens(tokens_at(rate), row.value, row.value * given_rows(fixed))
+    unit = row.value * given_rows(fixed) * given_passes(fixed)
+    batch = given or _batch_tokens(tokens_at(rate), row.value, unit)
     rate = machine.tokens_per_second(flops, batch)
     tokens = tokens_at(rate)
     steps = length.steps or max(round(tokens / batch), 1)

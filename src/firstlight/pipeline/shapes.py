@@ -1,0 +1,124 @@
+"""The models among which a new one is chosen, and those that fit the values given by the user."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from firstlight.console import parse_count, rounded
+from firstlight.errors import ConfigError, nearest
+from firstlight.pipeline import settings
+from firstlight.pipeline.facts import ModelSize
+
+
+def candidate_shapes(
+    vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
+) -> list[ModelSize]:
+    """The candidate models: those of `settings.SHAPES`, or the one of a given size, with given
+    width and depth, and with widths that given heads divide.
+
+    Args:
+        vocab_size: vocabulary size of the tokenizer.
+        fixed: values given by the user, by `section.key`.
+        size: a name of `settings.SIZES`, or a number of parameters such as "10M"; None takes all.
+
+    Raises:
+        ConfigError: the size is unknown, or no width fits the given heads.
+    """
+    known = settings.SHAPES if size is None else _of_size(size, vocab_size, fixed)
+    width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
+    pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
+    fitting = [(w, d) for w, d in pairs if _fits_heads(w, fixed)]
+    if not fitting:
+        heads = [f"--{key} {fixed[key]}" for key in _HEADS if key in fixed]
+        widths = ", ".join(dict.fromkeys(str(w) for w, _ in pairs))
+        raise ConfigError(
+            f"{' and '.join(heads)}: no width goes with it, of {widths}: set --model.hidden_size "
+            "to a multiple of twice the heads"
+        )
+    return [ModelSize(w, d, vocab_size, _seq_len(w, fixed)) for w, d in fitting]
+
+
+_HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
+
+
+def heads_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's `model` section with a width and heads that go with the given ones; {} if none is
+    given."""
+    width, heads = fixed.get("model.hidden_size"), fixed.get(_HEADS[0]) or fixed.get(_HEADS[1])
+    if isinstance(heads, int):
+        return {"model": {"hidden_size": settings.HEAD_DIM * heads, "num_attention_heads": heads}}
+    if isinstance(width, int):
+        return {"model": {"num_attention_heads": max(width // settings.HEAD_DIM, 1)}}
+    return {}
+
+
+def head_count(width: int, fixed: Mapping[str, Any]) -> int:
+    """The number of attention heads for a width (hidden_size).
+
+    Raises:
+        ConfigError: the width is given without heads, and is no multiple of a head's size.
+    """
+    if given := fixed.get(_HEADS[0]):
+        return int(given)
+    if width % settings.HEAD_DIM:
+        raise ConfigError(
+            f"model.hidden_size {width} is no multiple of {settings.HEAD_DIM}, the size of a head: "
+            f"take {math.ceil(width / 64) * 64}, or set --model.num_attention_heads"
+        )
+    return width // settings.HEAD_DIM
+
+
+def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
+    if not any(key in fixed for key in _HEADS):
+        return True
+    heads = head_count(width, fixed)
+    # Rotary embeddings turn pairs of a head's dimensions.
+    divides = "model.head_dim" in fixed or width % (2 * heads) == 0
+    return divides and heads % int(fixed.get(_HEADS[1]) or heads) == 0
+
+
+def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
+    """The tokens of a sequence: given, or usual for the width within a given context."""
+    usual = next(seq_len for most, seq_len in settings.SEQ_LENS if width <= most)
+    context = fixed.get("model.max_position_embeddings") or usual
+    return fixed.get("data.seq_len") or min(usual, context)
+
+
+def parameters_of(size: str) -> float:
+    """The number of parameters of a size such as "10M".
+
+    Raises:
+        ConfigError: `size` is not a number above 0.
+    """
+    try:
+        found = parse_count(size)
+    except ConfigError:
+        found = 0.0
+    if not found:
+        raise ConfigError(
+            f"--size {size} is unknown{nearest(size, settings.SIZES)}: choose one of "
+            f"{', '.join(settings.SIZES)}, or a number of parameters such as 10M"
+        )
+    return found
+
+
+def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+    """The shape of a size, alone; of a number of parameters, the nearest that fits given heads."""
+    if size in settings.SIZES:
+        return [settings.SIZES[size]]
+    wanted = parameters_of(size)
+
+    def parameters(shape: tuple[int, int]) -> int:
+        return ModelSize(*shape, vocab_size, 256).parameters
+
+    fitting = [one for one in settings.SHAPES if _fits_heads(one[0], fixed)] or settings.SHAPES
+    nearest_shape = min(fitting, key=lambda one: abs(math.log(parameters(one) / wanted)))
+    if not 0.5 <= parameters(nearest_shape) / wanted <= 2:
+        first, last = (rounded(parameters(fitting[place])) for place in (0, -1))
+        raise ConfigError(
+            f"--size {size}: with this text's vocabulary, sizes from {first} to {last} parameters "
+            "are known; set --model.hidden_size and --model.num_hidden_layers for another"
+        )
+    return [nearest_shape]
