@@ -257,6 +257,26 @@ def test_firstlight_alone_imports_no_torch() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("options", [[], ["--plan-only"]])
+def test_the_first_line_of_a_run_on_texts_does_not_wait_for_torch(
+    place: Path, options: list[str]
+) -> None:
+    Path("text.txt").write_text("some words\n" * 500)
+    # The first message ends the program, with 1 if torch was imported before it.
+    program = (
+        "import os, sys; import firstlight.console as console\n"
+        "import firstlight.pipeline.run as run; import firstlight.cli.train_texts as command\n"
+        "def first(text):\n"
+        "    print(text, flush=True); os._exit('torch' in sys.modules)\n"
+        "run.say = command.say = console.say = first\n"
+        "from firstlight.cli.main import main; main(sys.argv[1:])"
+    )
+    words = ["train", "text.txt", "--budget", "3m", "--model.num_hidden_layers", "3", *options]
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "reading text.txt: 1 file, 5.5 kB\n")
+
+
 def test_a_folder_in_the_place_of_a_verb_is_answered_with_train(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,8 +138,12 @@ def request_of(
     Raises:
         ConfigError: a time, number or size is invalid, or two lengths are given.
     """
-    from firstlight.recipe import override_pairs
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+    if not all(isinstance(value, str) for _, value in pairs):
+        # Not for options of the command line: it imports torch, before the first message.
+        from firstlight.recipe import override_pairs
 
+        pairs = override_pairs(pairs)
     if size is not None and size not in settings.SIZES:
         parameters_of(size)  # before any text is read
     names = [inputs] if isinstance(inputs, str | Path) else inputs
@@ -149,7 +153,7 @@ def request_of(
         _parsed("--tokens", parse_count, tokens),
         steps,
         size,
-        tuple(override_pairs(overrides)),
+        tuple(pairs),
         text_key,
         None if init_from is None else str(init_from),
     )
@@ -386,14 +390,10 @@ def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
 def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
     """The first message of a run, with its inputs."""
     named = shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
-    return f"reading {named}: {_sources_text(sources)}"
-
-
-def _sources_text(sources: Sequence[DataSource]) -> str:
     files = [source for source in sources if source.dataset is None]
     parts = [f"{len(files):,} file{'s' if len(files) != 1 else ''}"] if files else []
     if files:
         parts.append(size_text(sum(source.size for source in files)))
     if len(files) < len(sources):
         parts.append(f"{len(sources) - len(files)} dataset(s)")
-    return ", ".join(parts)
+    return f"reading {named}: {', '.join(parts)}"

@@ -71,11 +71,12 @@ def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) ->
         ConfigError: an override is invalid.
         ModelError, CheckpointError: the model to start from does not exist or can't be used.
     """
-    from firstlight.pipeline.finetuning import FineTuning
     from firstlight.pipeline.inputs import require_texts
     from firstlight.pipeline.new_model import NewModel
 
     if request.init_from is not None:
+        from firstlight.pipeline.finetuning import FineTuning
+
         return FineTuning(request, tell, progress=progress)
     require_texts(request.inputs)
     return NewModel(request, tell, progress=progress)
@@ -127,13 +128,14 @@ def train_texts(
             there is no run to resume.
         CheckpointError, ModelError, TrainingError, StorageError, DataError: see `train`.
     """
-    from firstlight.checkpoint.run_folder import held
-    from firstlight.pipeline.result import result_of
-
     began = time.time() if began is None else began
     tell = say if progress else _silent
     request = request_of(inputs, budget, tokens, steps, size, overrides, text_key, init_from)
     work = work_of(request, tell, progress=progress)
+    # After the first message, because they import torch, which takes seconds.
+    from firstlight.checkpoint.run_folder import held
+    from firstlight.pipeline.result import result_of
+
     if resume:
         request = unfinished_request(request, work.content_key, run_dir)
     request, plan, waited = _with_length(request, work, ask, tell)
