@@ -163,21 +163,32 @@ def test_a_given_key_stands_and_the_others_follow() -> None:
         ({"batch.micro_batch_size": 12}, 3072 * 2, 12),
         ({"data.seq_len": 300}, 4200, 2),
         ({"batch.gradient_accumulation_steps": 4}, 4096, 4),
-        ({"batch.gradient_accumulation_steps": 3, "batch.micro_batch_size": 2}, 4608, 2),
+        ({"batch.gradient_accumulation_steps": 3}, 4608, 6),
+        ({"batch.gradient_accumulation_steps": 3, "batch.micro_batch_size": 2}, 1536, 2),
         ({"data.seq_len": None, "model.vocab_size": 9999}, 4096, 8),
     ],
 )
 def test_the_batch_is_whole_micro_batches(fixed: dict[str, Any], batch: int, micro: int) -> None:
     found = choose(TEXT, MACHINE, Length(None, tokens=4_900_000), fixed)
-    recipe = recipe_of(found)
+    values = found.values
+    passes = fixed.get("batch.gradient_accumulation_steps")
+    values["batch"]["gradient_accumulation_steps"] = passes
+    recipe: Any = parse_recipe({**values, "data": {**values["data"], "dir": "d"}})
+    assert recipe.batch.accumulation(recipe.data.seq_len) == passes or not passes
     assert recipe.batch.accumulation(recipe.data.seq_len) * micro * recipe.data.seq_len == batch
     assert (recipe.batch.global_batch_tokens, recipe.batch.micro_batch_size) == (batch, micro)
     assert found["model.vocab_size"] == TEXT.vocab_size
 
 
 def test_a_batch_of_parts_of_sequences_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is no multiple of a micro-batch's 256 tokens: take 256"):
+    with pytest.raises(ConfigError, match="not go with the 256 tokens of a sequence: take 256"):
         choose(TEXT, MACHINE, Length(600), {"batch.global_batch_tokens": 128, "data.seq_len": 256})
+    pair = {"batch.micro_batch_size": 2, "batch.gradient_accumulation_steps": 3}
+    pair |= {"data.seq_len": 256, "batch.global_batch_tokens": 4096}
+    with pytest.raises(ConfigError, match="4096 does not go with the 1536 tokens of the given mic"):
+        choose(TEXT, MACHINE, Length(600), pair)
+    wide = choose(TEXT, MACHINE, Length(3600), {"batch.global_batch_tokens": 2048 + 256})
+    assert wide["data.seq_len"] == 256, "only the models with sequences of 256 tokens are left"
     with pytest.raises(ConfigError, match="--size 0M is unknown"):
         choose(TEXT, MACHINE, Length(600), size="0M")
 
@@ -372,7 +383,9 @@ def test_the_width_goes_with_given_heads(
 
 
 def test_heads_that_go_with_no_width_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_attention_heads 6: no width goes with it, of 256:"):
+    with pytest.raises(
+        ConfigError, match=r"no width of 256 goes .*_heads 6: set .* multiple of 12"
+    ):
         choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "small")
     near = choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "10M")
     assert near["model.hidden_size"] == 384

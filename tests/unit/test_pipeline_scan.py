@@ -261,6 +261,7 @@ def test_few_held_out_documents_have_three_prompts(tmp_path: Path, documents: in
     assert 0 < len(held) < 3
     assert len(scan.prompts) == 3
     assert all(any(prompt in text for text in held) for prompt in scan.prompts)
+    assert all(any(text.startswith(prompt) for prompt in scan.prompts) for text in held)
 
 
 def test_prompts_are_not_of_texts_whose_end_is_trained_on(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def _table(entries: Sequence[_Found]) -> str:
                 entry.rung.name,
                 f"{entry.rate:,.0f}",
                 "" if before is None else f"{entry.rate / before:.2f}x",
-                f"{entry.rate / good[0].rate:.2f}x",
+                "" if entries[0].reason else f"{entry.rate / good[0].rate:.2f}x",
                 f"{peak / _GIB:.2f}",
                 f"{predicted / peak - 1:+.1%}" if predicted else "",
                 entry.result.get("prediction_problem", ""),

@@ -16,7 +16,14 @@ from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_passes, given_rows
+from firstlight.pipeline.chosen import (
+    Choice,
+    Choices,
+    RunFacts,
+    given_batch,
+    given_passes,
+    given_rows,
+)
 from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
 from firstlight.pipeline.shapes import candidate_shapes, head_count
@@ -84,7 +91,14 @@ def choose(
     given = (fixed or {}).items()
     fixed = {k: v for k, v in given if v is not None and k != "model.vocab_size"}
     shapes = candidate_shapes(text.vocab_size, fixed, size)
-    candidates = [_candidate(s, text, machine, length, fixed) for s in shapes]
+    candidates, problem = [], None
+    for shape in shapes:
+        try:
+            candidates.append(_candidate(shape, text, machine, length, fixed))
+        except ConfigError as error:  # a given batch is not one of whole sequences of this length
+            problem = problem or error
+    if problem is not None and not candidates:
+        raise problem
     fitting = [one for one in candidates if one.shape.state_bytes <= machine.usable_bytes]
     if not fitting:
         raise ConfigError(
@@ -145,13 +159,8 @@ def _candidate(
 ) -> _Candidate:
     """A model with its run: the batch, the steps for which there is time, and the expected loss. In
     a long run its sequences are longer."""
+    given = given_batch(fixed, shape.seq_len)
     unit = shape.seq_len * given_rows(fixed) * given_passes(fixed)
-    given = fixed.get("batch.global_batch_tokens")
-    if given is not None and given % unit:
-        raise ConfigError(
-            f"batch.global_batch_tokens {given} is no multiple of a micro-batch's {unit} tokens: "
-            f"take {-(-given // unit) * unit}"
-        )
 
     def tokens_at(rate: float) -> float:
         if length.seconds is None:
@@ -170,7 +179,8 @@ def _candidate(
     run = RunFacts(steps, batch, shape.seq_len, rate)
     # A given batch may be a multiple of the short sequences only.
     context = fixed.get("model.max_position_embeddings", settings.LONG_SEQ_LEN)
-    fits = not given or given % (settings.LONG_SEQ_LEN * unit // shape.seq_len) == 0
+    tokens_given = fixed.get("batch.global_batch_tokens", 0)
+    fits = tokens_given % (settings.LONG_SEQ_LEN * unit // shape.seq_len) == 0
     fits = fits and context >= settings.LONG_SEQ_LEN
     is_short = shape.seq_len < settings.LONG_SEQ_LEN and "data.seq_len" not in fixed
     if is_short and fits and run.tokens >= settings.LONG_RUN_TOKENS:
@@ -271,6 +281,8 @@ def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
         unfit.add("schedule.min_lr_ratio")
     if not _uses_muon(fixed):
         unfit |= {key for key in settings.LAYOUT if key.startswith("optimizer.")}
+    if fixed.get("model.tie_word_embeddings"):
+        unfit.add("init.head_std")
     return {key: value for key, value in settings.LAYOUT.items() if key not in unfit}
 
 
@@ -334,6 +346,10 @@ def _length_choices(
         yield Choice("schedule.max_steps", run.steps, passes)
     warmup = max(run.steps // 50, min(10, run.steps // 10))
     yield Choice("schedule.warmup_steps", warmup, "of a rising rate: a fiftieth, ten at least")
+    if "schedule.decay_fraction" in schedule:
+        # Warm-up and decay are within the run.
+        rising = fixed.get("schedule.warmup_ratio", 0.0)
+        schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
     decay = settings.WEIGHT_DECAY

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
 from firstlight.pipeline.facts import MachineFacts
 
@@ -90,6 +91,34 @@ def given_rows(fixed: Mapping[str, Any]) -> int:
 def given_passes(fixed: Mapping[str, Any]) -> int:
     """The micro-batches of a step given by the user; 1 if their number is not given."""
     return fixed.get("batch.gradient_accumulation_steps") or 1
+
+
+def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
+    """The tokens of a step as the user gives them: as such, or by the size and the number of its
+    micro-batches; None if neither is given.
+
+    Args:
+        fixed: values given by the user, by `section.key`.
+        seq_len: tokens of a sequence.
+
+    Raises:
+        ConfigError: the given number is not that of whole sequences or of the given micro-batches.
+    """
+    tokens, unit = fixed.get("batch.global_batch_tokens"), seq_len * given_rows(fixed)
+    unit *= given_passes(fixed)
+    is_whole = isinstance(fixed.get("batch.micro_batch_size"), int) and (
+        "batch.gradient_accumulation_steps" in fixed
+    )
+    if tokens is None:
+        return unit if is_whole else None
+    if tokens % unit or (is_whole and tokens != unit):
+        parts = "a sequence" if unit == seq_len else "the given micro-batches"
+        take = unit if is_whole else -(-tokens // unit) * unit
+        raise ConfigError(
+            f"batch.global_batch_tokens {tokens} does not go with the {unit} tokens of {parts}: "
+            f"take {take}"
+        )
+    return int(tokens)
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:

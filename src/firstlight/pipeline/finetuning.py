@@ -281,9 +281,11 @@ class FineTuning:
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """The overrides of sections that influence the memory of the run."""
+    """The overrides of sections that influence the memory of the run with a micro-batch of one
+    sequence, whose number would then be wrong."""
     sections = ("data", "lora", "batch", "optimizer", "efficiency", "loss", "distributed")
-    return [one for one in request.overrides if one[0].partition(".")[0] in sections]
+    named = [one for one in request.overrides if one[0].partition(".")[0] in sections]
+    return [one for one in named if one[0] != "batch.gradient_accumulation_steps"]
 
 
 def _gib(size: float) -> str:

@@ -161,6 +161,10 @@ def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
     return Estimator(measures=False).estimate(Candidate(recipe, machine))
 
 
+#: Keys that cut a step into micro-batches, which then stay as they are.
+_CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"})
+
+
 def fitting_choices(
     choices: Choices,
     recipe_of: Callable[[Choices], ResolvedRecipe],
@@ -179,7 +183,7 @@ def fitting_choices(
     key = "batch.micro_batch_size"
     while True:
         found, rows = estimate_run(recipe_of(choices), machine), choices[key]
-        if found.problem or found.fits or rows == 1 or key in fixed:
+        if found.problem or found.fits or rows == 1 or not _CUTS.isdisjoint(fixed):
             return choices, None if found.problem else found.needed_bytes
         choices = choices.with_value(key, rows // 2)
 
@@ -263,7 +267,7 @@ def fitted_recipe(
     init_from: str | None = None,
 ) -> FittedRecipe:
     """The recipe of the choices, with the micro-batch size halved until the run fits into memory. A
-    micro-batch size given by the user is kept.
+    micro-batch size given by the user, or their number, is kept.
 
     Args:
         values: sections of the recipe; changed in place.
@@ -275,7 +279,7 @@ def fitted_recipe(
             because fitting takes time, too.
         init_from: name or folder of the model to start from; None for a new model.
     """
-    given = any(name == "batch.micro_batch_size" for name, _ in overrides)
+    given = any(name in _CUTS for name, _ in overrides)
     while True:
         recipe = parse_recipe(values, "the chosen recipe", overrides)
         resolved = resolve_for(recipe, machine, init_from)

@@ -23,7 +23,7 @@ from firstlight.pipeline.choices import choose, choose_vocabulary
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
 from firstlight.pipeline.scan import SHOWN_FILES, Scan, described, scan_corpus
-from firstlight.pipeline.shapes import heads_for, parameters_of
+from firstlight.pipeline.shapes import parameters_of, sections_for
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.machine import Machine
@@ -77,9 +77,9 @@ class Request:
     @property
     def fixed(self) -> dict[str, Any]:
         """The values of the overrides, by `section.key`."""
-        from firstlight.recipe.load import parse_yaml
+        from firstlight.recipe.load import override_value
 
-        return {name: parse_yaml(text) for name, text in self.overrides}
+        return {name: override_value(name, text) for name, text in self.overrides}
 
     def check(self, *, conversations: bool = False) -> None:
         """Refuse invalid overrides before anything is trained.
@@ -119,7 +119,7 @@ class Request:
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
         # Some keys are valid only with others that will be chosen.
-        others = {"schedule": {"kind": settings.LAYOUT["schedule.kind"]}, **heads_for(self.fixed)}
+        others = sections_for(self.fixed)
         parse_recipe({"data": data, **others}, "options", self.overrides)
 
 

@@ -270,7 +270,8 @@ class _Counts:
             whole = [own for one, own in self._openings.items() if one in held.digests]
             texts = [own[0] for own in whole]
             if len(texts) < _PROMPTS:
-                texts += [text for own in whole for text in own[1:]]
+                later = [text for own in whole for text in own[1:]]
+                return [one for one in dict.fromkeys(texts + later) if one][:_PROMPTS]
         step = max(len(texts) // _PROMPTS, 1)
         return [one for one in dict.fromkeys(texts[::step]) if one][:_PROMPTS]
 

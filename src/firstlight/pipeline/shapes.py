@@ -31,27 +31,36 @@ def candidate_shapes(
     pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
     fitting = [(w, d) for w, d in pairs if _fits_heads(w, fixed)]
     if not fitting:
-        heads = [f"--{key} {fixed[key]}" for key in _HEADS if key in fixed]
+        given = " and ".join(f"--{key} {fixed[key]}" for key in _HEADS if key in fixed)
         widths = ", ".join(dict.fromkeys(str(w) for w, _ in pairs))
+        step = 2 * fixed[_HEADS[0]] if _HEADS[0] in fixed else settings.HEAD_DIM * fixed[_HEADS[1]]
         raise ConfigError(
-            f"{' and '.join(heads)}: no width goes with it, of {widths}: set --model.hidden_size "
-            "to a multiple of twice the heads"
+            f"no width of {widths} goes with {given}: set --model.hidden_size to a multiple of "
+            f"{step}"
         )
     return [ModelSize(w, d, vocab_size, _seq_len(w, fixed)) for w, d in fitting]
 
 
+#: Smallest size of a head of a width that is chosen.
+_LEAST_HEAD = 16
 _HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
 
 
-def heads_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's `model` section with a width and heads that go with the given ones; {} if none is
-    given."""
+def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of a recipe with keys that will be chosen, with which the given ones are valid."""
+    layout, size = settings.LAYOUT, settings.HEAD_DIM
+    found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}
+    if "optimizer.name" not in fixed:
+        found["optimizer"] = {"learning_rate": layout["optimizer.learning_rate"]}
+    if not any(name.startswith("model.") for name in fixed):
+        return found
+    model = {"model_type": layout["model.model_type"]}
     width, heads = fixed.get("model.hidden_size"), fixed.get(_HEADS[0]) or fixed.get(_HEADS[1])
-    if isinstance(heads, int):
-        return {"model": {"hidden_size": settings.HEAD_DIM * heads, "num_attention_heads": heads}}
-    if isinstance(width, int):
-        return {"model": {"num_attention_heads": max(width // settings.HEAD_DIM, 1)}}
-    return {}
+    if isinstance(heads, int) and heads > 0:
+        model |= {"hidden_size": size * heads, "num_attention_heads": heads}
+    elif isinstance(width, int) and width > 0:
+        model["num_attention_heads"] = 1 if width % size else width // size
+    return {**found, "model": model}
 
 
 def head_count(width: int, fixed: Mapping[str, Any]) -> int:
@@ -73,9 +82,11 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
 def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
     if not any(key in fixed for key in _HEADS):
         return True
+    if "model.hidden_size" in fixed:
+        return True  # the model's own rules decide
     heads = head_count(width, fixed)
-    # Rotary embeddings turn pairs of a head's dimensions.
-    divides = "model.head_dim" in fixed or width % (2 * heads) == 0
+    # Rotary embeddings turn pairs of a head's dimensions, and tiny heads see little.
+    divides = width % (2 * heads) == 0 and width >= _LEAST_HEAD * heads
     return divides and heads % int(fixed.get(_HEADS[1]) or heads) == 0
 
 

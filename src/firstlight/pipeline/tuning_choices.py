@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from firstlight.console import rounded
-from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_passes, given_rows
+from firstlight.pipeline.chosen import (
+    Choice,
+    Choices,
+    RunFacts,
+    given_batch,
+    given_passes,
+    given_rows,
+)
 from firstlight.pipeline.facts import Length, MachineFacts
 
 
@@ -158,16 +164,12 @@ def choose_tuning(
         fixed: values given by the user, by `section.key`.
 
     Raises:
-        ConfigError: a given `batch.global_batch_tokens` is not a multiple of the row's tokens.
+        ConfigError: given values of the batch disagree.
     """
     flops, rate = machine.rates[0]
+    fixed = {key: value for key, value in fixed.items() if value is not None}
     most: float = fixed.get("schedule.epochs", data.most_epochs) * epoch_tokens
-    given = fixed.get("batch.global_batch_tokens")
-    if given is not None and given % row.value:
-        raise ConfigError(
-            f"batch.global_batch_tokens {given} is no multiple of data.seq_len {row.value}: take "
-            f"{-(-given // row.value) * row.value}"
-        )
+    given = given_batch(fixed, row.value)
 
     def tokens_at(rate: float) -> float:
         if length.seconds is None:
@@ -204,7 +206,7 @@ def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
     Args:
         tokens: tokens of the run.
         seq_len: tokens of a row.
-        unit: tokens of a micro-batch.
+        unit: tokens of which the step has a multiple: those of given micro-batches.
     """
     wanted = min(tokens / settings.TUNING_STEPS, settings.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)

@@ -149,11 +149,13 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"option --{name}: {section} is not a section")
         place = inner
-    if _takes_text(name) and text not in ("null", "~"):
-        place[key] = text
-        return
+    place[key] = override_value(name, text)
+
+
+def override_value(name: str, text: str) -> Any:
+    """The value of `section.key` from a text; ConfigError if it is not YAML."""
     try:
-        place[key] = parse_yaml(text)
+        return text if _takes_text(name) and text not in ("null", "~") else parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"option --{name}: '{text}' is not a valid value: {error}") from error
 
@@ -164,11 +166,8 @@ def _takes_text(name: str) -> bool:
     section: type[BaseModel] = Recipe
     *sections, key = name.split(".")
     for part in sections:
-        inner = (
-            _section_types(section.model_fields[part].annotation)
-            if part in section.model_fields
-            else []
-        )
+        field = section.model_fields.get(part)
+        inner = [] if field is None else _section_types(field.annotation)
         if not inner:
             return False
         section = inner[0]
