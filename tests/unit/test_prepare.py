@@ -491,10 +491,13 @@ def trained(pattern: str) -> Tokenizer:
 
 
 TRAINED = {pattern: trained(pattern) for pattern in (GPT2_PATTERN, LLAMA3_PATTERN)}
-LINES = st.lists(
-    TEXTS | st.sampled_from(["word", "日本", " \n", "a\n", "é\n \n", "1\n", "½\n", "x_\n", "²"]),
-    max_size=12,
-).map("\n".join)
+LINES = st.tuples(
+    st.lists(
+        TEXTS | st.sampled_from(["word", "日本", " \n", "a\n", "é\n \n", "1\n", "½\n", "x_ ", "²"]),
+        max_size=12,
+    ),
+    st.sampled_from(["\n", " ", "  ", "\n ", " \n"]),
+).map(lambda drawn: drawn[1].join(drawn[0]))
 
 
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])
@@ -503,26 +506,33 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
     pattern: str, text: str, size: int
 ) -> None:
     tokenizer = TRAINED[pattern]
-    assert tokenizer.splits_at_newline_after_letter
+    assert tokenizer.splits_at_space_after_letter
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "_PIECE_CHARACTERS", size)
         found = cutting.cut_long(text)
     assert "".join(found) == text
     assert all(len(piece) >= size for piece in found[:-1])
-    assert all(piece.startswith("\n") for piece in found[1:])
+    assert all(piece[0] in " \n" for piece in found[1:])
     joined = [token_id for piece in found for token_id in tokenizer.encode(piece)]
     assert joined == tokenizer.encode(text)
 
 
+@pytest.mark.parametrize("space", ["\n", " "])
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])
-def test_both_splits_end_a_piece_between_any_cut_character_and_a_newline(pattern: str) -> None:
+def test_both_splits_end_a_piece_between_any_cut_character_and_a_space(
+    pattern: str, space: str
+) -> None:
     """All of Unicode: Python and the tokenizer library may not know the same letters."""
     everything = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
-    before = [c for c in everything if cutting._NEWLINE_AFTER_LETTER.search(c + "\n")]
+    before = [c for c in everything if cutting._SPACE_AFTER_LETTER.search(c + space)]
     assert len(before) > 100_000
     splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    parts = [part for part, _ in splitter.pre_tokenize_str("\n".join([*before, ""]))]
-    assert parts == [part for character in before for part in (character, "\n")]
+    joined = space.join([*before, ""])
+    parts = [part for part, _ in splitter.pre_tokenize_str(joined)]
+    assert "".join(parts) == joined
+    # A space begins a part, alone or before a word.
+    assert not any(space in part[1:] for part in parts)
+    assert space == " " or parts == [part for character in before for part in (character, "\n")]
 
 
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])

@@ -16,7 +16,7 @@ from firstlight.errors import ConfigError
 #: Characters of a piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18
 
-_NEWLINE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])\n")
+_SPACE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])[ \n]")
 
 #: Project Gutenberg's lines around the text of a book:
 #: - start, since 2003: "*** START OF THE PROJECT GUTENBERG EBOOK TITLE ***", where the title may
@@ -59,15 +59,16 @@ def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
 
 
 def cut_long(text: str) -> list[str]:
-    """The text in pieces of about `_PIECE_CHARACTERS`, each cut between a letter and a newline.
+    """The text in pieces of about `_PIECE_CHARACTERS`, each cut between a letter and a space or a
+    newline.
 
     The encodings of the pieces concatenate to that of the text only for a tokenizer that
-    `splits_at_newline_after_letter`.
+    `splits_at_space_after_letter`.
     """
     pieces = []
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
-        match = _NEWLINE_AFTER_LETTER.search(text, start + _PIECE_CHARACTERS)
+        match = _SPACE_AFTER_LETTER.search(text, start + _PIECE_CHARACTERS)
         if match is None:
             break
         pieces.append(text[start : match.start()])

@@ -350,7 +350,7 @@ class _Preparation:
 
     def _pieces(self, documents: Iterator[Record]) -> Iterator[TextPiece]:
         """The documents in pieces: each is assigned to a split, and a long one is cut."""
-        cuttable = self.tokenizer.splits_at_newline_after_letter
+        cuttable = self.tokenizer.splits_at_space_after_letter
         for number, (document, split) in enumerate(self._assigned(documents), start=1):
             if split is None:
                 self._reject(document, BadRecordError("duplicate", REASONS["duplicate"]))

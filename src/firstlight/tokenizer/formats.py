@@ -369,13 +369,13 @@ def _trial_texts() -> Iterator[str]:
             yield from (text, text + "\0!")
 
 
-def splits_at_newline_after_letter(state: dict[str, Any]) -> bool:
+def splits_at_space_after_letter(state: dict[str, Any]) -> bool:
     """True if `a + b` always encodes to the ids of `a` and then of `b`, for any text `a` that ends
-    with a letter and any text `b` that begins with a newline.
+    with a letter and any text `b` that begins with a space or a newline.
 
     This holds for byte-level BPE with the split pattern of GPT-2 or Llama 3: no match of these
-    patterns has a newline after a letter, and they have no look-behind. A long document can then be
-    encoded in pieces, which is several times faster and needs bounded memory.
+    patterns has white space after a letter, and they have no look-behind. A long document can then
+    be encoded in pieces, which is several times faster and needs bounded memory.
 
     Args:
         state: the content of tokenizer.json.
@@ -388,7 +388,7 @@ def splits_at_newline_after_letter(state: dict[str, Any]) -> bool:
     return (
         state.get("normalizer") is None
         and state["model"].get("type") == "BPE"
-        # Added tokens that are not special are searched in the text, and may contain a newline.
+        # Added tokens that are not special are searched in the text, and may contain a space.
         and all(token["special"] for token in state["added_tokens"])
         and last.get("type") == "ByteLevel"
         and not last.get("add_prefix_space")

@@ -17,7 +17,7 @@ from firstlight.files.atomic import write_file
 from firstlight.tokenizer.formats import (
     find_tokenizer_file,
     read_tokenizer_file,
-    splits_at_newline_after_letter,
+    splits_at_space_after_letter,
 )
 from firstlight.tokenizer.parts import (
     chat_template_of,
@@ -246,9 +246,9 @@ class Tokenizer:
             return self.backend.decode(list(ids), skip_special_tokens=True)
 
     @functools.cached_property
-    def splits_at_newline_after_letter(self) -> bool:
-        """See `formats.splits_at_newline_after_letter`."""
-        return splits_at_newline_after_letter(self._state())
+    def splits_at_space_after_letter(self) -> bool:
+        """See `formats.splits_at_space_after_letter`."""
+        return splits_at_space_after_letter(self._state())
 
     @functools.cached_property
     def byte_token_ids(self) -> frozenset[int]:
