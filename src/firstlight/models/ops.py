@@ -303,14 +303,18 @@ def logits_without_padding(
     keeps_rows = _is_compiled_for_gpu(x_BTC)
     if keeps_rows and softcap is None and _is_plain(head) and head.out_features > vocab_size:
         # The product adds a bias without further time, which a mask of the logits would take.
-        is_padding_V = torch.arange(head.out_features, device=x_BTC.device) >= vocab_size
-        bias_V = torch.zeros_like(is_padding_V, dtype=head.weight.dtype)
-        return F.linear(x_BTC, head.weight, bias_V.masked_fill(is_padding_V, float("-inf")))
+        bias_V = head.weight.new_zeros(head.out_features)
+        return F.linear(x_BTC, head.weight, _without_padding(bias_V, vocab_size))
     logits = head(x_BTC)
     if not keeps_rows or logits.shape[-1] == vocab_size:
         return soft_capped(logits[..., :vocab_size], softcap)
-    is_padding_V = torch.arange(logits.shape[-1], device=x_BTC.device) >= vocab_size
-    return soft_capped(logits, softcap).masked_fill(is_padding_V, float("-inf"))
+    return _without_padding(soft_capped(logits, softcap), vocab_size)
+
+
+def _without_padding(x: Tensor, vocab_size: int) -> Tensor:
+    """`x` [..., V or more] with -inf from the place V on."""
+    is_padding_V = torch.arange(x.shape[-1], device=x.device) >= vocab_size
+    return x.masked_fill(is_padding_V, float("-inf"))
 
 
 def _is_plain(head: object) -> TypeGuard[nn.Linear]:

@@ -16,14 +16,7 @@ from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import (
-    Choice,
-    Choices,
-    RunFacts,
-    given_batch,
-    given_passes,
-    given_rows,
-)
+from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_batch, given_unit
 from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
 from firstlight.pipeline.shapes import candidate_shapes, head_count
@@ -160,7 +153,7 @@ def _candidate(
     """A model with its run: the batch, the steps for which there is time, and the expected loss. In
     a long run its sequences are longer."""
     given = given_batch(fixed, shape.seq_len)
-    unit = shape.seq_len * given_rows(fixed) * given_passes(fixed)
+    unit = given_unit(fixed, shape.seq_len)
 
     def tokens_at(rate: float) -> float:
         if length.seconds is None:

@@ -82,15 +82,16 @@ class Choices:
         return next(choice.value for choice in self.choices if choice.key == key)
 
 
-def given_rows(fixed: Mapping[str, Any]) -> int:
-    """The micro-batch size given by the user, in sequences; 1 if it is not given or "auto"."""
-    rows = fixed.get("batch.micro_batch_size")
-    return rows if isinstance(rows, int) else 1
-
-
-def given_passes(fixed: Mapping[str, Any]) -> int:
+def _given_passes(fixed: Mapping[str, Any]) -> int:
     """The micro-batches of a step given by the user; 1 if their number is not given."""
     return fixed.get("batch.gradient_accumulation_steps") or 1
+
+
+def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
+    """The tokens of which a step has a multiple: those of a sequence, times the given size and the
+    given number of micro-batches."""
+    rows = fixed.get("batch.micro_batch_size")
+    return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
 
 def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
@@ -104,8 +105,7 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
     Raises:
         ConfigError: the given number is not that of whole sequences or of the given micro-batches.
     """
-    tokens, unit = fixed.get("batch.global_batch_tokens"), seq_len * given_rows(fixed)
-    unit *= given_passes(fixed)
+    tokens, unit = fixed.get("batch.global_batch_tokens"), given_unit(fixed, seq_len)
     is_whole = isinstance(fixed.get("batch.micro_batch_size"), int) and (
         "batch.gradient_accumulation_steps" in fixed
     )
@@ -183,7 +183,7 @@ class RunFacts:
         busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
         micro = min(rows, 1 << int(math.log2(busy)))
         if is_given := "batch.gradient_accumulation_steps" in fixed:
-            micro = max(rows // given_passes(fixed), 1)
+            micro = max(rows // _given_passes(fixed), 1)
         while rows % micro:
             micro -= 1
         reason = f"{micro * self.seq_len:,} tokens keep this device busy"

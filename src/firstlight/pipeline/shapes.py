@@ -71,12 +71,13 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
     """
     if given := fixed.get(_HEADS[0]):
         return int(given)
-    if width % settings.HEAD_DIM:
+    size = settings.HEAD_DIM
+    if width % size:
         raise ConfigError(
-            f"model.hidden_size {width} is no multiple of {settings.HEAD_DIM}, the size of a head: "
-            f"take {math.ceil(width / 64) * 64}, or set --model.num_attention_heads"
+            f"model.hidden_size {width} is no multiple of {size}, the size of a head: take "
+            f"{math.ceil(width / size) * size}, or set --model.num_attention_heads"
         )
-    return width // settings.HEAD_DIM
+    return width // size
 
 
 def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:

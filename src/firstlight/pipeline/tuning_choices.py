@@ -10,14 +10,7 @@ from typing import Any, Literal
 
 from firstlight.console import rounded
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import (
-    Choice,
-    Choices,
-    RunFacts,
-    given_batch,
-    given_passes,
-    given_rows,
-)
+from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_batch, given_unit
 from firstlight.pipeline.facts import Length, MachineFacts
 
 
@@ -177,7 +170,7 @@ def choose_tuning(
         return min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
 
     # The batch is the one for full speed: a smaller one would make a GPU slower still.
-    unit = row.value * given_rows(fixed) * given_passes(fixed)
+    unit = given_unit(fixed, row.value)
     batch = given or _batch_tokens(tokens_at(rate), row.value, unit)
     rate = machine.tokens_per_second(flops, batch)
     tokens = tokens_at(rate)
