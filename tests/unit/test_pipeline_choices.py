@@ -23,7 +23,7 @@ from firstlight.pipeline.facts import (
     expected_bits,
     worth_of_bytes,
 )
-from firstlight.pipeline.plan import request_of
+from firstlight.pipeline.request import request_of
 from firstlight.pipeline.run_folder import commented_yaml
 from firstlight.pipeline.scan import CorpusFacts
 from firstlight.pipeline.shapes import candidate_shapes
@@ -202,7 +202,7 @@ def test_sizes_have_names_and_numbers() -> None:
     assert choose(TEXT, MACHINE, Length(60.0), {}, "medium")["model.hidden_size"] == 512
     assert choose(TEXT, MACHINE, Length(60.0), {}, "3M")["model.hidden_size"] == 192
     table = {one.key: one.reason for one in choose(TEXT, MACHINE, Length(60.0), {}, "3M").choices}
-    assert table["model.hidden_size"].endswith(" parameters, nearest to 3M")
+    assert table["model.hidden_size"] == "the size nearest to 3M"
     for size in ("900B", "1k", "5"):
         with pytest.raises(ConfigError, match=f"--size {size}: with this text's vocabulary, sizes"):
             choose(TEXT, MACHINE, Length(60.0), {}, size)
@@ -239,6 +239,11 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     fewer = choose(little, MACHINE, Length(3600.0), {"schedule.epochs": 2.5})
     assert "would save less than 1% of the bits" in fewer.advice
     assert re.search(r"would save about [1-9]\d?% of the bits", more.advice)
+    tiny = choose(dataclasses.replace(TEXT, train_tokens=400.0), MACHINE, Length(180.0))
+    assert tiny.advice.startswith("1,320 bytes are too few to learn a language from")
+    warmup = next(one for one in tiny.choices if one.key == "schedule.warmup_steps")
+    assert (tiny.steps, warmup.value) == (6, 0)
+    assert warmup.reason == "of a rising rate: a tenth of a short run"
     once = choose(TEXT, MACHINE, Length(60.0))
     assert once.advice == ""
     reasons = {choice.key: choice.reason for choice in once.choices}
@@ -377,6 +382,8 @@ def test_the_width_goes_with_given_heads(
     chosen = choose(TEXT, MACHINE, Length(600.0), fixed)
     assert width is None or chosen["model.hidden_size"] in width
     assert chosen["model.num_attention_heads"] == heads
+    reason = next(one.reason for one in chosen.choices if one.key == "model.hidden_size")
+    assert f"of the widths that fit --model.num_attention_heads {heads}" in reason
     found = candidate_shapes(512, {"model.num_key_value_heads": 2})
     assert all(one.hidden_size % 128 == 0 for one in found)
     assert len(found) > 10
@@ -389,6 +396,13 @@ def test_heads_that_go_with_no_width_are_refused() -> None:
         choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "small")
     near = choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "10M")
     assert near["model.hidden_size"] == 384
+
+
+def test_another_layout_has_its_own_width_of_the_mlp() -> None:
+    chosen = choose(TEXT, MACHINE, Length(600.0), {"model.model_type": "gpt2"})
+    assert "model.intermediate_size" not in chosen.keys
+    model = recipe_of(chosen).model
+    assert model.intermediate_size == 4 * model.hidden_size
 
 
 def test_a_sequence_fits_into_a_given_context() -> None:

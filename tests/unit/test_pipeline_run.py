@@ -20,12 +20,14 @@ import yaml
 from firstlight.cli import train_texts as train_texts_module
 from firstlight.cli.main import main
 from firstlight.cli.train_texts import takes_texts
-from firstlight.console import time_text
+from firstlight.console import rounded, time_text
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
+from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import preparation
 from firstlight.pipeline.facts import MachineFacts
-from firstlight.pipeline.plan import Request, request_of, scan_texts
+from firstlight.pipeline.plan import scan_texts
+from firstlight.pipeline.request import Request, request_of
 from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts, work_of
 from firstlight.pipeline.run_folder import RunCall, run_name
@@ -102,6 +104,7 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     own = "--steps 3 " + " ".join(f"--{key} {value}" for key, value in TINY.items())
     assert recipe.startswith(f"# Chosen by `firstlight train '{texts}' {own}`. A comment")
     lines = list(result_lines(run))
+    assert re.search(r"\(gzip -9: .*, xz: .*, expected: \d\.\d\d to \d\.\d\d\)$", lines[10])
     metrics = (run.run_folder / "metrics.jsonl").read_text().splitlines()
     losses = [line["train/loss"] for line in map(json.loads, metrics) if line["step"]]
     assert lines[0] == "training loss"
@@ -157,6 +160,7 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     first = trained(texts, overrides=TINY | {"run.max_minutes": 1e-9})
     assert first.training is not None
     assert first.training.stopped_by == "max_minutes"
+    assert first.expected_bits_per_byte is None
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
     steps: list[int] = []
@@ -169,13 +173,16 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert second.training is not None
     assert second.training.step == steps[-1] == 3
     assert "--resume" not in second.next_commands[0][0]
+    assert second.expected_bits_per_byte is not None
+    third = trained(texts, steps=None, overrides={}, resume=True)
+    assert (third.run_folder, third.training) == (first.run_folder, None)
 
 
 def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = write_texts(tmp_path / "texts")
-    with pytest.raises(ConfigError, match="no unfinished run of these inputs is in runs"):
+    with pytest.raises(ConfigError, match="no run of these inputs is in runs"):
         trained(texts, steps=None, overrides={}, resume=True)
     trained(texts, steps=1)
     stopped = TINY | {"run.max_minutes": 1e-9}
@@ -189,10 +196,10 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     assert first.next_commands[0][0] == f"firstlight train {texts} --resume"
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
-    with pytest.raises(ConfigError, match="no unfinished run of these inputs and options"):
+    with pytest.raises(ConfigError, match="no run of these inputs and options"):
         trained(texts, steps=7, overrides=stopped, resume=True)
     (texts / "more.txt").write_text("one more text that nobody has seen before it was here\n")
-    with pytest.raises(ConfigError, match="no unfinished run of these inputs is in runs"):
+    with pytest.raises(ConfigError, match="no run of these inputs is in runs"):
         trained(texts, steps=None, overrides={}, resume=True)
     (texts / "more.txt").unlink()
     second = trained(texts, steps=None, overrides={}, resume=True)
@@ -332,7 +339,15 @@ def test_a_longer_run_is_proposed_by_what_this_one_took(tmp_path: Path) -> None:
     lines = [json.loads(line) | {"seconds": 600.0} for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     longer = trained(tmp_path / "texts").next_commands[-1][0]
-    assert f" --budget {4 * 10 * len(lines)}m " in longer
+    minutes = 4 * 10 * len(lines)
+    assert f" --budget {minutes}m " in longer
+    # A run of this length exists.
+    state = json.loads((run.run_folder / "pipeline.json").read_text())
+    state["request"] |= {"seconds": 60.0 * minutes, "steps": None}
+    Path("runs/texts-2").mkdir()
+    Path("runs/texts-2/pipeline.json").write_text(json.dumps(state))
+    longer = trained(tmp_path / "texts").next_commands[-1][0]
+    assert f" --budget {4 * minutes}m " in longer
 
 
 def test_bits_of_a_part_of_the_held_out_text_say_so(tmp_path: Path) -> None:
@@ -401,6 +416,7 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     rows = {line.split()[0]: line.split()[1] for line in shown.out.splitlines() if line}
     assert int(rows["steps"].replace(",", "")) > 1
     assert float(rows["epochs"]) == pytest.approx(4, rel=0.1)
+    assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision
     assert re.search(r"^expected memory: 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)
     assert "no --budget" not in shown.err
@@ -422,6 +438,28 @@ def test_the_plan_alone_expects_the_memory_of_the_run(
     machine, recipe = find_machine(), load_recipe(run.run_folder / "recipe.yaml")
     needed = machine_module.estimate_run(resolve_for(recipe, machine), machine).needed_bytes
     assert expected == pytest.approx(needed, rel=0.05)
+
+
+def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    given = TINY | {"model.model_type": "gpt2", "efficiency.precision": "fp32", "run.seed": 7}
+    given |= {"model.tie_word_embeddings": True, "model.vocab_size": 280, "run.dir": "there"}
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    assert main(["train", "texts", "--plan-only", "--steps", "3", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split(None, 2)[1:] for line in lines if line.split()[2:]}
+    assert rows["run.seed"] == ["7", "given"]
+    assert rows["model.model_type"] == ["gpt2", "given"]
+    assert rows["precision"][0] == "fp32"
+    assert not {"run.dir", "efficiency.precision"} & rows.keys()
+    run = trained(texts, overrides=given)
+    model = load_recipe(run.run_folder / "recipe.yaml").model
+    assert run.choices is not None
+    assert model is not None
+    assert run.choices.parameters == count_parameters(meta_model(model)).total
+    assert any(f"for {rounded(run.choices.parameters)} parameters" in line for line in lines)
 
 
 def test_the_plan_alone_takes_the_micro_batch_that_fits(

@@ -98,6 +98,18 @@ def test_documents_that_another_one_joins_are_not_held_out() -> None:
     assert held_out_groups(groups, [1] * 40, {1, 11}) == [2, 12, 21, 31]
 
 
+def test_similar_documents_that_are_held_out_together_are_mentioned(tmp_path: Path) -> None:
+    texts = [prose(seed) for seed in range(30)]
+    # The second document is held out, and with it a later one that is like it.
+    scan = scanned(tmp_path, *texts, f"{texts[1]} and more")
+    split_of = scan.split.splitter()
+    assert [split_of(text) for text in (texts[1], f"{texts[1]} and more")] == ["val", "val"]
+    line = "1 held-out document is similar to an earlier one: gzip and xz find the common parts"
+    assert list(described(scan))[2].startswith(line)
+    (tmp_path / "030.txt").unlink()
+    assert line not in "\n".join(described(scan_corpus(find_sources([tmp_path]))))
+
+
 def test_ends_of_similar_documents_are_not_held_out(tmp_path: Path) -> None:
     texts = [prose(seed) for seed in range(5)]
     longer = texts[0] + " " + prose(9, 60)

@@ -332,5 +332,11 @@ def test_the_rate_follows_width_and_method() -> None:
         5e-4 * (2000 / 64) ** 0.781, rel=0.05
     )
     assert adapters["lora.rank"] == settings.ADAPTER_RANK
+    lion = chosen(Length(60.0), fixed={"optimizer.name": "lion"})
+    assert lion["optimizer.learning_rate"] == pytest.approx(full / 5, rel=0.05)
+    with pytest.raises(ConfigError, match=r"fine-tuning with --optimizer.name sgd: set --opt"):
+        chosen(Length(60.0), fixed={"optimizer.name": "sgd"})
+    own = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1}
+    assert chosen(Length(60.0), fixed=own)["optimizer.learning_rate"] == 0.1
     values = adapters.values | {"data": {"kind": "chat", "files": ["a"], "seq_len": 256}}
     parse_recipe(values)

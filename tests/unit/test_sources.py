@@ -88,6 +88,7 @@ _CHINESE = (
     "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。寒来暑往，秋收冬藏。闰余成岁，律吕调阳。云腾致雨，露结为霜。\n"
 ) * 3
 _KOREAN = "나랏말싸미 중국에 달아 문자와로 서로 사맛디 아니할세 이런 젼차로 어린 백성이.\n" * 5
+_FRENCH = "Voilà où étaient brûlés, à côté, les mûriers âgés: été, août, forêt, goût.\n" * 2
 _RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю; а потом ещё.\n"
 _GREEK = "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία, και τρέχω στην άκρη της πόλης.\n" * 3
 _ARABIC = "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر ومغلف بجلد أزرق.\n" * 3
@@ -325,6 +326,7 @@ def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
     [
         ("eins\nzwei\nGrüße\n".encode("latin-1"), 3, "byte 0xfc is not UTF-8{} -f WINDOWS-1252 "),
         ("Il était une fois…\n".encode("cp1252"), 1, "byte 0xe9 is not UTF-8{} -f WINDOWS-1252 "),
+        (_FRENCH.encode("latin-1"), 1, "byte 0xe0 is not UTF-8{} -f WINDOWS-1252 "),
         ("Widziałem żółtą gęś\n".encode("cp1250"), 1, "byte 0xb3 is not UTF-8{} -f ENCODING "),
         ("schön, für\n".encode("cp850"), 1, "byte 0x94 is not UTF-8{} -f ENCODING "),
         ("天地玄黄 宇宙洪荒\n".encode("gb18030"), 1, "byte 0xcc is not UTF-8{} -f ENCODING "),

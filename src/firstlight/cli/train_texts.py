@@ -110,7 +110,7 @@ def train_texts_command(
     if options["plan_only"]:
         if options["resume"]:
             raise ConfigError("--plan-only shows a new run: leave out --resume, or --plan-only")
-        from firstlight.pipeline.plan import DEFAULT_SECONDS, request_of
+        from firstlight.pipeline.request import DEFAULT_SECONDS, request_of
 
         request = request_of(paths, **asked)
         if not request.has_length:

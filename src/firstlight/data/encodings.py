@@ -69,10 +69,12 @@ def _japanese(content: bytes) -> str | None:
 
 
 def _cyrillic(content: bytes) -> str | None:
-    """Windows-1251 or KOI8-R, detected from the most frequent letters of Russian, because encodings
+    """Windows-1251 or KOI8-R, detected from runs of bytes outside ASCII (accented letters in Latin
+    texts are mostly single), and from the most frequent letters of Russian, because encodings
     of Greek and Hebrew use the same bytes for other letters."""
     high = [byte for byte in content if byte > 0x7F]
-    if len(high) < 20:
+    words = re.findall(rb"[\x80-\xff]{3,}", content)
+    if len(high) < 20 or 2 * sum(map(len, words)) < len(high):
         return None
 
     def share(low: int, up: int) -> float:

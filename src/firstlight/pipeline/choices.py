@@ -19,7 +19,7 @@ from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_batch, given_unit
 from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
-from firstlight.pipeline.shapes import candidate_shapes, head_count
+from firstlight.pipeline.shapes import HEADS, candidate_shapes, head_count
 
 #: Fewest steps of a run: for shorter ones the batch is made smaller, because warm-up and decay of
 #: the learning rate need some steps.
@@ -102,7 +102,7 @@ def choose(
     general = [one for one in fitting if one.shape.layer_parameters <= most] or fitting[:1]
     best = _best(general, text, machine, length, fixed)
     items = [
-        *_model_choices(best, size, fixed, is_chosen=len(candidates) > 1),
+        *_model_choices(best.shape, _reason_of_width(best, size, fixed, len(candidates)), fixed),
         *_step_choices(best, text, machine, fixed),
         *_length_choices(best, length, text, fixed),
         *best.run.other_choices(machine, text.val_tokens),
@@ -194,16 +194,28 @@ def _batch_tokens(tokens: float, seq_len: int) -> int:
     return max(batch, seq_len)
 
 
-def _model_choices(
-    best: _Candidate, size: str | None, fixed: Mapping[str, Any], *, is_chosen: bool
-) -> Iterator[Choice]:
-    shape = best.shape
-    reason = f"{rounded(shape.parameters)} parameters"
-    if is_chosen:
-        flops = rounded(shape.flops_per_token * best.run.tokens)
-        reason += f": the least expected loss for {flops} FLOPs"
-    else:
-        reason += ", as given" if size is None or size in settings.SIZES else f", nearest to {size}"
+def _reason_of_width(
+    best: _Candidate, size: str | None, fixed: Mapping[str, Any], candidates: int
+) -> str:
+    """The reason for the best candidate's width, chosen among a number of candidates."""
+    if size is not None:
+        return "the given size" if size in settings.SIZES else f"the size nearest to {size}"
+    if candidates == 1:
+        return "the only width that fits what is given"
+    reason = f"the least expected loss for {rounded(best.flops * best.run.tokens)} FLOPs"
+    if given := [f"--{key} {fixed[key]}" for key in HEADS if fixed.get(key)]:
+        reason += f", of the widths that fit {' and '.join(given)}"
+    return reason
+
+
+def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> Iterator[Choice]:
+    """The choices of the model's section.
+
+    Args:
+        shape: the chosen sizes.
+        reason: the reason for its width.
+        fixed: values given by the user, by `section.key`.
+    """
     layout = {key: value for key, value in settings.LAYOUT.items() if key.startswith("model.")}
     reasons = {
         "model.model_type": "Llama's layout with norms on queries and keys: stable at high rates",
@@ -216,7 +228,8 @@ def _model_choices(
     yield Choice("model.num_hidden_layers", shape.num_hidden_layers, "depth for this width")
     heads = head_count(shape.hidden_size, fixed)
     yield Choice("model.num_attention_heads", heads, f"heads of {settings.HEAD_DIM}")
-    yield Choice("model.intermediate_size", shape.intermediate_size, "8/3 of the width")
+    if fixed.get("model.model_type", layout["model.model_type"]) == layout["model.model_type"]:
+        yield Choice("model.intermediate_size", shape.intermediate_size, "8/3 of the width")
     yield Choice("model.max_position_embeddings", shape.seq_len, "the length of a sequence")
 
 
@@ -337,8 +350,7 @@ def _length_choices(
     else:
         passes = f"{run.tokens:,} tokens, {epochs:.2g} passes over the text"
         yield Choice("schedule.max_steps", run.steps, passes)
-    warmup = max(run.steps // 50, min(10, run.steps // 10))
-    yield Choice("schedule.warmup_steps", warmup, "of a rising rate: a fiftieth, ten at least")
+    yield run.warmup(50, "a fiftieth")
     if "schedule.decay_fraction" in schedule:
         # Warm-up and decay are within the run.
         rising = fixed.get("schedule.warmup_ratio", 0.0)
@@ -362,7 +374,13 @@ def _length_choices(
 
 
 def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
-    """A sentence about the gain of more text; "" if the text is not read too often."""
+    """A sentence about the gain of more text; "" for a long text that is not read too often."""
+    size = text.train_tokens * text.bytes_per_token
+    if size < settings.LITTLE_TEXT:
+        return (
+            f"{rounded(size)} bytes are too few to learn a language from: the model will repeat "
+            "pieces of the text; a megabyte gives words and sentences of its own"
+        )
     if epochs <= settings.GOOD_EPOCHS:
         return ""
     # The expected loss of the same run on text without repetitions.
@@ -372,6 +390,6 @@ def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
     gain = 1 - new / best.bits
     return (
         f"the text is read {epochs:.0f} times; {rounded(read)} bytes of such text in place of "
-        f"{rounded(text.train_tokens * text.bytes_per_token)} would save "
+        f"{rounded(size)} would save "
         f"{f'about {gain:.0%}' if gain >= 0.01 else 'less than 1%'} of the bits"
     )

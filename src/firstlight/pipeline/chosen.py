@@ -38,7 +38,8 @@ class Choices:
 
     Attributes:
         choices: the settings, in the order of a recipe.
-        parameters: number of the model's parameters.
+        parameters: number of the model's parameters; without those of norms until the recipe is
+            known.
         tokens, steps, seconds: expected length of the run.
         tokens_per_second: expected speed of training.
         epochs: passes over the training data.
@@ -194,6 +195,17 @@ class RunFacts:
             fixed.get("batch.micro_batch_size") or micro,
             reason if micro < rows else "all of a step at once",
         )
+
+    def warmup(self, parts: int, part: str) -> Choice:
+        """The warm-up: at least ten steps, but not more than a tenth of a short run.
+
+        Args:
+            parts: steps of a long run divided by those of its warm-up.
+            part: this part as a text, such as "a fiftieth".
+        """
+        steps = max(self.steps // parts, min(10, self.steps // 10))
+        share = f"{part}, ten at least" if self.steps >= 100 else "a tenth of a short run"
+        return Choice("schedule.warmup_steps", steps, f"of a rising rate: {share}")
 
     def other_choices(self, machine: MachineFacts, val_tokens: float) -> Iterator[Choice]:
         """The choices for compiling, evaluations and checkpoints.

@@ -16,7 +16,7 @@ from firstlight.data.records import find_records, read_records
 from firstlight.data.sources import DataSource
 from firstlight.errors import FirstlightError
 from firstlight.pipeline.inputs import file_names
-from firstlight.pipeline.plan import Request
+from firstlight.pipeline.request import Request
 from firstlight.pipeline.settings import USUAL_SHARE
 from firstlight.pipeline.tuning_choices import TuningData
 from firstlight.recipe import parse_recipe

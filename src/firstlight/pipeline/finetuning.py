@@ -16,10 +16,11 @@ from firstlight.data.kinds import START_FROM
 from firstlight.data.records import kind_of_records
 from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline.chosen import Choice
-from firstlight.pipeline.facts import Length, estimated_text
+from firstlight.pipeline.facts import estimated_text
 from firstlight.pipeline.inputs import conversations_in, other_files_line
-from firstlight.pipeline.plan import DEFAULT_SECONDS, Request, RunPlan, reading_line, scan_texts
+from firstlight.pipeline.plan import RunPlan, reading_line, scan_texts
 from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
+from firstlight.pipeline.request import Request
 from firstlight.pipeline.run_folder import RunCall
 from firstlight.pipeline.scan import Scan
 from firstlight.pipeline.tuning_choices import (
@@ -131,9 +132,8 @@ class FineTuning:
         recipe, method = self._fitting_method(request, machine, row)
         speed = facts_for_model(recipe, machine)
         epoch, held = self._tokens(row.value)
-        length = Length(request.seconds, request.tokens, request.steps)
-        if not request.has_length:
-            length = Length(DEFAULT_SECONDS)
+        size = 0.0 if self._scan is None else self._scan.facts.total_bytes
+        length = request.training_length(size)
         choices = choose_tuning(
             *(self._data, self._model, method, speed, epoch, held, row, length, fixed)
         )

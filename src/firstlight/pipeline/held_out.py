@@ -30,11 +30,13 @@ class HeldOut:
         fraction: fraction of the text that is held out.
         whole: hashes of the documents of which no end is held out, because it may be in a document
             that is similar.
+        similar: number of held-out documents that are similar to an earlier held-out one.
     """
 
     digests: frozenset[bytes] | None
     fraction: float
     whole: frozenset[bytes] = frozenset()
+    similar: int = 0
 
     def splitter(self) -> SplitOf:
         """A function from a document's text to its split, for one pass over the documents in order:
@@ -64,7 +66,8 @@ def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
     share = held_out_share(sum(counts))
     chosen = held_out_groups(near.groups, counts, near.bridged)
     if chosen is not None:
-        return HeldOut(frozenset(digests[number] for number in chosen), share)
+        similar = len(chosen) - len({near.groups[number] for number in chosen})
+        return HeldOut(frozenset(digests[number] for number in chosen), share, similar=similar)
     members = Counter(near.groups)
     others = {group for group, count in members.items() if count == 1} - near.bridged
     alike = [number for number, group in enumerate(near.groups) if group not in others]

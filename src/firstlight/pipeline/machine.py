@@ -15,7 +15,7 @@ from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
-from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, MachineFacts, ModelSize
@@ -161,6 +161,12 @@ def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
     return Estimator(measures=False).estimate(Candidate(recipe, machine))
 
 
+def _parameters(recipe: ResolvedRecipe) -> int:
+    """The number of parameters of a recipe's model, without adapters. A model with given keys can
+    differ from the candidates among which it was chosen."""
+    return count_parameters(meta_model(recipe.model)).total
+
+
 #: Keys that cut a step into micro-batches, which then stay as they are.
 _CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"})
 
@@ -172,7 +178,8 @@ def fitting_choices(
     machine: Machine,
 ) -> tuple[Choices, int | None]:
     """Choices whose micro-batch is halved until the run fits into memory, as `fitted_recipe` does
-    once the data is prepared; and the expected memory in bytes, None if it can't be predicted.
+    once the data is prepared, with the parameters counted; and the expected memory in bytes, None
+    if it can't be predicted.
 
     Args:
         choices: all settings.
@@ -182,9 +189,11 @@ def fitting_choices(
     """
     key = "batch.micro_batch_size"
     while True:
-        found, rows = estimate_run(recipe_of(choices), machine), choices[key]
+        recipe = recipe_of(choices)
+        found, rows = estimate_run(recipe, machine), choices[key]
         if found.problem or found.fits or rows == 1 or not _CUTS.isdisjoint(fixed):
-            return choices, None if found.problem else found.needed_bytes
+            needed = None if found.problem else found.needed_bytes
+            return replace(choices, parameters=_parameters(recipe)), needed
         choices = choices.with_value(key, rows // 2)
 
 
@@ -242,7 +251,8 @@ class FittedRecipe:
     Attributes:
         recipe: the recipe to train.
         resolved: the same recipe with all open keys resolved, as it is written to the run folder.
-        choices: the choices with the recipe's final micro-batch size and minutes.
+        choices: the choices with the recipe's final micro-batch size and minutes, and its number of
+            parameters.
         forecast: expected memory and speed; None if they can't be predicted.
     """
 
@@ -288,6 +298,7 @@ def fitted_recipe(
         if forecast is None or forecast.peak_bytes <= machine.usable_bytes or rows == 1 or given:
             break
         values["batch"]["micro_batch_size"] = rows // 2
+    choices = replace(choices, parameters=_parameters(resolved))
     choices = choices.with_value("batch.micro_batch_size", rows)
     if "schedule.max_minutes" in choices.keys:
         left = length().seconds

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.pipeline.facts import TextFacts
-from firstlight.pipeline.plan import Request, RunPlan, TextPlan, plan_texts, scan_texts
+from firstlight.pipeline.plan import RunPlan, TextPlan, plan_texts, scan_texts
 from firstlight.pipeline.preparation import (
     Preparation,
     fitting_prompts,
     prepared_texts,
     train_tokenizer_on,
 )
+from firstlight.pipeline.request import Request
 from firstlight.pipeline.run_folder import RunCall
 from firstlight.pipeline.scan import CorpusFacts
 
@@ -74,7 +75,7 @@ class NewModel:
         for line in plan.lines():
             call.tell(line)
         call.write_recipe(fitted.resolved, plan.choices, request)
-        call.remember(begun=True)
+        call.remember(begun=True, expected=plan.choices.bits_per_byte)
         forecaster = KnownForecast(fitted.forecast)
         return train(
             fitted.recipe, on_step=call.on_step, progress=call.progress, forecaster=forecaster

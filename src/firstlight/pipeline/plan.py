@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firstlight.console import parse_count, parse_time, plain, rounded, size_text, time_text
+from firstlight.console import plain, rounded, size_text, time_text
 from firstlight.data.sources import (
     DataSource,
     by_ending,
@@ -17,155 +17,24 @@ from firstlight.data.sources import (
     note_on_inputs,
     unread_files,
 )
-from firstlight.errors import ConfigError, InputError
-from firstlight.pipeline import settings
+from firstlight.errors import InputError
 from firstlight.pipeline.choices import choose, choose_vocabulary
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
+from firstlight.pipeline.request import Request
 from firstlight.pipeline.scan import SHOWN_FILES, Scan, described, scan_corpus
-from firstlight.pipeline.shapes import parameters_of, sections_for
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.machine import Machine
 
 Tell = Callable[[str], None]
 
-#: Length of a run in seconds if none is given and the user can't be asked.
-DEFAULT_SECONDS = 600.0
 #: Fewest bytes of text: less leaves no validation text.
 LEAST_BYTES = 1000
 #: Lengths in seconds that are offered when the user is asked.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)
-
-
-@dataclass(frozen=True)
-class Request:
-    """The user's request. At most one of seconds, tokens and steps is given.
-
-    Attributes:
-        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
-        seconds: wall-clock time of the whole command.
-        tokens, steps: number of tokens to train on; number of optimizer steps.
-        size: name of a size, or number of parameters, of the model; None chooses it.
-        overrides: pairs (`section.key`, value as YAML text).
-        text_key: field of the text in JSONL lines, tables and datasets.
-        init_from: folder of the model to start from; None trains a new one.
-    """
-
-    inputs: Sequence[str]
-    seconds: float | None = None
-    tokens: float | None = None
-    steps: int | None = None
-    size: str | None = None
-    overrides: Sequence[tuple[str, str]] = ()
-    text_key: str = "text"
-    init_from: str | None = None
-
-    def __post_init__(self) -> None:
-        given = {"--budget": self.seconds, "--tokens": self.tokens, "--steps": self.steps}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1:
-            raise ConfigError(f"{' and '.join(named)} both say how long the run is: keep one")
-        if any(value is not None and not value > 0 for value in given.values()):
-            raise ConfigError(f"{named[0]} has to be more than 0")
-
-    @property
-    def has_length(self) -> bool:
-        """True if the request gives the length of the run."""
-        return (self.seconds, self.tokens, self.steps) != (None, None, None)
-
-    @property
-    def fixed(self) -> dict[str, Any]:
-        """The values of the overrides, by `section.key`."""
-        from firstlight.recipe.load import override_value
-
-        return {name: override_value(name, text) for name, text in self.overrides}
-
-    def check(self, *, conversations: bool = False) -> None:
-        """Refuse invalid overrides before anything is trained.
-
-        Args:
-            conversations: True if the inputs are conversations.
-
-        Raises:
-            ConfigError: a key is unknown or follows from the inputs, or its value is invalid.
-        """
-        from firstlight.recipe import parse_recipe
-
-        taken = {"data.dir": "the inputs are prepared for the run"}
-        taken |= {"data.files": "they are the inputs", "data.kind": "the inputs tell it"}
-        taken |= {"data.mix": "prepare the corpora, and train a recipe"}
-        lengths = ("schedule.max_steps", "schedule.max_minutes")
-        taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
-        if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
-            taken["schedule.epochs"] = "it is a number of passes within a --budget"
-        for name, _ in self.overrides:
-            if name in taken:
-                raise ConfigError(f"--{name} is chosen with texts as inputs: {taken[name]}")
-            section = name.partition(".")[0]
-            if self.init_from is not None and section in ("model", "init"):
-                raise ConfigError(
-                    f"--{name} is for new models, and --init-from names {self.init_from}: "
-                    "leave one of them out"
-                )
-            if self.init_from is None and section == "lora":
-                raise ConfigError(
-                    f"--{name} is for fine-tuning: name the model to start from with --init-from"
-                )
-        if self.init_from is not None and self.size is not None:
-            raise ConfigError(
-                f"--size is for new models, and {self.init_from} already has a size: leave "
-                "one of them out"
-            )
-        data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
-        # Some keys are valid only with others that will be chosen.
-        others = sections_for(self.fixed)
-        parse_recipe({"data": data, **others}, "options", self.overrides)
-
-
-def request_of(
-    inputs: str | Path | Sequence[str | Path],
-    budget: str | float | None,
-    tokens: str | float | None,
-    steps: int | None,
-    size: str | None,
-    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
-    text_key: str,
-    init_from: str | Path | None = None,
-) -> Request:
-    """The request for the arguments of `train_texts`.
-
-    Raises:
-        ConfigError: a time, number or size is invalid, or two lengths are given.
-    """
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
-    if not all(isinstance(value, str) for _, value in pairs):
-        # Not for options of the command line: it imports torch, before the first message.
-        from firstlight.recipe import override_pairs
-
-        pairs = override_pairs(pairs)
-    if size is not None and size not in settings.SIZES:
-        parameters_of(size)  # before any text is read
-    names = [inputs] if isinstance(inputs, str | Path) else inputs
-    return Request(
-        tuple(str(name) for name in names),
-        _parsed("--budget", parse_time, budget),
-        _parsed("--tokens", parse_count, tokens),
-        steps,
-        size,
-        tuple(pairs),
-        text_key,
-        None if init_from is None else str(init_from),
-    )
-
-
-def _parsed(option: str, parse: Callable[[str], float], value: str | float | None) -> float | None:
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from None
+#: Largest number of characters of a value in the table.
+_MOST_VALUE = 24
 
 
 class RunPlan(Protocol):
@@ -191,7 +60,7 @@ class RunPlan(Protocol):
         ...
 
     def with_memory(self) -> RunPlan:
-        """The plan with the expected memory, which takes a second or two to find."""
+        """The plan with expected memory and counted parameters, which take a second or two."""
         ...
 
     def lines(self) -> Iterator[str]:
@@ -296,8 +165,8 @@ def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
 
 
 def table_lines(plan: RunPlan, *first: tuple[str, str, str]) -> Iterator[str]:
-    """The lines of a table of all choices that have a reason, with the length of the run and the
-    precision.
+    """The lines of a table with the length of the run, the precision, all choices that have a
+    reason, and the other given keys.
 
     Args:
         plan: the plan of the run.
@@ -306,17 +175,29 @@ def table_lines(plan: RunPlan, *first: tuple[str, str, str]) -> Iterator[str]:
     choices, machine = plan.choices, plan.machine
     is_timed = "schedule.max_minutes" in choices.keys
     steps = "for which there is time; measured steps decide them" if is_timed else "as given"
-    precision = plan.request.fixed.get("efficiency.precision", machine.precision)
+    fixed = plan.request.fixed
+    others = {"efficiency.precision": machine.precision} | fixed
+    for key in (*choices.keys, "run.dir", *(f"data.{row[0]}" for row in first)):
+        others.pop(key, None)
+    precision = others.pop("efficiency.precision")
     shown = [
         *first,
         ("steps", f"{choices.steps:,}", steps),
         ("epochs", f"{choices.epochs:.2g}", "passes over what is trained on"),
         ("precision", str(precision), "of matrix products"),
         *((c.key, plain(c.value), c.reason) for c in choices.choices if c.reason),
+        *((key, plain(value), "given") for key, value in others.items()),
     ]
+    shown = [(key, _shortened(value), reason) for key, value, reason in shown]
     widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
     for key, value, reason in shown:
         yield f"{key:<{widths[0]}}  {value:>{widths[1]}}  {reason}"
+
+
+def _shortened(value: str) -> str:
+    """A value for the table: on one line, and cut if it is long."""
+    line = " ".join(value.split())
+    return line if len(line) <= _MOST_VALUE else line[: _MOST_VALUE - 3] + "..."
 
 
 def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
@@ -374,9 +255,7 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     fixed = request.fixed
     vocabulary = choose_vocabulary(scan.facts, fixed)
     text = estimated_text(scan.facts, vocabulary.value)
-    length = Length(request.seconds, request.tokens, request.steps)
-    if not request.has_length:
-        length = Length(DEFAULT_SECONDS)
+    length = request.training_length(scan.facts.total_bytes)
     choices = choose(text, speed, length, fixed, request.size)
     return TextPlan(request, scan, machine, speed, text, vocabulary.reason, choices)
 
@@ -384,7 +263,8 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
     """Some lengths of a run in seconds (`OFFERED_SECONDS`), each with the settings for it."""
     for seconds in OFFERED_SECONDS:
-        yield seconds, plan.choose_again(Length(seconds)).choices
+        request = replace(plan.request, seconds=seconds)
+        yield seconds, plan.choose_again(request.training_length()).choices
 
 
 def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:

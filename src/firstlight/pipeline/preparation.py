@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from firstlight.console import time_text
+from firstlight.pipeline import settings
 from firstlight.pipeline.run_folder import DATA_FOLDER, RunCall, read_state
 from firstlight.pipeline.scan import Scan
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 #: Bytes of text on which a tokenizer is trained: more text hardly changes it.
 _TOKENIZER_BYTES = 24 << 20
-#: Bytes of text that are prepared in any case; of longer texts as much as the run reads, if that
-#: is more.
-_PREPARED_BYTES = 64 << 20
 #: Prepared text as a multiple of the text that the run is expected to read.
 _SPARE = 1.5
 #: Bytes of held-out text that are compressed by xz, for comparison with the model.
@@ -50,10 +48,10 @@ class Preparation:
 
     @property
     def limit(self) -> int:
-        """Bytes of text that are prepared: a power of two times `_PREPARED_BYTES`, so that runs
-        with slightly different budgets use the same shards."""
-        parts = _SPARE * self.needed_bytes / _PREPARED_BYTES
-        return _PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
+        """Bytes of text that are prepared: a power of two times `settings.PREPARED_BYTES`, so
+        that runs with slightly different budgets use the same shards."""
+        parts = _SPARE * self.needed_bytes / settings.PREPARED_BYTES
+        return settings.PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
 
     @property
     def key(self) -> str:

@@ -8,15 +8,22 @@ import shlex
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.console import time_text
 from firstlight.data.shards import read_manifest
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.plan import Request
-from firstlight.pipeline.run_folder import RECIPE_NAME, RunCall, command_of, own_options
+from firstlight.pipeline.request import Request
+from firstlight.pipeline.run_folder import (
+    RECIPE_NAME,
+    RunCall,
+    command_of,
+    has_run,
+    length_options,
+    own_options,
+)
 from firstlight.recipe.load import parse_yaml
 from firstlight.report.findings import best_checkpoint
 from firstlight.report.length import read_length
@@ -61,6 +68,8 @@ class TextRun:
             for that checkpoint then.
         held_out_share: fraction of the held-out text that `bits_per_byte` was measured on, 1 for
             conversations; `gzip_bits_per_byte` and `xz_bits_per_byte` are those of all of it.
+        expected_bits_per_byte: lowest and highest value that was expected of `bits_per_byte`; None
+            for fine-tuning, and for a run that was stopped.
     """
 
     run_folder: Path
@@ -75,6 +84,7 @@ class TextRun:
     answers: bool = False
     best: bool = False
     held_out_share: float = 1.0
+    expected_bits_per_byte: tuple[float, float] | None = None
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
@@ -118,6 +128,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         state.get("kind") == "chat",
         best,
         1.0 if held is None else _held_out_share(folder, held["tokens"], state.get("kind")),
+        None if stopped or not state.get("expected") else tuple(state["expected"]),
     )
 
 
@@ -176,8 +187,13 @@ def _next_commands(
     seconds = request.seconds
     if seconds is None:
         seconds = sum(line.get("seconds", 0.0) for line in metrics)
-    longer = ["--budget", f"{max(round(4 * seconds / 60), _LEAST_MINUTES)}m"]
-    command = command_of(request, longer + own_options(request))
+    minutes = max(round(4 * seconds / 60), _LEAST_MINUTES)
+    # The command has no --run.dir: that folder has this run.
+    own = [(key, value) for key, value in request.overrides if key != "run.dir"]
+    longer = replace(request, seconds=60.0 * minutes, tokens=None, steps=None, overrides=own)
+    while has_run(longer, call.state["content_key"]):
+        longer = replace(longer, seconds=4 * (longer.seconds or 0.0))
+    command = command_of(longer, length_options(longer) + own_options(longer))
     yield command, "train longer, beside this run"
 
 
@@ -207,6 +223,8 @@ def result_lines(run: TextRun, *, with_curve: bool = True) -> Iterator[str]:
             for name, value in (("gzip -9", run.gzip_bits_per_byte), ("xz", run.xz_bits_per_byte))
             if value is not None
         ]
+        if run.expected_bits_per_byte is not None:
+            beside.append("expected: {:.2f} to {:.2f}".format(*run.expected_bits_per_byte))
         compared = f" ({', '.join(beside)})" if beside else ""
         kind = "answers" if run.answers else "text"
         share = run.held_out_share

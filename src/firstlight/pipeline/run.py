@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import say, time_text
-from firstlight.pipeline.plan import DEFAULT_SECONDS, Request, RunPlan, request_of
+from firstlight.pipeline.plan import RunPlan
+from firstlight.pipeline.request import DEFAULT_SECONDS, Request, request_of
 from firstlight.pipeline.run_folder import (
     LOCK_NAME,
     RECIPE_NAME,
     RunCall,
+    earlier_request,
     place_of_run,
     remembered,
-    unfinished_request,
 )
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def train_texts(
         run_dir: run folder; None is runs/NAME, with the name of the first input.
         overrides: values of the recipe by `section.key`; other settings are chosen to fit them.
         text_key: field of the text in JSONL lines, tables and datasets.
-        resume: go on with the newest unfinished run of the inputs, without its other options.
+        resume: go on with the newest unfinished run of the inputs, without its other options; the
+            newest complete one if all are complete.
         on_step: called with each step's metrics; see `train`.
         progress: show messages and progress on stderr.
         ask: function that asks the user for the length of the run if none is given.
@@ -137,7 +139,7 @@ def train_texts(
     from firstlight.pipeline.result import result_of
 
     if resume:
-        request = unfinished_request(request, work.content_key, run_dir)
+        request = earlier_request(request, work.content_key, run_dir)
     request, plan, waited = _with_length(request, work, ask, tell)
     folder = place_of_run(request, work.content_key, run_dir, tell)
     with held(folder, LOCK_NAME):

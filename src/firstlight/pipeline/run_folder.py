@@ -20,7 +20,7 @@ from firstlight.errors import ConfigError
 from firstlight.files.atomic import make_folder, storage_errors, write_file, write_json
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length
-from firstlight.pipeline.plan import Request
+from firstlight.pipeline.request import Request
 
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe
@@ -222,8 +222,9 @@ def place_of_run(
     return folder
 
 
-def unfinished_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
-    """The request of the newest unfinished run of an earlier call with the same content.
+def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
+    """The request of the newest unfinished run of an earlier call with the same content, or of the
+    newest complete one if all are complete.
 
     Args:
         request: inputs of the run. If it has a length, a size or overrides, they have to be those
@@ -237,21 +238,31 @@ def unfinished_request(request: Request, content_key: str, run_dir: str | Path |
     base, is_given = _base_folder(request, run_dir)
     wanted = remembered(request)
     is_bare = not (request.has_length or request.size or wanted["overrides"])
-    found: dict[float, dict[str, Any]] = {}
+    found: dict[tuple[bool, float], dict[str, Any]] = {}
     for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
         state = read_state(folder)
-        is_open = _is_of(state, content_key) and not state.get("complete")
-        if is_open and (is_bare or state["request"] == wanted):
-            found[(folder / STATE_NAME).stat().st_mtime] = state["request"]
+        if _is_of(state, content_key) and (is_bare or state["request"] == wanted):
+            changed = (folder / STATE_NAME).stat().st_mtime
+            found[not state.get("complete"), changed] = state["request"]
     if not found:
         raise ConfigError(
-            f"no unfinished run of these inputs{'' if is_bare else ' and options'} is in "
+            f"no run of these inputs{'' if is_bare else ' and options'} is in "
             f"{base if is_given else base.parent}: leave out --resume to begin one"
         )
     earlier = found[max(found)]
     length = {name: earlier[name] for name in _LENGTH_AND_SIZE}
     own = [one for one in request.overrides if one[0] == "run.dir"]
-    return replace(request, **length, overrides=(*map(tuple, earlier["overrides"]), *own))
+    overrides = (*map(tuple, earlier["overrides"]), *own)
+    # The model to start from may be given as another path to the same folder.
+    return replace(request, **length, init_from=earlier.get("init_from"), overrides=overrides)
+
+
+def has_run(request: Request, content_key: str) -> bool:
+    """True if an earlier call in this folder had the same content and options."""
+    base, _ = _base_folder(request, None)
+    states = map(read_state, itertools.takewhile(Path.is_dir, _numbered(base)))
+    wanted = remembered(request)
+    return any(_is_of(state, content_key) and state["request"] == wanted for state in states)
 
 
 def _is_of(state: Mapping[str, Any], content_key: str) -> bool:

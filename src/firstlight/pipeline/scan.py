@@ -324,6 +324,11 @@ def described(scan: Scan) -> Iterator[str]:
             f"{facts.duplicates:,} duplicates, which are left out, and {facts.near_duplicates:,} "
             f"near-duplicates, {sides} of the split"
         )
+        if similar := scan.split.similar:
+            yield (
+                f"{similar:,} held-out document{'s are' if similar != 1 else ' is'} similar to an "
+                "earlier one: gzip and xz find the common parts, and the model does not"
+            )
     compared = facts.documents - facts.duplicates - facts.compared
     if compared > 0:
         yield (

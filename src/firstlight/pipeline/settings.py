@@ -97,6 +97,8 @@ EXPECTED_RANGE = (0.88, 1.14)
 #: parameters per token, with or without dropout. At 12 passes it was much higher. With 3.0, six
 #: passes had 0.2 % fewer bits than four (one run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
+#: Bytes of text below which the plan says that the text is too little for a language.
+LITTLE_TEXT = 50_000
 #: The largest model whose expected bits are within this fraction of the lowest is chosen, because
 #: the estimates for very small models are the least certain.
 INDIFFERENT = 0.005
@@ -115,6 +117,13 @@ MOST_PARAMETERS_A_TOKEN = 16.0
 WEIGHT_DECAY, REPEATED_WEIGHT_DECAY, REPEATED_ADAMW_DECAY = 0.1, 2.0, 0.3
 REPEATED_PARAMETERS = 3.0
 
+#: Expected seconds of a command for other work than training and preparing the text, which are
+#: imports, measuring the machine's speed, the first evaluation and the report; and bytes of text
+#: that are read and prepared in a second. 1.1 MB (Shakespeare) took 11 s in all on 2 cores.
+OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
+#: Bytes of text that are prepared in any case; of longer texts as much as the run reads, if that is
+#: more.
+PREPARED_BYTES = 64 << 20
 #: Fraction of the run's time for all evaluations together, and number of evaluations of a run.
 EVALUATION_SHARE, EVALUATIONS = 0.06, 4
 #: Tokens per second of an evaluation, divided by those of training.
@@ -127,6 +136,8 @@ COMPILE_SECONDS = 180.0
 #: is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was the best
 #: of 7e-4, 2e-3 and 5e-3.
 TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
+#: Fine-tuning: learning rates of optimizers as multiples of AdamW's. Lion's is as in `RATES`.
+TUNING_RATES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
 #: Fine-tuning adapters: the learning rate at TUNING_WIDTH as a multiple of TUNING_RATE, and the
 #: power of the inverse width (Schulman et al. 2025, "LoRA Without Regret", fitted to Llama models
 #: of 1 billion parameters and more).

@@ -31,9 +31,9 @@ def candidate_shapes(
     pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
     fitting = [(w, d) for w, d in pairs if _fits_heads(w, fixed)]
     if not fitting:
-        given = " and ".join(f"--{key} {fixed[key]}" for key in _HEADS if key in fixed)
+        given = " and ".join(f"--{key} {fixed[key]}" for key in HEADS if key in fixed)
         widths = ", ".join(dict.fromkeys(str(w) for w, _ in pairs))
-        step = 2 * fixed[_HEADS[0]] if _HEADS[0] in fixed else settings.HEAD_DIM * fixed[_HEADS[1]]
+        step = 2 * fixed[HEADS[0]] if HEADS[0] in fixed else settings.HEAD_DIM * fixed[HEADS[1]]
         raise ConfigError(
             f"no width of {widths} goes with {given}: set --model.hidden_size to a multiple of "
             f"{step}"
@@ -43,7 +43,8 @@ def candidate_shapes(
 
 #: Smallest size of a head of a width that is chosen.
 _LEAST_HEAD = 16
-_HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
+#: Keys with which not every width is valid.
+HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
 
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
     if not any(name.startswith("model.") for name in fixed):
         return found
     model = {"model_type": layout["model.model_type"]}
-    width, heads = fixed.get("model.hidden_size"), fixed.get(_HEADS[0]) or fixed.get(_HEADS[1])
+    width, heads = fixed.get("model.hidden_size"), fixed.get(HEADS[0]) or fixed.get(HEADS[1])
     if isinstance(heads, int) and heads > 0:
         model |= {"hidden_size": size * heads, "num_attention_heads": heads}
     elif isinstance(width, int) and width > 0:
@@ -69,7 +70,7 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: the width is given without heads, and is no multiple of a head's size.
     """
-    if given := fixed.get(_HEADS[0]):
+    if given := fixed.get(HEADS[0]):
         return int(given)
     size = settings.HEAD_DIM
     if width % size:
@@ -81,14 +82,14 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
 
 
 def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
-    if not any(key in fixed for key in _HEADS):
+    if not any(key in fixed for key in HEADS):
         return True
     if "model.hidden_size" in fixed:
         return True  # the model's own rules decide
     heads = head_count(width, fixed)
     # Rotary embeddings turn pairs of a head's dimensions, and tiny heads see little.
     divides = width % (2 * heads) == 0 and width >= _LEAST_HEAD * heads
-    return divides and heads % int(fixed.get(_HEADS[1]) or heads) == 0
+    return divides and heads % int(fixed.get(HEADS[1]) or heads) == 0
 
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:

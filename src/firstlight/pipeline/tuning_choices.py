@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from firstlight.console import rounded
+from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_batch, given_unit
 from firstlight.pipeline.facts import Length, MachineFacts
@@ -157,7 +158,8 @@ def choose_tuning(
         fixed: values given by the user, by `section.key`.
 
     Raises:
-        ConfigError: given values of the batch disagree.
+        ConfigError: given values of the batch disagree, or no learning rate is known for the
+            given optimizer.
     """
     flops, rate = machine.rates[0]
     fixed = {key: value for key, value in fixed.items() if value is not None}
@@ -182,7 +184,7 @@ def choose_tuning(
         *method.choices(),
         run.micro_batch(machine, fixed),
         Choice("batch.global_batch_tokens", batch, _batch_reason(data, batch, epoch_tokens)),
-        *_optimizer_choices(model, method),
+        *_optimizer_choices(model, method, fixed),
         *_length_choices(run, length, epochs, data),
         *run.other_choices(machine, val_tokens),
         Choice("checkpoint.keep_best", 1, "the one with the least held-out loss is kept, too"),
@@ -213,13 +215,22 @@ def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
     return f"tokens of a step: about {max(round(share), 1):,} conversations"
 
 
-def _optimizer_choices(model: StartingModel, method: Method) -> Iterator[Choice]:
+def _optimizer_choices(
+    model: StartingModel, method: Method, fixed: Mapping[str, Any]
+) -> Iterator[Choice]:
+    name = str(fixed.get("optimizer.name", "adamw"))
+    if name not in settings.TUNING_RATES and "optimizer.learning_rate" not in fixed:
+        raise ConfigError(
+            f"no learning rate is known for fine-tuning with --optimizer.name {name}: set "
+            "--optimizer.learning_rate"
+        )
     ratio = settings.TUNING_WIDTH / model.hidden_size
     rate = settings.TUNING_RATE * ratio
     reason = f"of all weights; the narrower the model ({model.hidden_size:,}), the higher"
     if method.adapters:
         rate = settings.ADAPTER_MULTIPLE * settings.TUNING_RATE * ratio**settings.ADAPTER_POWER
         reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
+    rate *= settings.TUNING_RATES.get(name, 1.0)
     yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
     yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
     yield Choice(
@@ -241,8 +252,7 @@ def _length_choices(
         yield Choice("schedule.epochs", data.most_epochs, reason)
     else:
         yield Choice("schedule.max_steps", run.steps, f"{rounded(run.tokens)} tokens, {passes}")
-    warmup = max(run.steps // 20, min(10, run.steps // 10))
-    yield Choice("schedule.warmup_steps", warmup, "of a rising rate: a twentieth, ten at least")
+    yield run.warmup(20, "a twentieth")
     yield Choice("schedule.kind", "wsd", "full rate, then a line down to zero over the last part")
     share = settings.LAYOUT["schedule.decay_fraction"]
     yield Choice("schedule.decay_fraction", share, "share of the steps in which the rate falls")

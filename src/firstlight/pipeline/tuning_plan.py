@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.pipeline.chosen import Choice, Choices
 from firstlight.pipeline.facts import Length, MachineFacts
-from firstlight.pipeline.plan import Request, memory_line, run_lines, table_lines
+from firstlight.pipeline.plan import memory_line, run_lines, table_lines
+from firstlight.pipeline.request import Request
 from firstlight.pipeline.tuning_choices import Method, StartingModel, TuningData, choose_tuning
 
 if TYPE_CHECKING:

@@ -1,0 +1,160 @@
+"""The user's request for a run on texts or conversations: inputs, length and given settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firstlight.console import parse_count, parse_time
+from firstlight.errors import ConfigError
+from firstlight.pipeline import settings
+from firstlight.pipeline.facts import Length
+from firstlight.pipeline.shapes import parameters_of, sections_for
+
+#: Length of a run in seconds if none is given and the user can't be asked.
+DEFAULT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """The user's request. At most one of seconds, tokens and steps is given.
+
+    Attributes:
+        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
+        seconds: wall-clock time of the whole command.
+        tokens, steps: number of tokens to train on; number of optimizer steps.
+        size: name of a size, or number of parameters, of the model; None chooses it.
+        overrides: pairs (`section.key`, value as YAML text).
+        text_key: field of the text in JSONL lines, tables and datasets.
+        init_from: folder of the model to start from; None trains a new one.
+    """
+
+    inputs: Sequence[str]
+    seconds: float | None = None
+    tokens: float | None = None
+    steps: int | None = None
+    size: str | None = None
+    overrides: Sequence[tuple[str, str]] = ()
+    text_key: str = "text"
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {"--budget": self.seconds, "--tokens": self.tokens, "--steps": self.steps}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise ConfigError(f"{' and '.join(named)} both say how long the run is: keep one")
+        if any(value is not None and not value > 0 for value in given.values()):
+            raise ConfigError(f"{named[0]} has to be more than 0")
+
+    @property
+    def has_length(self) -> bool:
+        """True if the request gives the length of the run."""
+        return (self.seconds, self.tokens, self.steps) != (None, None, None)
+
+    def training_length(self, text_bytes: float = 0.0) -> Length:
+        """The expected length of the training: a time budget, by default `DEFAULT_SECONDS`, without
+        the seconds that the other parts of the command are expected to take.
+
+        Args:
+            text_bytes: bytes of text that have to be prepared.
+        """
+        if self.has_length and self.seconds is None:
+            return Length(None, self.tokens, self.steps)
+        seconds = self.seconds or DEFAULT_SECONDS
+        prepared = min(text_bytes, settings.PREPARED_BYTES) / settings.PREPARED_PER_SECOND
+        return Length(max(seconds - settings.OTHER_SECONDS - prepared, seconds / 2))
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The values of the overrides, by `section.key`."""
+        from firstlight.recipe.load import override_value
+
+        return {name: override_value(name, text) for name, text in self.overrides}
+
+    def check(self, *, conversations: bool = False) -> None:
+        """Refuse invalid overrides before anything is trained.
+
+        Args:
+            conversations: True if the inputs are conversations.
+
+        Raises:
+            ConfigError: a key is unknown or follows from the inputs, or its value is invalid.
+        """
+        from firstlight.recipe import parse_recipe
+
+        taken = {"data.dir": "the inputs are prepared for the run"}
+        taken |= {"data.files": "they are the inputs", "data.kind": "the inputs tell it"}
+        taken |= {"data.mix": "prepare the corpora, and train a recipe"}
+        lengths = ("schedule.max_steps", "schedule.max_minutes")
+        taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
+        if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
+            taken["schedule.epochs"] = "it is a number of passes within a --budget"
+        for name, _ in self.overrides:
+            if name in taken:
+                raise ConfigError(f"--{name} is chosen with texts as inputs: {taken[name]}")
+            section = name.partition(".")[0]
+            if self.init_from is not None and section in ("model", "init"):
+                raise ConfigError(
+                    f"--{name} is for new models, and --init-from names {self.init_from}: "
+                    "leave one of them out"
+                )
+            if self.init_from is None and section == "lora":
+                raise ConfigError(
+                    f"--{name} is for fine-tuning: name the model to start from with --init-from"
+                )
+        if self.init_from is not None and self.size is not None:
+            raise ConfigError(
+                f"--size is for new models, and {self.init_from} already has a size: leave "
+                "one of them out"
+            )
+        data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
+        # Some keys are valid only with others that will be chosen.
+        others = sections_for(self.fixed)
+        parse_recipe({"data": data, **others}, "options", self.overrides)
+
+
+def request_of(
+    inputs: str | Path | Sequence[str | Path],
+    budget: str | float | None,
+    tokens: str | float | None,
+    steps: int | None,
+    size: str | None,
+    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
+    text_key: str,
+    init_from: str | Path | None = None,
+) -> Request:
+    """The request for the arguments of `train_texts`.
+
+    Raises:
+        ConfigError: a time, number or size is invalid, or two lengths are given.
+    """
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+    if not all(isinstance(value, str) for _, value in pairs):
+        # Not for options of the command line: it imports torch, before the first message.
+        from firstlight.recipe import override_pairs
+
+        pairs = override_pairs(pairs)
+    if size is not None and size not in settings.SIZES:
+        parameters_of(size)  # before any text is read
+    names = [inputs] if isinstance(inputs, str | Path) else inputs
+    return Request(
+        tuple(str(name) for name in names),
+        _parsed("--budget", parse_time, budget),
+        _parsed("--tokens", parse_count, tokens),
+        steps,
+        size,
+        tuple(pairs),
+        text_key,
+        None if init_from is None else str(init_from),
+    )
+
+
+def _parsed(option: str, parse: Callable[[str], float], value: str | float | None) -> float | None:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
