@@ -416,6 +416,7 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     rows = {line.split()[0]: line.split()[1] for line in shown.out.splitlines() if line}
     assert int(rows["steps"].replace(",", "")) > 1
     assert float(rows["epochs"]) == pytest.approx(4, rel=0.1)
+    assert "of the passes over what is trained on, which end before the time" in shown.out
     assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision
     assert re.search(r"^expected memory: 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)

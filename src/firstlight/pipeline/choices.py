@@ -339,7 +339,7 @@ def _length_choices(
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
         reason = "of the training; measured steps decide their number, once"
-        if run.seconds < 0.8 * length.seconds:
+        if run.seconds < settings.EARLY * length.seconds:
             reason = "of the training at most: the passes over the text end it before"
         yield Choice("schedule.max_minutes", minutes, reason)
         # Also far below the limit of epochs: a machine that was busy when its speed was measured
@@ -369,7 +369,7 @@ def _length_choices(
         why = (
             "weights are kept smaller" if is_more else "the model is too small to know it by heart"
         )
-        reason = f"the text is read {epochs:.0f} times: {why}"
+        reason = f"the text is read {epochs:.2g} times: {why}"
     yield Choice("optimizer.weight_decay", decay, reason)
 
 
@@ -389,7 +389,7 @@ def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
     new = expected_bits(best.shape.layer_parameters, read, plenty)
     gain = 1 - new / best.bits
     return (
-        f"the text is read {epochs:.0f} times; {rounded(read)} bytes of such text in place of "
+        f"the text is read {epochs:.2g} times; {rounded(read)} bytes of such text in place of "
         f"{rounded(size)} would save "
         f"{f'about {gain:.0%}' if gain >= 0.01 else 'less than 1%'} of the bits"
     )

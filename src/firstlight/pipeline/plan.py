@@ -18,6 +18,7 @@ from firstlight.data.sources import (
     unread_files,
 )
 from firstlight.errors import InputError
+from firstlight.pipeline import settings
 from firstlight.pipeline.choices import choose, choose_vocabulary
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
@@ -173,8 +174,11 @@ def table_lines(plan: RunPlan, *first: tuple[str, str, str]) -> Iterator[str]:
         first: rows above all others: name, value and reason.
     """
     choices, machine = plan.choices, plan.machine
-    is_timed = "schedule.max_minutes" in choices.keys
-    steps = "for which there is time; measured steps decide them" if is_timed else "as given"
+    steps = "as given"
+    if "schedule.max_minutes" in choices.keys:
+        steps = "for which there is time; measured steps decide them"
+        if choices.seconds < settings.EARLY * 60 * choices["schedule.max_minutes"]:
+            steps = "of the passes over what is trained on, which end before the time"
     fixed = plan.request.fixed
     others = {"efficiency.precision": machine.precision} | fixed
     for key in (*choices.keys, "run.dir", *(f"data.{row[0]}" for row in first)):

@@ -117,6 +117,8 @@ MOST_PARAMETERS_A_TOKEN = 16.0
 WEIGHT_DECAY, REPEATED_WEIGHT_DECAY, REPEATED_ADAMW_DECAY = 0.1, 2.0, 0.3
 REPEATED_PARAMETERS = 3.0
 
+#: Fraction of the given time below which a run is said to end early, with its passes over the text.
+EARLY = 0.8
 #: Expected seconds of a command for other work than training and preparing the text, which are
 #: imports, measuring the machine's speed, the first evaluation and the report; and bytes of text
 #: that are read and prepared in a second. 1.1 MB (Shakespeare) took 11 s in all on 2 cores.
