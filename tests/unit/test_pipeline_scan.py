@@ -117,7 +117,8 @@ def test_ends_of_similar_documents_are_not_held_out(tmp_path: Path) -> None:
     assert scan.split.digests is None
     split_of = scan.split.splitter()
     assert [split_of(text) for text in (*texts, longer)] == ["train", *["tail"] * 4, "train"]
-    assert "1 near-duplicates, which stay on one side of the split" in list(described(scan))[1]
+    line = "1 near-duplicate, trained on or held out together with the similar documents"
+    assert list(described(scan))[1] == line
 
 
 def test_ends_of_documents_that_another_one_joins_are_not_held_out() -> None:
@@ -131,7 +132,8 @@ def test_ends_of_documents_that_another_one_joins_are_not_held_out() -> None:
 def test_parts_of_similar_documents_on_both_sides_are_mentioned(tmp_path: Path) -> None:
     scan = scanned(tmp_path, prose(0), prose(0) + " and more")
     assert scan.split.splitter()(prose(0)) == "tail"
-    assert "1 near-duplicates, of which parts may be on both sides" in list(described(scan))[1]
+    line = "1 near-duplicate, parts of which may be both trained on and held out"
+    assert list(described(scan))[1] == line
 
 
 def test_texts_after_a_file_without_any_are_read(tmp_path: Path) -> None:

@@ -317,13 +317,14 @@ def described(scan: Scan) -> Iterator[str]:
             f"a sample: some of the files, and the first part of long ones, of "
             f"{size_text(facts.total_bytes)} in all (about)"
         )
-    if facts.duplicates or facts.near_duplicates:
+    if count := facts.duplicates:
+        yield f"{count:,} duplicate{'s' if count != 1 else ''} left out"
+    if count := facts.near_duplicates:
         is_split = scan.split.digests is None and not scan.split.whole
-        sides = "of which parts may be on both sides" if is_split else "which stay on one side"
-        yield (
-            f"{facts.duplicates:,} duplicates, which are left out, and {facts.near_duplicates:,} "
-            f"near-duplicates, {sides} of the split"
-        )
+        sides = "trained on or held out together with the similar documents"
+        if is_split:
+            sides = "parts of which may be both trained on and held out"
+        yield f"{count:,} near-duplicate{'s' if count != 1 else ''}, {sides}"
         if similar := scan.split.similar:
             yield (
                 f"{similar:,} held-out document{'s are' if similar != 1 else ' is'} similar to an "
@@ -333,7 +334,7 @@ def described(scan: Scan) -> Iterator[str]:
     if compared > 0:
         yield (
             f"near-duplicates were looked for in the first {facts.compared:,} documents: of the "
-            f"other {compared:,}, some may be on both sides of the split"
+            f"other {compared:,}, some may be both trained on and held out"
         )
     elif facts.is_sampled:
         yield "near-duplicates were looked for in the sample alone"
