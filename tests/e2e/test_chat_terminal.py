@@ -104,6 +104,15 @@ def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(
     assert err.rstrip().endswith("system  Be kind.")
 
 
+def test_an_answer_that_fills_the_context_says_where_it_was_cut(
+    piped: Piped, tmp_path: Path
+) -> None:
+    model = write_talking_model(tmp_path / "small", "On and", endless=True, context=64)
+    exit_code, _, err = piped("hello\n", model)
+    assert exit_code == 0
+    assert err == "(cut: the 64 tokens of the model's context are full)\n"
+
+
 def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None:
     def said(*lines: str) -> tuple[str, list[str]]:
         exit_code, out, err = piped("\n".join(lines), models["wild"], "--seed", "3")

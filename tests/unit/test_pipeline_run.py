@@ -193,6 +193,9 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     assert said in shown
     assert "512 were wanted, but the text has too few different pairs" in shown
     assert first.run_folder == Path("runs/texts-3")
+    with pytest.raises(ConfigError, match="set --optimizer"):
+        trained(texts, overrides={"optimizer.name": "sgd"}, progress=True)
+    assert "this one is in" not in capsys.readouterr().err
     assert first.next_commands[0][0] == f"firstlight train {texts} --resume"
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))

@@ -253,7 +253,7 @@ class Terminal:
         if stats.finish_reason == "interrupted":
             say("(stopped)")
         elif stats.finish_reason == "length" and full:
-            say("(the context is full)")
+            say(f"(cut: the {self._session.context} tokens of the model's context are full)")
         elif stats.finish_reason == "length" and self._session.has_template:
             say(f"(cut at {counted(stats.new_tokens, 'token')}: /max-tokens)")
         if stats.dropped > self._dropped:

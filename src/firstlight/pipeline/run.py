@@ -141,10 +141,11 @@ def train_texts(
     if resume:
         request = earlier_request(request, work.content_key, run_dir)
     request, plan, waited = _with_length(request, work, ask, tell)
-    folder = place_of_run(request, work.content_key, run_dir, tell)
+    notes: list[str] = []
+    folder = place_of_run(request, work.content_key, run_dir, notes.append)
     with held(folder, LOCK_NAME):
         call = RunCall(folder, began + waited, tell, progress=progress, on_step=on_step)
-        return result_of(call, _result(work, plan, request, call), request)
+        return result_of(call, _result(work, plan, request, call, notes), request)
 
 
 def _with_length(
@@ -164,9 +165,17 @@ def _with_length(
 
 
 def _result(
-    work: Work, plan: RunPlan | None, request: Request, call: RunCall
+    work: Work, plan: RunPlan | None, request: Request, call: RunCall, notes: Sequence[str]
 ) -> TrainResult | None:
-    """Begin the run or resume it; None if it is complete already."""
+    """Begin the run or resume it; None if it is complete already.
+
+    Args:
+        work: the work for the request.
+        plan: the plan that was shown to the user; None if none was.
+        request: inputs, length and overrides of the run.
+        call: run folder, time and messages.
+        notes: messages about the run folder, for a run that begins.
+    """
     if call.state.get("complete"):
         call.tell(f"{call.folder} is complete: nothing is left to do")
         return None
@@ -179,7 +188,10 @@ def _result(
             content_key=work.content_key,
         )
         try:
-            result = work.begin(plan or work.plan(request), request, call)
+            plan = plan or work.plan(request)
+            for note in notes:  # not before the plan, which may be refused
+                call.tell(note)
+            result = work.begin(plan, request, call)
         except BaseException:
             call.forget()
             raise
