@@ -16,7 +16,14 @@ from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_batch, given_unit
+from firstlight.pipeline.chosen import (
+    Choice,
+    Choices,
+    RunFacts,
+    given_batch,
+    given_unit,
+    known_rate,
+)
 from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
 from firstlight.pipeline.scan import CorpusFacts
 from firstlight.pipeline.shapes import HEADS, candidate_shapes, head_count
@@ -262,11 +269,7 @@ def _rates_of_others(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Cho
     from firstlight.optim.registry import OPTIMIZERS
 
     name, is_given = str(fixed["optimizer.name"]), "optimizer.learning_rate" in fixed
-    rate = settings.RATES.get(name)
-    if rate is None and not is_given:
-        raise ConfigError(
-            f"no learning rate is known for --optimizer.name {name}: set --optimizer.learning_rate"
-        )
+    rate = known_rate(settings.RATES, name, fixed)
     yield Choice("optimizer.learning_rate", rate, f"usual for {name} and a small model")
     if name == "lion":
         yield Choice("optimizer.betas", [0.9, 0.99], "Lion's")

@@ -122,6 +122,24 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
     return int(tokens)
 
 
+def known_rate(rates: Mapping[str, float], name: str, fixed: Mapping[str, Any]) -> float | None:
+    """The rate of an optimizer; None if it is unknown and the user gives a learning rate.
+
+    Args:
+        rates: learning rates, or multiples of AdamW's, by the optimizer's name.
+        name: name of the optimizer.
+        fixed: values given by the user, by `section.key`.
+
+    Raises:
+        ConfigError: the rate is unknown, and no learning rate is given.
+    """
+    if name not in rates and "optimizer.learning_rate" not in fixed:
+        raise ConfigError(
+            f"no learning rate is known for --optimizer.name {name}: set --optimizer.learning_rate"
+        )
+    return rates.get(name)
+
+
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     """True if the user gives another key that says the same as `key`, such as warmup_ratio for
     warmup_steps."""

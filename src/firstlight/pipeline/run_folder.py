@@ -258,7 +258,8 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
 
 
 def has_run(request: Request, content_key: str) -> bool:
-    """True if an earlier call in this folder had the same content and options."""
+    """True if one of the folders runs/NAME, runs/NAME-2 and so on has a run of the same content and
+    options."""
     base, _ = _base_folder(request, None)
     states = map(read_state, itertools.takewhile(Path.is_dir, _numbered(base)))
     wanted = remembered(request)

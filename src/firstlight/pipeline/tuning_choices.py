@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from firstlight.console import rounded
-from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
-from firstlight.pipeline.chosen import Choice, Choices, RunFacts, given_batch, given_unit
+from firstlight.pipeline.chosen import (
+    Choice,
+    Choices,
+    RunFacts,
+    given_batch,
+    given_unit,
+    known_rate,
+)
 from firstlight.pipeline.facts import Length, MachineFacts
 
 
@@ -219,18 +225,14 @@ def _optimizer_choices(
     model: StartingModel, method: Method, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
     name = str(fixed.get("optimizer.name", "adamw"))
-    if name not in settings.TUNING_RATES and "optimizer.learning_rate" not in fixed:
-        raise ConfigError(
-            f"no learning rate is known for fine-tuning with --optimizer.name {name}: set "
-            "--optimizer.learning_rate"
-        )
+    multiple = known_rate(settings.TUNING_RATES, name, fixed) or 1.0
     ratio = settings.TUNING_WIDTH / model.hidden_size
     rate = settings.TUNING_RATE * ratio
     reason = f"of all weights; the narrower the model ({model.hidden_size:,}), the higher"
     if method.adapters:
         rate = settings.ADAPTER_MULTIPLE * settings.TUNING_RATE * ratio**settings.ADAPTER_POWER
         reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
-    rate *= settings.TUNING_RATES.get(name, 1.0)
+    rate *= multiple
     yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
     yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
     yield Choice(
