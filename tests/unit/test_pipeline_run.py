@@ -451,10 +451,12 @@ def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
     given = TINY | {"model.model_type": "gpt2", "efficiency.precision": "fp32", "run.seed": 7}
     given |= {"model.tie_word_embeddings": True, "model.vocab_size": 280, "run.dir": "there"}
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    words += ["--evaluation.sample_prompts", f"[long{' long' * 9}]"]
     assert main(["train", "texts", "--plan-only", "--steps", "3", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split(None, 2)[1:] for line in lines if line.split()[2:]}
     assert rows["run.seed"] == ["7", "given"]
+    assert rows["evaluation.sample_prompts"] == ["[long", "long long long ...  given"]
     assert rows["model.model_type"] == ["gpt2", "given"]
     assert rows["precision"][0] == "fp32"
     assert not {"run.dir", "efficiency.precision"} & rows.keys()

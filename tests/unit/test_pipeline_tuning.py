@@ -140,7 +140,8 @@ def test_a_stopped_fine_tuning_is_gone_on_with(tmp_path: Path, model: Path) -> N
     assert first.training.stopped_by == "max_minutes"
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
-    second = tuned(chats, model, overrides=stop)
+    # The same model by another path.
+    second = tuned(chats, Path(model.name), steps=None, overrides={}, resume=True)
     assert second.training is not None
     assert (second.run_folder, second.training.step) == (first.run_folder, 2)
 
@@ -231,8 +232,11 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     write_lines(folder / "a.jsonl", draw_records(60))
     (folder / "readme.md").write_text("a text\n")
     arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
-    assert main([*arguments, "--plan-only"]) == 0
+    assert main([*arguments, "--plan-only", "--data.template", "alpaca"]) == 0
     shown = capsys.readouterr()
+    rows = [line.split()[0] for line in shown.out.splitlines() if line.strip()]
+    assert "template" in rows
+    assert "data.template" not in rows
     assert "1 file beside the conversations not read" in shown.err
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
