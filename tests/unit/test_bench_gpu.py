@@ -427,24 +427,31 @@ def test_batches_are_as_large_as_the_gpu() -> None:
 def test_the_page_of_the_run_shows_its_curve_and_its_report(tmp_path: Path) -> None:
     (tmp_path / "run-report.png").write_bytes(b"PNG of the run")
     run = {
-        "steps": 1200,
-        "tokens_per_step": 65536,
+        "wall_seconds": 171.0,
+        "command": "firstlight train stdlib --budget 3m",
+        "budget": 180.0,
+        "choices": [
+            {"key": "model.hidden_size", "value": 640, "reason": "the least expected loss"},
+            {"key": "init.head_std", "value": 0.001, "reason": ""},
+        ],
+        "parameters": 54.82e6,
+        "bits_per_byte": 1.046,
+        "gzip": 1.945,
+        "xz": 1.609,
+        "expected": [0.92, 1.19],
+        "forecast": {"predicted": {"peak_bytes": 5 * 2**30}, "measured": {"peak_bytes": 2**32}},
         "median_rate": 4.1e5,
-        "wall_seconds": 190.0,
         "curve": [[65536, 10.8], [78643200, 1.5]],
         "validation": [[6553600, 3.5]],
-        "last": {"tokens_seen": 78643200, "epoch": 25.2, "memory_bytes": 2**34, "train/loss": 1.5},
-        "lowest": {"step": 100, "val/loss": 3.5, "bits_per_byte": 1.25, "epoch": 2.0},
-        "stopped": False,
-        "diverged": False,
+        "last": {"step": 1638, "tokens_seen": 13418496, "epoch": 4.0},
     }
     (row,) = RUN.rows(_GPU)
     outcomes = {"run": {row.name: RowOutcome(runs=[run])}}
     page = RUN.page(Findings(_GPU, outcomes, {"run": [row]}, tmp_path))
-    assert "410,000 tokens/s; lowest validation loss 3.500, 1.250 bits per byte, at step 100" in (
-        page.summary
-    )
-    assert "| first and last training loss | 10.800, 1.500 |" in page.text
-    assert "diverged" not in page.text
+    assert "13 million tokens: 1.046 bits per byte, 0.92 to 1.19 expected; xz 1.609" in page.summary
+    assert "171 s of 180 s" in page.summary
+    assert "| peak of tensors, predicted | 4.00 GiB, 5.00 GiB |" in page.text
+    assert "| model.hidden_size | 640 | the least expected loss |" in page.text
+    assert "init.head_std" not in page.text
     assert page.pictures["gpu-run-report.png"] == b"PNG of the run"
     assert page.pictures["gpu-run.png"].startswith(b"\x89PNG")
