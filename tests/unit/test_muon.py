@@ -86,6 +86,46 @@ def test_a_stack_is_updated_as_its_matrices(shape: tuple[int, ...]) -> None:
         assert off < 0.01
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("most", [1 << 20, 200])
+def test_matrices_updated_together_move_as_they_do_alone(
+    monkeypatch: pytest.MonkeyPatch, normalized: bool, most: int
+) -> None:
+    """To bf16's rounding: two sizes, two groups, and one matrix without a gradient at first."""
+    monkeypatch.setattr("firstlight.optim.muon._STACKED_VALUES", most)
+    shapes = [(8, 20), (20, 8), (8, 20), (8, 20), (20, 8), (16, 16), (8, 20), (3, 8, 20)]
+    options: dict[str, Any] = {"warmup_steps": 4}
+    if normalized:
+        options |= {"beta2": 0.95, "coefficients": "polar_express", "cautious": True}
+
+    def trained(stacked: bool) -> tuple[list[Tensor], Muon]:
+        matrices = [nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate(shapes)]
+        groups = [
+            {"params": matrices[:5], "weight_decay": 0.2, "transposed": False},
+            {"params": matrices[5:], "weight_decay": 0.1, "transposed": True},
+        ]
+        optimizer = Muon(groups, 0.1, 0.9, stacked=stacked, **options)
+        for step in range(6):
+            for i, matrix in enumerate(matrices):
+                late = i == 2 and step < 2
+                matrix.grad = None if late else random(*shapes[i], seed=100 * step + i)
+            optimizer.step()
+        return [matrix.detach() for matrix in matrices], optimizer
+
+    (alone, one_by_one), (together, stacked) = trained(False), trained(True)
+    for i, (mine, theirs) in enumerate(zip(together, alone, strict=True)):
+        off = (mine - theirs).norm() / (theirs - random(*shapes[i], seed=i)).norm()
+        assert off < 0.01
+    states = [[o.state[p] for g in o.param_groups for p in g["params"]] for o in
+              (one_by_one, stacked)]  # fmt: skip
+    assert len(stacked.state) == len(shapes)
+    for mine_state, their_state in zip(*states, strict=True):
+        assert list(mine_state) == list(their_state)
+        assert torch.equal(mine_state["momentum_buffer"], their_state["momentum_buffer"])
+        assert torch.equal(mine_state["step"], their_state["step"])
+    assert [float(state["step"]) for state in states[1]] == [6, 6, 4, 6, 6, 6, 6, 6]
+
+
 def test_the_gradient_stays_as_it_was() -> None:
     parameter = nn.Parameter(random(6, 4))
     parameter.grad = random(6, 4, seed=1)

@@ -61,7 +61,9 @@ def test_every_implementation_gives_the_same_numbers_to_rounding(name: str, way:
     start = weights(new_model())
     for key, value in expected.items():
         assert not torch.equal(value, start[key])
-        torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-5)
+        # Muon orthogonalises in bf16, and rounds a stack's products in another order.
+        atol = 5e-5 if name == "muon" else 1e-6
+        torch.testing.assert_close(found[key], value, atol=atol, rtol=1e-5)
 
 
 def switches(name: str, way: str, device: str = "cpu") -> set[tuple[Any, Any]]:

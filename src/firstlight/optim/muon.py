@@ -6,7 +6,7 @@ Shape letters: E matrices of a stack, F rows, C columns; `...` is E or nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _EPS = 1e-7
+
+#: Greatest number of values of matrices that are stacked for one update: some 300 MB of temporary
+#: copies. Larger matrices keep a GPU busy one by one.
+_STACKED_VALUES = 1 << 23
+
+#: A parameter and its group.
+_Pair = tuple[Tensor, dict[str, Any]]
 
 #: `optimizer.muon_coefficients` -> (factor of the norm by which the matrix is divided at first; a,
 #: b, c of each step x = a x + b (x x^T) x + c (x x^T)^2 x). "jordan" is as in torch.optim.Muon.
@@ -76,6 +83,10 @@ class Muon(torch.optim.Optimizer):
     sharded: each process receives the shards of its matrices in bf16, and sends back shards of the
     results.
 
+    With `stacked`, a process that shares no work updates small matrices of the same size and group
+    in one stack. That starts a fiftieth of the kernels, on which a GPU waits with small matrices.
+    Results differ from those of single matrices by the rounding of bf16.
+
     Args:
         groups: torch's parameter groups, of parameters [..., F, C]. A group with `transposed` has
             the neurons (outputs) of its matrices in the columns.
@@ -86,6 +97,7 @@ class Muon(torch.optim.Optimizer):
         beta2: decay rate of NorMuon's second moment; None is plain Muon.
         coefficients: a name of `COEFFICIENTS`.
         cautious: True applies weight decay by `decay_cautiously`.
+        stacked: True updates small matrices in stacks.
 
     Attributes:
         process: (rank of this process, number of processes) among those that have the same full
@@ -103,6 +115,7 @@ class Muon(torch.optim.Optimizer):
         beta2: float | None = None,
         coefficients: str = "jordan",
         cautious: bool = False,
+        stacked: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -117,11 +130,12 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(groups, defaults)
         self.process = (0, 1)
+        self._stacked = stacked
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
-        found: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = {}
+        found: dict[Any, list[_Pair]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -131,14 +145,50 @@ class Muon(torch.optim.Optimizer):
             # about as long, and no more matrices than processes are whole in memory at a time.
             pairs.sort(key=lambda pair: pair[0].numel())
             processes = self.process[1] if team is None else team.size()
+            if team is None and processes == 1:
+                for stack in self._stacks(pairs):
+                    if len(stack) > 1:
+                        self._update_stack(stack)
+                    else:
+                        self._update_alone(*stack[0])
+                continue
             for start in range(0, len(pairs), processes):
                 part = pairs[start : start + processes]
                 if team is not None:
                     self._update_shards(part, team)
-                elif processes > 1:
-                    self._update_copies(part)
                 else:
-                    self._update_alone(*part[0])
+                    self._update_copies(part)
+
+    def _stacks(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+        """The pairs in lists whose parameters are updated together."""
+        found: dict[Any, list[_Pair]] = {}
+        for parameter, group in pairs:
+            key: Any = parameter
+            if self._stacked and parameter.dim() == 2 and not is_sharded(parameter):
+                done = float(self.state[parameter].get("step", 0.0))
+                key = (id(group), parameter.shape, parameter.dtype, done)
+            found.setdefault(key, []).append((parameter, group))
+        for stack in found.values():
+            most = max(_STACKED_VALUES // stack[0][0].numel(), 1)
+            for start in range(0, len(stack), most):
+                yield stack[start : start + most]
+
+    def _update_stack(self, pairs: Sequence[_Pair]) -> None:
+        """Update parameters [F, C] of one size, group and number of steps as a stack [E, F, C]."""
+        parameters, group = [parameter for parameter, _ in pairs], pairs[0][1]
+        states = [self._state_of(parameter, group) for parameter in parameters]
+        keys = [key for key in states[0] if key != "step"]
+        stack = torch.stack(parameters)
+        stack.grad = torch.stack([p.grad for p in parameters if p.grad is not None])
+        state = {key: torch.stack([one[key] for one in states]) for key in keys}
+        self.state[stack] = state
+        if "step" in states[0]:
+            state["step"] = states[0]["step"] - 1
+        self._update_alone(stack, group)
+        del self.state[stack]
+        torch._foreach_copy_(parameters, stack.unbind())
+        for key in keys:
+            torch._foreach_copy_([one[key] for one in states], state[key].unbind())
 
     def _update_alone(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Update a parameter without sharing the work. Of a parameter that is sharded along two
@@ -152,7 +202,7 @@ class Muon(torch.optim.Optimizer):
         direction = direction if factors is None else direction * factors
         self._apply(own_shard(shard_like(direction, parameter), parameter), parameter, group)
 
-    def _update_copies(self, part: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def _update_copies(self, part: Sequence[_Pair]) -> None:
         """Update at most as many parameters as there are processes with the same gradients: process
         i orthogonalises the matrix of `part[i]`, and the others receive it."""
         received = []
@@ -171,7 +221,7 @@ class Muon(torch.optim.Optimizer):
             direction = received[owner] if factors is None else received[owner] * factors
             self._apply(direction, parameter, group)
 
-    def _update_shards(self, part: list[tuple[Tensor, dict[str, Any]]], team: ProcessGroup) -> None:
+    def _update_shards(self, part: Sequence[_Pair], team: ProcessGroup) -> None:
         """Update this process' shards of at most as many parameters as there are processes: process
         i receives the shards of `part[i]`, orthogonalises that matrix, and sends each process its
         shard of the result."""
@@ -334,6 +384,10 @@ def neuron_factors(squares: Tensor, second_moment: Tensor, beta2: float) -> Tens
 
 def _muon(groups: Groups, config: Any) -> Muon:
     rate = config.peak_rate("matrix")
+    # On a CPU, starting an operation takes little of its time, and copying a lot.
+    wanted = config.implementation
+    on_gpu = groups[0]["params"][0].device.type == "cuda"
+    stacked = wanted == "foreach" or (wanted != "for-loop" and on_gpu)
     return Muon(
         # All groups are matrices, which have Muon's own learning rate.
         [{**group, "lr": rate} for group in groups],
@@ -344,6 +398,7 @@ def _muon(groups: Groups, config: Any) -> Muon:
         beta2=config.muon_beta2,
         coefficients=config.muon_coefficients,
         cautious=config.cautious_weight_decay,
+        stacked=stacked,
     )
 
 
