@@ -1,8 +1,9 @@
-"""The machine to train on: its speed for some models (measured on a CPU, predicted for a GPU), and
-the memory of runs."""
+"""The machine to train on: its speed for some models (measured on this machine, predicted for the
+GPU of another), and the memory of runs."""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
-from firstlight.hardware.device import Hardware
+from firstlight.hardware.device import Hardware, synchronize
 from firstlight.models import empty_model
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.pipeline import settings
@@ -27,17 +28,22 @@ from firstlight.training.forecast import Forecast
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: (hidden_size, num_hidden_layers) of the models whose speed is measured or predicted, and their
-#: vocabulary size.
-_TIMED = ((128, 4), (320, 6))
-_PREDICTED = ((192, 4), (512, 8), (1024, 16))
+#: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, or
+#: predicted, and their vocabulary size.
+_TIMED = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
+_FORESEEN = ((192, 4), (512, 8), (1024, 16))
 _VOCABULARY = 4096
-#: Tokens of a measured step. With half of them, a token takes up to 1.4 times as long, because of
-#: the update's share.
+#: Tokens of a measured step on a CPU. With half of them, a token takes up to 1.4 times as long,
+#: because of the update's share.
 _TIMED_TOKENS = settings.BATCH_TOKENS
-#: Seconds of measured steps, after a first step that allocates memory. The second step is still a
-#: third slower, so the median is taken.
-_TIMED_SECONDS = 1.0
+#: Bytes of memory below which a measured step has fewer tokens than keep a GPU busy: with 32,768
+#: tokens, the larger model takes 22 GiB.
+_LARGE_MEMORY, _TOKENS_OF_LITTLE_MEMORY = 32 << 30, 8192
+#: Seconds of measured steps, by kind of device, after a first step that allocates memory. The
+#: second step is still a third slower, so the median is taken.
+_TIMED_SECONDS = {"cpu": 1.0, "cuda": 0.5}
+#: Origins of a speed, as they are shown.
+_MEASURED, _PREDICTED = "measured here", "predicted by the planner"
 
 
 def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
@@ -51,16 +57,29 @@ def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
     """
     machine = find_machine(gpu)
     kind = machine.target.kind
-    if kind == "cpu":
-        rates = [_timed(machine, ModelSize(*shape, _VOCABULARY, 256)) for shape in _TIMED]
-        origin, steps = "measured here", []
-    else:
-        shapes = [ModelSize(*shape, _VOCABULARY, 512) for shape in _PREDICTED]
-        busy = settings.MICRO_BATCH_TOKENS[kind]
-        rates = [_predicted(machine, shape, busy) for shape in shapes]
-        few = [_predicted(machine, shape, shape.seq_len) for shape in shapes]
-        steps = [(flops, 512 / rate) for flops, rate in few]
-        origin = "predicted by the planner"
+    seq_len = 256 if kind == "cpu" else 512
+    timed = machine.is_here and kind in _TIMED
+    shapes = _TIMED[kind] if timed else _FORESEEN
+    sizes = [ModelSize(*shape, _VOCABULARY, seq_len) for shape in shapes]
+    busy = settings.MICRO_BATCH_TOKENS[kind]
+    if timed and machine.usable_bytes < _LARGE_MEMORY:
+        busy = min(busy, _TOKENS_OF_LITTLE_MEMORY)
+    numbers = (busy,) if kind == "cpu" else (busy, seq_len)
+    rates, steps = [], []
+    for size in sizes:
+        if timed:
+            recipe = resolve_for(_speed_recipe(size, busy), machine)
+            busy_rate, *few = timed_rates(recipe, machine, numbers)
+        else:
+            busy_rate, *few = (_predicted(machine, size, tokens) for tokens in numbers)
+        rates.append((size.flops_per_token, busy_rate))
+        steps += [(size.flops_per_token, seq_len / rate) for rate in few]
+    origin = _MEASURED if timed else _PREDICTED
+    if timed and kind == "cuda":
+        # The memory of the measured models, of which some are in reference cycles.
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     # If a smaller model is slower than a larger one, because of kernel launches or noise, it gets
     # the larger one's rate: `MachineFacts` needs rates that don't rise with size.
     rates = [
@@ -101,47 +120,53 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _timed(machine: Machine, shape: ModelSize) -> tuple[float, float]:
-    """Training FLOPs per token and measured tokens per second of a new model."""
-    recipe = resolve_for(_speed_recipe(shape, settings.MICRO_BATCH_TOKENS["cpu"]), machine)
-    return shape.flops_per_token, timed_rate(recipe, machine)
-
-
-def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Measure the training speed of a recipe's model by some steps on random tokens, in tokens per
-    second.
+def timed_rates(
+    recipe: ResolvedRecipe, machine: Machine, numbers: Sequence[int] = (_TIMED_TOKENS,)
+) -> list[float]:
+    """Measure the training speed of a recipe's model by some steps on random tokens.
 
     Args:
         recipe: the recipe of a run with one process.
         machine: this machine.
+        numbers: numbers of tokens of a step.
+
+    Returns:
+        Tokens per second for each number of tokens.
     """
+    hardware, seq_len = machine.hardware, recipe.data.seq_len
     model = empty_model(recipe.model)
     model.init_weights(torch.Generator().manual_seed(0), recipe.init)
-    attach(model, recipe, machine.hardware)
-    program = TrainingProgram(recipe, model, machine.hardware)
-    rows, seq_len = max(_TIMED_TOKENS // recipe.data.seq_len, 1), recipe.data.seq_len
-    tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1))
-    documents = torch.zeros((rows, seq_len), dtype=torch.int32)
-    batch = Batch(
-        tokens[:, :-1].contiguous(),
-        tokens[:, 1:].contiguous(),
-        rows * seq_len,
-        documents if recipe.data.document_masking else None,
-    )
-    program.step([batch], 0.1)
-    seconds: list[float] = []
-    while sum(seconds) < _TIMED_SECONDS:
+    attach(model, recipe, hardware)
+    program = TrainingProgram(recipe, model, hardware)
+
+    def seconds_of(batch: Batch) -> float:
         begun = time.perf_counter()
         program.step([batch], 0.1)
-        seconds.append(time.perf_counter() - begun)
-    return batch.num_valid / statistics.median(seconds)
+        synchronize(hardware.device)
+        return time.perf_counter() - begun
+
+    rates = []
+    for number in numbers:
+        rows = max(number // seq_len, 1)
+        tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1)).to(hardware.device)
+        documents = torch.zeros((rows, seq_len), dtype=torch.int32, device=hardware.device)
+        batch = Batch(
+            tokens[:, :-1].contiguous(),
+            tokens[:, 1:].contiguous(),
+            rows * seq_len,
+            documents if recipe.data.document_masking else None,
+        )
+        seconds_of(batch)
+        seconds: list[float] = []
+        while sum(seconds) < _TIMED_SECONDS[hardware.device.type]:
+            seconds.append(seconds_of(batch))
+        rates.append(batch.num_valid / statistics.median(seconds))
+    return rates
 
 
-def _predicted(machine: Machine, shape: ModelSize, tokens: int) -> tuple[float, float]:
-    """Training FLOPs per token and tokens per second of a new model in steps of `tokens` tokens,
-    predicted by the planner."""
-    recipe = resolve_for(_speed_recipe(shape, tokens), machine)
-    return shape.flops_per_token, _predicted_rate(recipe, machine)
+def _predicted(machine: Machine, size: ModelSize, tokens: int) -> float:
+    """Tokens per second of a new model in steps of `tokens` tokens, predicted by the planner."""
+    return _predicted_rate(resolve_for(_speed_recipe(size, tokens), machine), machine)
 
 
 def _predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
@@ -232,11 +257,11 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
     steps = []
     if kind == "cpu":
-        rate, origin = timed_rate(recipe, machine), "measured here"
+        (rate,), origin = timed_rates(recipe, machine), _MEASURED
     else:
         rows = max(settings.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
         busy, few = (with_changes(recipe, {"batch.micro_batch_size": n}) for n in (rows, 1))
-        rate, origin = _predicted_rate(busy, machine), "predicted by the planner"
+        rate, origin = _predicted_rate(busy, machine), _PREDICTED
         steps = [(flops, seq_len / _predicted_rate(few, machine))]
     usable = machine.usable_bytes
     return MachineFacts(
@@ -305,7 +330,7 @@ def fitted_recipe(
         assert left is not None
         values["schedule"]["max_minutes"] = minutes = round(left / 60, 4)
         choices = choices.with_value("schedule.max_minutes", minutes)
-    if forecast is not None and speed.kind == "cpu":
+    if forecast is not None and speed.origin == _MEASURED:
         rate = choices.tokens_per_second
         forecast = replace(forecast, tokens_per_second=(0.7 * rate, rate, 1.3 * rate))
     recipe = parse_recipe(values, "the chosen recipe", overrides)
