@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.errors import CheckpointError, ConfigError
+from firstlight.generation.engine import GenerationStream
 from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.optim.schedule import (
     DecidedLength,
@@ -430,6 +431,25 @@ def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
 
     train(recipe, on_step=on_step)
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
+
+
+def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU loads kernels at its first generation."""
+    slow = [30.0]
+
+    def generate(*args: Any) -> GenerationStream:
+        machine.now += slow.pop() if slow else 0.0
+        return GenerationStream(*args)
+
+    monkeypatch.setattr(validation, "GenerationStream", generate)
+    recipe["evaluation"] |= {"sample_prompts": ["a"], "on_start": True}
+    result = train(recipe)
+    assert not slow
+    assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
+    texts = read_json_lines(folder_of(recipe) / "samples.jsonl")
+    assert [text["step"] for text in texts] == [*range(20, result.step, 20), result.step]
 
 
 def test_few_slow_steps_are_enough(recipe: dict[str, Any], machine: Machine) -> None:

@@ -51,6 +51,11 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     run.program.model.eval()
     run.samples = []
     if losses_due:
+        prompts = config.sample_prompts
+        if is_start and run.budget is not None and prompts:
+            # The first generation on a GPU took 7 s of loading kernels, which the times of the
+            # other evaluations, by which the steps are decided, must not contain.
+            _sample(run, prompts[0], 2, check)
         with run.times.part("evaluation"):
             if not is_start:
                 _write_samples(run, check)
@@ -62,27 +67,37 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
 
 def _write_samples(run: Run, check: Callable[[], None]) -> None:
     """Generate a text for each prompt of the recipe's `evaluation` section."""
-    program, config, step = run.program, run.recipe.evaluation, run.state.step
-    # The same seed in all evaluations, so that texts differ only by the model's weights.
-    sampling = SamplingConfig(config.sample_tokens, config.temperature, top_k=50, seed=0)
-    loaded = _loaded(program.model, run.tokenizer, run.folder)
+    config, step = run.recipe.evaluation, run.state.step
     for prompt in config.sample_prompts:
-        text = ""
-        try:
-            with autocast(program.hardware.device, program.dtype):
-                # After training on conversations, a prompt is a message to be answered; a blank one
-                # is continued as text.
-                if run.dataset.has_examples and prompt.strip():
-                    pieces = ChatSession(loaded, settings=sampling).answer(prompt)
-                else:
-                    pieces = iter(GenerationStream(loaded, prompt, sampling))
-                for piece in pieces:
-                    text += piece
-                    check()
-        except ModelError as error:
-            raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
+        text = _sample(run, prompt, config.sample_tokens, check)
         run.samples.append({"step": step, "prompt": prompt, "text": text})
         run.bar.sample(step, prompt, text)
+
+
+def _sample(run: Run, prompt: str, tokens: int, check: Callable[[], None]) -> str:
+    """A text of at most `tokens` tokens for a prompt.
+
+    Raises:
+        DivergedError: the model's output is not finite.
+    """
+    program = run.program
+    # The same seed in all evaluations, so that texts differ only by the model's weights.
+    sampling = SamplingConfig(tokens, run.recipe.evaluation.temperature, top_k=50, seed=0)
+    loaded, text = _loaded(program.model, run.tokenizer, run.folder), ""
+    try:
+        with autocast(program.hardware.device, program.dtype):
+            # After training on conversations, a prompt is a message to be answered; a blank one is
+            # continued as text.
+            if run.dataset.has_examples and prompt.strip():
+                pieces = ChatSession(loaded, settings=sampling).answer(prompt)
+            else:
+                pieces = iter(GenerationStream(loaded, prompt, sampling))
+            for piece in pieces:
+                text += piece
+                check()
+    except ModelError as error:
+        raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
+    return text
 
 
 def _validate(run: Run, check: Callable[[], None]) -> None:
