@@ -15,7 +15,13 @@ from firstlight.bench.memory import measured_memory
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.memory.emulation import graphs_kept, stubbed_compiler
 from firstlight.planner.memory.kernels import cuda_target, this_cpu
-from firstlight.planner.memory.layers import few_compiled_layers, from_graphs, merged
+from firstlight.planner.memory.layers import (
+    few_compiled_layers,
+    from_graphs,
+    merged,
+    padded_logits_bytes,
+    with_temporary,
+)
 from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
@@ -236,6 +242,31 @@ def test_a_gpus_attention_leaves_a_compiled_step_in_one_piece(
         recipes._compile(program, batch)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("efficiency", "copies"),
+    [
+        ({"precision": "bf16"}, 1),
+        ({"precision": "bf16", "vocab_multiple": 8}, 0),
+        ({"precision": "bf16", "loss_chunk_tokens": 64}, 0),
+        ({"precision": "fp32"}, 0),
+    ],
+)
+def test_compiled_code_on_a_gpu_copies_gradients_of_logits_in_odd_rows(
+    efficiency: dict[str, Any], copies: int
+) -> None:
+    planned = recipe(model=GPT2 | {"vocab_size": 1001}, efficiency=efficiency | {"compile": True})
+    tokens = planned.batch.micro_batch_size * planned.data.seq_len
+    found = padded_logits_bytes(planned, cuda_target("H100", (9, 0)))
+    assert found == copies * 2 * 1008 * tokens
+    assert padded_logits_bytes(planned, this_cpu()) == 0
+    before = merged(_compiled_made_up(2, fused=True))
+    after = with_temporary(before, "backward", found)
+    assert after.phases["backward"].bytes == before.phases["backward"].bytes + found
+    assert after.reserved_bytes - after.peak_bytes == before.reserved_bytes - before.peak_bytes
+    assert {**after.phases, "backward": None} == {**before.phases, "backward": None}
 
 
 @pytest.mark.slow

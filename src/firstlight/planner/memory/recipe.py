@@ -29,6 +29,8 @@ from firstlight.planner.memory.layers import (
     from_graphs,
     in_fewer_layers,
     merged,
+    padded_logits_bytes,
+    with_temporary,
 )
 from firstlight.planner.memory.prediction import MemoryPrediction, predict
 from firstlight.planner.memory.program import (
@@ -121,15 +123,23 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
 
 
 def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
-    shallow = few_compiled_layers(planned.recipe)
+    shallow, copied = (
+        few_compiled_layers(planned.recipe),
+        padded_logits_bytes(planned.recipe, target),
+    )
     if shallow is None:
-        return TraceJob(((_train, planned, target),), lambda found: merged(found[0]))
+        return TraceJob(
+            ((_train, planned, target),),
+            lambda found: with_temporary(merged(found[0]), "backward", copied),
+        )
     few, more, steps = shallow
     accumulates = few.batch.accumulation(few.data.seq_len) > 1
     return TraceJob(
         ((_train_both, planned.with_(few), target), (_train_graphs, planned.with_(more), target)),
-        lambda found: from_graphs(
-            found[0][0], found[0][1], found[1], steps, accumulates=accumulates
+        lambda found: with_temporary(
+            from_graphs(found[0][0], found[0][1], found[1], steps, accumulates=accumulates),
+            "backward",
+            copied,
         ),
     )
 
