@@ -20,6 +20,7 @@ from firstlight.pipeline.chosen import (
     Choice,
     Choices,
     RunFacts,
+    expected_range,
     given_batch,
     given_unit,
     known_rate,
@@ -115,10 +116,9 @@ def choose(
         *best.run.other_choices(machine, text.val_tokens),
     ]
     epochs = best.run.tokens / max(text.train_tokens, 1.0)
-    low, high = settings.EXPECTED_RANGE
     return replace(
         best.run.choices(items, fixed, best.shape.parameters, epochs),
-        bits_per_byte=(low * best.bits, high * best.bits),
+        bits_per_byte=expected_range(best.bits, fixed),
         advice=_advice(best, text, epochs),
     )
 

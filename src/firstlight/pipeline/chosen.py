@@ -44,7 +44,7 @@ class Choices:
         tokens_per_second: expected speed of training.
         epochs: passes over the training data.
         bits_per_byte: lowest and highest expected bits per byte of held-out text; None for
-            fine-tuning, for which there is no estimate.
+            fine-tuning and for a given optimizer, for which there is no estimate.
         advice: a sentence about the gain of more text; "" if the text is enough.
     """
 
@@ -138,6 +138,21 @@ def known_rate(rates: Mapping[str, float], name: str, fixed: Mapping[str, Any]) 
             f"no learning rate is known for --optimizer.name {name}: set --optimizer.learning_rate"
         )
     return rates.get(name)
+
+
+def expected_range(bits: float, fixed: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The lowest and the highest bits per byte where `bits` are expected; None if the user gives an
+    optimizer other than the one whose losses are known.
+
+    Args:
+        bits: result of `facts.expected_bits`.
+        fixed: values given by the user, by `section.key`.
+    """
+    key = "optimizer.name"
+    if fixed.get(key, settings.LAYOUT[key]) != settings.LAYOUT[key]:
+        return None
+    low, high = settings.EXPECTED_RANGE
+    return low * bits, high * bits
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:

@@ -114,13 +114,13 @@ class TextPlan:
     def lines(self) -> Iterator[str]:
         """See `RunPlan.lines`."""
         choices = self.choices
-        assert choices.bits_per_byte is not None
-        low, high = choices.bits_per_byte
         yield from run_lines(choices, self.speed, "the text")
-        yield (
-            f"expected: {low:.2f} to {high:.2f} bits for a byte of held-out text "
-            f"(gzip -9: about {self.scan.facts.gzip_bits_per_byte:.2f})"
-        )
+        expected = "not known with this optimizer"
+        if choices.bits_per_byte is not None:
+            low, high = choices.bits_per_byte
+            expected = f"{low:.2f} to {high:.2f} bits for a byte of held-out text"
+        gzip = self.scan.facts.gzip_bits_per_byte
+        yield f"expected: {expected} (gzip -9: about {gzip:.2f})"
         if self.memory_bytes is not None:
             yield memory_line(self.memory_bytes, self.speed)
         if choices.advice:

@@ -20,6 +20,7 @@ from firstlight.data.sources import DataSource, holds_one_document, limited_sour
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
 from firstlight.pipeline.held_out import HeldOut, digest_of, held_out_share, hold_out
+from firstlight.pipeline.trigrams import TrigramSample
 
 #: Largest number of file names in a message.
 SHOWN_FILES = 5
@@ -56,6 +57,8 @@ class CorpusFacts:
         first_rejected: places and errors of the first unreadable documents.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
         xz_bits_per_byte: bits per byte of the first MiB of text, compressed by xz.
+        trigram_bits_per_character: bits that a character of held-out text costs a trigram model of
+            other text; see `TrigramSample`.
         content_key: hash of all text that was read, and for a sample of the limits of each file.
         is_sampled: True if only a part of the corpus was read.
     """
@@ -73,6 +76,7 @@ class CorpusFacts:
     first_rejected: Sequence[str]
     gzip_bits_per_byte: float
     xz_bits_per_byte: float
+    trigram_bits_per_character: float
     content_key: str
     is_sampled: bool = False
 
@@ -142,8 +146,8 @@ def scan_corpus(
                     bar.update(task, advance=size, done=f"{counts.documents:,} documents")
                     if not counts.documents and counts.rejected - rejected >= _HOPELESS:
                         break
-    facts = counts.facts(sources, limited, text_key)
     held = counts.held_out()
+    facts = counts.facts(sources, limited, text_key, held)
     return Scan(sources, facts, held, counts.prompts(held), counts.files(held))
 
 
@@ -159,6 +163,7 @@ class _Counts:
         self._waiting: list[str] = []
         self._waiting_characters = 0
         self._head: list[bytes] = []
+        self._trigrams = TrigramSample()
         self._openings: dict[bytes, list[str]] = {}
         self._key = hashlib.sha256()
         self._rejected: Counter[str] = Counter()
@@ -191,10 +196,11 @@ class _Counts:
         self.near += self._near.add(text)
         if self.text_bytes - size < _GZIP_BYTES:
             self._head.append(text.encode("utf-8")[:_GZIP_BYTES])
+        share = held_out_share(size)
+        self._trigrams.add(digest, text, int(len(text) * (1 - share)))
         if len(self._openings) < _MOST_OPENINGS:
             # Candidates for prompts: the beginning of the text, and places near its end, because
             # the end of each document is held out if there are few documents.
-            share = held_out_share(size)
             places = (0, *(int(len(text) * (1 - share * part)) for part in (0.9, 0.6, 0.3)))
             self._openings[digest] = [opening_of(text[at : at + 1000], at) for at in places]
         self._waiting.append(text)
@@ -212,7 +218,11 @@ class _Counts:
         self._waiting, self._waiting_characters = [], 0
 
     def facts(
-        self, sources: Sequence[DataSource], limited: Sequence[DataSource], text_key: str
+        self,
+        sources: Sequence[DataSource],
+        limited: Sequence[DataSource],
+        text_key: str,
+        held: HeldOut,
     ) -> CorpusFacts:
         """The facts about everything that was read.
 
@@ -220,6 +230,7 @@ class _Counts:
             sources: all sources.
             limited: the sources with the limits with which they were read.
             text_key: see `read_documents`.
+            held: the documents that are held out.
 
         Raises:
             InputError: there is no text.
@@ -249,6 +260,7 @@ class _Counts:
             first_rejected=self._first_rejected,
             gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
             xz_bits_per_byte=8 * len(lzma.compress(head[:_XZ_BYTES])) / len(head[:_XZ_BYTES]),
+            trigram_bits_per_character=self._trigrams.bits_per_character(held),
             content_key=self._key.hexdigest()[:16],
             is_sampled=is_sampled,
         )

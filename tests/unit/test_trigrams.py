@@ -1,0 +1,76 @@
+"""The measure of how hard a text is: the bits of a character by a trigram model."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from firstlight.pipeline.held_out import HeldOut
+from firstlight.pipeline.trigrams import TrigramSample, trigram_bits
+
+
+def codes(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return np.array([ord(character) for character in text], np.uint64)
+
+
+def noise(length: int, alphabet: str, seed: int = 0) -> str:
+    return "".join(random.Random(seed).choices(alphabet, k=length))
+
+
+def test_the_bits_are_those_of_witten_and_bell() -> None:
+    # "ab" has each letter once. At the beginning of a text, "a" came once in the one case.
+    alone = (1 + 2 * 2**-21) / (2 + 2)
+    after_the_beginning = (1 + alone) / 2
+    twice = (1 + after_the_beginning) / 2
+    assert trigram_bits(codes("ab"), codes("a")) == pytest.approx(-math.log2(twice))
+
+
+@pytest.mark.parametrize("alphabet", ["abcd", "\u3042\u3044\u3046\u3048", "\U0001f600\U0001f601ab"])
+def test_random_text_costs_the_logarithm_of_its_alphabet(alphabet: str) -> None:
+    train, test = noise(50_000, alphabet), noise(5000, alphabet, seed=1)
+    assert trigram_bits(codes(train), codes(test)) == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_letter_that_follows_from_the_two_before_costs_nothing() -> None:
+    assert trigram_bits(codes("abcbd" * 2000), codes("abcbd" * 100)) < 0.01
+
+
+def test_held_out_documents_are_measured_by_the_others() -> None:
+    sample = TrigramSample()
+    for number in range(20):
+        text = noise(20_000, "abcd", number) if number % 10 else noise(20_000, "ab", number)
+        sample.add(str(number).encode(), text, 18_000)
+    held = frozenset({b"0", b"10"})
+    assert sample.bits_per_character(HeldOut(held, 0.1)) == pytest.approx(2.0, abs=0.02)
+    others = frozenset({b"3", b"4"})
+    assert sample.bits_per_character(HeldOut(others, 0.1)) == pytest.approx(2.0, abs=0.08)
+
+
+def test_held_out_ends_are_measured_by_the_beginnings() -> None:
+    sample = TrigramSample()
+    sample.add(b"one", noise(180_000, "abcd") + "a" * 20_000, 180_000)
+    sample.add(b"two", noise(180_000, "abcd", seed=1) + "abcdabcd" * 2500, 180_000)
+    ends = sample.bits_per_character(HeldOut(None, 0.1))
+    assert ends == pytest.approx(2.0, abs=0.02)
+    only_two = sample.bits_per_character(HeldOut(None, 0.1, whole=frozenset({b"one"})))
+    assert only_two != ends
+
+
+def test_a_large_corpus_is_sampled_evenly() -> None:
+    """Its second half is another text: a sample of the first alone would not know it."""
+    sample = TrigramSample()
+    for number in range(120):
+        letters = "abcd" if number < 60 else "efgh"
+        sample.add(str(number).encode(), noise(100_000, letters, number), 90_000)
+    held = frozenset({b"50", b"110"})
+    assert sample.bits_per_character(HeldOut(held, 0.01)) == pytest.approx(2.0, abs=0.05)
+
+
+@pytest.mark.parametrize("text", ["", "a", "ab"])
+def test_a_text_of_a_few_letters_is_taken_for_a_usual_one(text: str) -> None:
+    sample = TrigramSample()
+    sample.add(b"", text, len(text))
+    assert 2 < sample.bits_per_character(HeldOut(None, 0.1)) < 4
