@@ -472,7 +472,7 @@ def test_a_text_of_wider_characters_needs_fewer_bits_for_a_byte() -> None:
 @pytest.mark.parametrize("dense", [False, True])
 def test_text_whose_letters_follow_less_from_those_before_needs_more_bits(dense: bool) -> None:
     text = dataclasses.replace(TEXT, xz_bits_per_byte=4.5 if dense else 1.47)
-    harder = dataclasses.replace(text, trigram_bits_per_character=2 * 2.79)
+    harder = dataclasses.replace(text, trigram_bits_per_character=2 * 2.85)
     bits = expected_bits(1e6, 5e6, text)
     assert expected_bits(1e6, 5e6, harder) == pytest.approx(min(2**1.15 * bits, 8.0))
 

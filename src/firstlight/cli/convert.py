@@ -56,6 +56,7 @@ def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> di
     for note in result.notes:
         say(f"note: {note}")
     difference, largest = result.largest_difference, result.largest_logit
+    same = "the same in both" if not difference else f"differ by up to {difference:.3g}"
     cost = []
     if result.perplexity is not None:
         before, after, bits = result.perplexity
@@ -66,7 +67,7 @@ def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> di
             ("source", f"{result.program}, {result.model_type}"),
             ("written", result.file or result.out),
             ("parameters", f"{result.parameters:,} in {result.dtype}"),
-            ("logits", f"differ by up to {difference:.3g} (the largest is {largest:.3g})"),
+            ("logits", f"{same} (the largest is {largest:.3g})"),
             *cost,
             ("chat template", "the same in both" if result.has_chat_template else "none"),
         ]
