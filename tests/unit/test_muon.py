@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,14 @@ from torch import Tensor, nn
 
 from firstlight.models import MoEConfig
 from firstlight.optim.cautious import decay_cautiously
-from firstlight.optim.muon import COEFFICIENTS, Muon, neuron_factors, neuron_squares, orthogonalised
+from firstlight.optim.muon import Muon
 from firstlight.optim.optimizer import Optimizer
+from firstlight.optim.orthogonal import (
+    COEFFICIENTS,
+    neuron_factors,
+    neuron_squares,
+    orthogonalised,
+)
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
@@ -87,13 +94,16 @@ def test_a_stack_is_updated_as_its_matrices(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("most", [1 << 20, 200])
+@pytest.mark.parametrize("most, calls", [(1 << 20, 34), (330, 40), (200, 52)])
 def test_matrices_updated_together_move_as_they_do_alone(
-    monkeypatch: pytest.MonkeyPatch, normalized: bool, most: int
+    monkeypatch: pytest.MonkeyPatch, normalized: bool, most: int, calls: int
 ) -> None:
-    """To bf16's rounding: two sizes, two groups, and one matrix without a gradient at first."""
+    """To bf16's rounding: two sizes, two groups, and one matrix without a gradient at first. The
+    first three that are together are cut into two stacks if two have more than `most` values."""
     monkeypatch.setattr("firstlight.optim.muon._STACKED_VALUES", most)
-    shapes = [(8, 20), (20, 8), (8, 20), (8, 20), (20, 8), (16, 16), (8, 20), (3, 8, 20)]
+    counted = Mock(side_effect=orthogonalised)
+    monkeypatch.setattr("firstlight.optim.muon.orthogonalised", counted)
+    shapes = [*[(8, 20), (20, 8), (8, 20)] * 2, (16, 16), (8, 20), (3, 8, 20)]
     options: dict[str, Any] = {"warmup_steps": 4}
     if normalized:
         options |= {"beta2": 0.95, "coefficients": "polar_express", "cautious": True}
@@ -101,8 +111,8 @@ def test_matrices_updated_together_move_as_they_do_alone(
     def trained(stacked: bool) -> tuple[list[Tensor], Muon]:
         matrices = [nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate(shapes)]
         groups = [
-            {"params": matrices[:5], "weight_decay": 0.2, "transposed": False},
-            {"params": matrices[5:], "weight_decay": 0.1, "transposed": True},
+            {"params": matrices[:6], "weight_decay": 0.2, "transposed": False},
+            {"params": matrices[6:], "weight_decay": 0.1, "transposed": True},
         ]
         optimizer = Muon(groups, 0.1, 0.9, stacked=stacked, **options)
         for step in range(6):
@@ -112,18 +122,23 @@ def test_matrices_updated_together_move_as_they_do_alone(
             optimizer.step()
         return [matrix.detach() for matrix in matrices], optimizer
 
-    (alone, one_by_one), (together, stacked) = trained(False), trained(True)
+    alone, one_by_one = trained(False)
+    assert counted.call_count == 52
+    together, stacked = trained(True)
+    assert counted.call_count == 52 + calls
     for i, (mine, theirs) in enumerate(zip(together, alone, strict=True)):
         off = (mine - theirs).norm() / (theirs - random(*shapes[i], seed=i)).norm()
         assert off < 0.01
-    states = [[o.state[p] for g in o.param_groups for p in g["params"]] for o in
-              (one_by_one, stacked)]  # fmt: skip
+    states = [
+        [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+        for optimizer in (one_by_one, stacked)
+    ]
     assert len(stacked.state) == len(shapes)
     for mine_state, their_state in zip(*states, strict=True):
         assert list(mine_state) == list(their_state)
         assert torch.equal(mine_state["momentum_buffer"], their_state["momentum_buffer"])
         assert torch.equal(mine_state["step"], their_state["step"])
-    assert [float(state["step"]) for state in states[1]] == [6, 6, 4, 6, 6, 6, 6, 6]
+    assert [float(state["step"]) for state in states[1]] == [6, 6, 4, 6, 6, 6, 6, 6, 6]
 
 
 def test_the_gradient_stays_as_it_was() -> None:

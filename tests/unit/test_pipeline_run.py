@@ -46,8 +46,8 @@ TINY = {"evaluation.sample_tokens": 4, "model.hidden_size": 64, "data.seq_len": 
 def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def facts(gpu: str | None = None) -> tuple[Any, MachineFacts]:
-        found = find_machine(gpu)
+    def facts(gpu: str | None = None, device: str = "auto") -> tuple[Any, MachineFacts]:
+        found = find_machine(gpu, device=device)
         return found, MachineFacts(found.name, "cpu", [(9e6, 2e4), (5e7, 5e3)], 8 << 30)
 
     monkeypatch.setattr(machine_module, "machine_facts", facts)
@@ -484,8 +484,8 @@ def test_the_plan_alone_takes_the_micro_batch_that_fits(
     assert rows > 1
     known = machine_module.machine_facts
 
-    def smaller(gpu: str | None = None) -> tuple[Any, MachineFacts]:
-        found, speed = known(gpu)
+    def smaller(*options: Any) -> tuple[Any, MachineFacts]:
+        found, speed = known(*options)
         return replace(found, usable_bytes=needed - 1), speed
 
     monkeypatch.setattr(machine_module, "machine_facts", smaller)

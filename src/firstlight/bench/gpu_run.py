@@ -86,7 +86,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     result = json.loads(done.stdout)
     folder = work / result["run_folder"]
     for name in _KEPT:
-        shutil.copyfile(folder / name, keep / f"run-{name}")
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, keep / f"run-{name}")
     metrics = read_json_lines(folder / "metrics.jsonl")
     evaluated = [line for line in metrics if line.get("val/loss") is not None]
     steps = [line for line in metrics if line["step"]]

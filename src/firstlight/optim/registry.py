@@ -185,8 +185,8 @@ class OptimizerConfig(Section):
     "for-loop", parameter by parameter, the least memory without fused kernels and the slowest on
     GPUs. "auto" is fused where the device has it, else foreach. For Adafactor and Lion, which have
     no fused kernel, it is for-loop, since foreach costs the memory that they save. Muon itself
-    updates small matrices of one size together with "foreach", and on a GPU unless "for-loop" is
-    set. All give the same numbers up to rounding."""
+    updates small matrices of one size together with "foreach" and "fused", and with "auto" on a
+    GPU. All give the same numbers up to rounding."""
     eight_bit_library: EightBitLibrary = "auto"
     """library of the 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at once;
     "torchao" compiles its update, which takes tens of seconds on a CPU at the first step. "auto"

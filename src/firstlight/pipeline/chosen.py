@@ -44,7 +44,7 @@ class Choices:
         tokens_per_second: expected speed of training.
         epochs: passes over the training data.
         bits_per_byte: lowest and highest expected bits per byte of held-out text; None for
-            fine-tuning and for a given optimizer, for which there is no estimate.
+            fine-tuning and for other optimizers than Muon, for which there is no estimate.
         advice: a sentence about the gain of more text; "" if the text is enough.
     """
 
@@ -152,7 +152,8 @@ def expected_range(bits: float, fixed: Mapping[str, Any]) -> tuple[float, float]
     if fixed.get(key, settings.LAYOUT[key]) != settings.LAYOUT[key]:
         return None
     low, high = settings.EXPECTED_RANGE
-    return low * bits, high * bits
+    # Guessing a byte costs 8 bits.
+    return low * bits, min(high * bits, 8.0)
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:

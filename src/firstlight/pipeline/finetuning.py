@@ -125,7 +125,8 @@ class FineTuning:
         from firstlight.pipeline.machine import facts_for_model
         from firstlight.planner.plan.machine import find_machine
 
-        machine, fixed = find_machine(gpu), request.fixed
+        fixed = request.fixed
+        machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
         row = row_of(self._data, self._model, fixed)
         if self._chats is not None:
             row = replace(row, reason="; ".join([row.reason, *self._chats.too_long(row.value)]))

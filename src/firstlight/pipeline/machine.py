@@ -1,5 +1,7 @@
-"""The machine to train on: its speed for some models (measured on this machine, predicted for the
-GPU of another), and the memory of runs."""
+"""The machine to train on: its speed for some models, and the memory of runs.
+
+Speed is measured on this machine's CPU, and for new models on its GPU; otherwise it is predicted.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
-from firstlight.hardware.device import Hardware, synchronize
+from firstlight.hardware.device import Hardware, free_memory_bytes, synchronize
 from firstlight.models import empty_model
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.pipeline import settings
@@ -30,15 +32,15 @@ from firstlight.training.starting_model import attach
 
 #: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, or
 #: predicted, and their vocabulary size.
-_TIMED = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
-_FORESEEN = ((192, 4), (512, 8), (1024, 16))
+_TIMED_SHAPES = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
+_PREDICTED_SHAPES = ((192, 4), (512, 8), (1024, 16))
 _VOCABULARY = 4096
 #: Tokens of a measured step on a CPU. With half of them, a token takes up to 1.4 times as long,
 #: because of the update's share.
 _TIMED_TOKENS = settings.BATCH_TOKENS
-#: Bytes of memory below which a measured step has fewer tokens than keep a GPU busy: with 32,768
-#: tokens, the larger model takes 22 GiB.
-_LARGE_MEMORY, _TOKENS_OF_LITTLE_MEMORY = 32 << 30, 8192
+#: (free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger model take
+#: 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
+_TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
 #: Seconds of measured steps, by kind of device, after a first step that allocates memory. The
 #: second step is still a third slower, so the median is taken.
 _TIMED_SECONDS = {"cpu": 1.0, "cuda": 0.5}
@@ -46,34 +48,33 @@ _TIMED_SECONDS = {"cpu": 1.0, "cuda": 0.5}
 _MEASURED, _PREDICTED = "measured here", "predicted by the planner"
 
 
-def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
+def machine_facts(gpu: str | None = None, device: str = "auto") -> tuple[Machine, MachineFacts]:
     """A machine and its speed for new models.
 
     Args:
         gpu: name of a GPU of another machine; None is this machine.
+        device: `run.device` of a run on this machine.
 
     Raises:
-        ConfigError: the GPU or its speed is unknown.
+        ConfigError: the GPU, its speed or the device is unknown.
     """
-    machine = find_machine(gpu)
+    machine = find_machine(gpu, device=device)
     kind = machine.target.kind
     seq_len = 256 if kind == "cpu" else 512
-    timed = machine.is_here and kind in _TIMED
-    shapes = _TIMED[kind] if timed else _FORESEEN
-    sizes = [ModelSize(*shape, _VOCABULARY, seq_len) for shape in shapes]
-    busy = settings.MICRO_BATCH_TOKENS[kind]
-    if timed and machine.usable_bytes < _LARGE_MEMORY:
-        busy = min(busy, _TOKENS_OF_LITTLE_MEMORY)
-    numbers = (busy,) if kind == "cpu" else (busy, seq_len)
+    step_tokens = _timed_tokens(machine)
+    timed = step_tokens > 0
+    step_tokens = step_tokens or settings.MICRO_BATCH_TOKENS[kind]
+    numbers = (step_tokens,) if kind == "cpu" else (step_tokens, seq_len)
     rates, steps = [], []
-    for size in sizes:
+    for shape in _TIMED_SHAPES[kind] if timed else _PREDICTED_SHAPES:
+        size = ModelSize(*shape, _VOCABULARY, seq_len)
         if timed:
-            recipe = resolve_for(_speed_recipe(size, busy), machine)
-            busy_rate, *few = timed_rates(recipe, machine, numbers)
+            recipe = resolve_for(_speed_recipe(size, step_tokens), machine)
+            rate, *few = timed_rates(recipe, machine, numbers)
         else:
-            busy_rate, *few = (_predicted(machine, size, tokens) for tokens in numbers)
-        rates.append((size.flops_per_token, busy_rate))
-        steps += [(size.flops_per_token, seq_len / rate) for rate in few]
+            rate, *few = (_predicted(machine, size, tokens) for tokens in numbers)
+        rates.append((size.flops_per_token, rate))
+        steps += [(size.flops_per_token, seq_len / one) for one in few]
     origin = _MEASURED if timed else _PREDICTED
     if timed and kind == "cuda":
         # The memory of the measured models, of which some are in reference cycles.
@@ -87,6 +88,18 @@ def machine_facts(gpu: str | None = None) -> tuple[Machine, MachineFacts]:
     ]
     usable = machine.usable_bytes
     return machine, MachineFacts(machine.name, kind, rates, usable, origin, machine.compiles, steps)
+
+
+def _timed_tokens(machine: Machine) -> int:
+    """The tokens of a measured step of many tokens; 0 if the machine's speed is not measured: it is
+    another machine, its memory is taken, or it is an Apple GPU."""
+    kind = machine.target.kind
+    if not machine.is_here or kind not in _TIMED_SHAPES:
+        return 0
+    if kind == "cpu":
+        return settings.MICRO_BATCH_TOKENS[kind]
+    free = free_memory_bytes(machine.hardware.device)
+    return next((tokens for size, tokens in _TOKENS_OF_MEMORY if free >= size), 0)
 
 
 def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
@@ -330,7 +343,9 @@ def fitted_recipe(
         assert left is not None
         values["schedule"]["max_minutes"] = minutes = round(left / 60, 4)
         choices = choices.with_value("schedule.max_minutes", minutes)
-    if forecast is not None and speed.origin == _MEASURED:
+    # A compiled run is faster than what was measured, without compiling.
+    compiles = resolved.efficiency.compile
+    if forecast is not None and speed.origin == _MEASURED and not compiles:
         rate = choices.tokens_per_second
         forecast = replace(forecast, tokens_per_second=(0.7 * rate, rate, 1.3 * rate))
     recipe = parse_recipe(values, "the chosen recipe", overrides)

@@ -255,8 +255,8 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     """
     from firstlight.pipeline.machine import machine_facts
 
-    machine, speed = machine_facts(gpu)
     fixed = request.fixed
+    machine, speed = machine_facts(gpu, fixed.get("run.device") or "auto")
     vocabulary = choose_vocabulary(scan.facts, fixed)
     text = estimated_text(scan.facts, vocabulary.value)
     length = request.training_length(scan.facts.total_bytes)

@@ -24,9 +24,9 @@ from firstlight.optim.schedule import DecidedLength, PredictedLength, ScheduleCo
 from firstlight.report.length import LENGTH_NAME, read_length
 from firstlight.report.records import METRICS_NAME, sound_json_lines
 
-#: Parts of the training loop's time other than steps: evaluations of the loss, scores of tasks,
-#: saves.
-Part = Literal["evaluation", "tasks", "save"]
+#: Parts of the training loop's time other than steps: the first generated text of a process,
+#: evaluations of the loss, scores of tasks, saves.
+Part = Literal["first text", "evaluation", "tasks", "save"]
 
 #: First steps of a process, which allocate memory and compile, and are slower than the others. The
 #: steps after them are the settled steps.

@@ -275,6 +275,11 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
     if recipe.optimizer.name == "paged_adamw8bit":
         notes.append("paged states are counted on the device, where they lie while they fit")
         recipe = recipe.with_keys("optimizer", name="adamw8bit")
+    # Without a GPU, Muon updates matrices one by one unless an implementation is given.
+    optimizer = recipe.optimizer
+    is_open = (optimizer.name, optimizer.implementation) == ("muon", "auto")
+    if target.kind == "cuda" and is_open:
+        recipe = recipe.with_keys("optimizer", implementation="fused")
     # Refused without a GPU. Page-locked memory is host memory, which is not predicted.
     if recipe.data.pin_memory:
         recipe = recipe.with_keys("data", pin_memory=None)

@@ -107,7 +107,10 @@ class Machine:
 
 
 def find_machine(
-    gpu: str | None = None, memory_bytes: int | None = None, count: int = 1
+    gpu: str | None = None,
+    memory_bytes: int | None = None,
+    count: int = 1,
+    device: str = "auto",
 ) -> Machine:
     """The machine that the options describe.
 
@@ -116,10 +119,11 @@ def find_machine(
         memory_bytes: bytes of each GPU instead of the table's; without `gpu`, of a GPU of unknown
             speed.
         count: number of GPUs.
+        device: `run.device` of a run on this machine.
 
     Raises:
-        ConfigError: there is no such GPU (the message names the nearest), or `memory_bytes` or
-            `count` is invalid.
+        ConfigError: there is no such GPU (the message names the nearest) or device, or
+            `memory_bytes` or `count` is invalid.
     """
     if count < 1:
         raise ConfigError(f"--gpus is {count}: at least 1 is needed")
@@ -131,7 +135,7 @@ def find_machine(
         target = cuda_target("a GPU", (8, 0))
         name = f"a GPU with {memory_bytes / 2**30:.3g} GiB"
         return _gpu_machine(name, count, memory_bytes, target, None, "bf16")
-    found = find_hardware()
+    found = find_hardware(device)
     if found.device.type == "cuda":
         return _this_gpu(found, count)
     if count > 1:

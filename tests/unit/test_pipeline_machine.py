@@ -1,0 +1,149 @@
+"""The speed from which a new model is chosen: measured on this machine, or predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from firstlight.errors import ConfigError
+from firstlight.pipeline import machine as machine_module
+from firstlight.pipeline.choices import choose
+from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
+from firstlight.pipeline.machine import estimate_run, fitted_recipe, machine_facts
+from firstlight.planner.memory import recipe as recipes
+from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
+from firstlight.training.forecast import Forecast
+
+H100 = find_machine("H100")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[int]]:
+    """The numbers of tokens of a step that are measured: 1 ms for a thousand, and 5 ms at least."""
+    numbers: list[Sequence[int]] = []
+
+    def rates(recipe: Any, machine: Machine, step_tokens: Sequence[int]) -> list[float]:
+        numbers.append(step_tokens)
+        return [one / max(1e-6 * one, 0.005) for one in step_tokens]
+
+    monkeypatch.setattr(machine_module, "timed_rates", rates)
+    return numbers
+
+
+def has_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    """This machine has an H100 with so much free memory."""
+    here = replace(H100, is_here=True)
+
+    def find(gpu: str | None = None, *, device: str = "auto") -> Machine:
+        return find_machine(gpu, device=device) if gpu or device == "cpu" else here
+
+    monkeypatch.setattr(machine_module, "find_machine", find)
+    monkeypatch.setattr(machine_module, "free_memory_bytes", lambda _: free_bytes)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+
+    def elsewhere(recipe: Recipe, machine: Machine) -> ResolvedRecipe:
+        # Resolving for this machine asks for triton, which a machine without a GPU can lack.
+        return resolve_for(recipe, replace(machine, is_here=False))
+
+    monkeypatch.setattr(machine_module, "resolve_for", elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("free", "tokens"), [(70 * GIB, 32_768), (22 * GIB, 8192), (7 * GIB, 2048)]
+)
+def test_the_speed_of_a_gpu_here_is_measured(
+    monkeypatch: pytest.MonkeyPatch, timed: list[Sequence[int]], free: int, tokens: int
+) -> None:
+    has_gpu(monkeypatch, free)
+    machine, speed = machine_facts()
+    assert machine.is_here
+    assert (speed.kind, speed.origin) == ("cuda", "measured here")
+    assert timed == [(tokens, 512)] * 2
+    assert [rate for _, rate in speed.rates] == [tokens / max(1e-6 * tokens, 0.005)] * 2
+    assert [seconds for _, seconds in speed.steps] == pytest.approx([0.005] * 2)
+
+
+def test_without_free_memory_the_speed_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, timed: list[Sequence[int]]
+) -> None:
+    has_gpu(monkeypatch, 2 * GIB)
+    _, speed = machine_facts()
+    assert speed.origin == "predicted by the planner"
+    assert not timed
+    assert len(speed.rates) == len(speed.steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "origin"),
+    [
+        ({"gpu": "A100 80GB"}, "cuda", "predicted by the planner"),
+        ({"device": "cpu"}, "cpu", "measured here"),
+    ],
+)
+def test_a_gpu_that_the_run_is_not_on_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+    timed: list[Sequence[int]],
+    options: dict[str, str],
+    kind: str,
+    origin: str,
+) -> None:
+    has_gpu(monkeypatch, 70 * GIB)
+    _, speed = machine_facts(**options)
+    assert (speed.kind, speed.origin) == (kind, origin)
+    assert all(tokens == (2048,) for tokens in timed)
+    assert len(timed) == (2 if kind == "cpu" else 0)
+
+
+def test_a_device_that_is_not_here_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match="device 'cuda' is not present on this machine"):
+        machine_facts(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "compiles", "rate"), [(60.0, False, 300e3), (1800.0, True, 200e3)]
+)
+def test_a_compiled_run_is_not_forecast_by_the_speed_without_compiling(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, compiles: bool, rate: float
+) -> None:
+    planned = Forecast(GIB, "backward", {}, (150e3, 200e3, 250e3))
+    monkeypatch.setattr(machine_module, "forecast_run", lambda *_: planned)
+    speed = MachineFacts("H100", "cuda", [(1e3, 300e3), (1e13, 300e3)], 70 * GIB, "measured here")
+    choices = choose(TextFacts(8192, 3.4e8, 3.3, 1.47, 3e5), speed, Length(seconds))
+    assert choices["efficiency.compile"] is compiles
+    values = choices.values
+    values["data"] |= {"dir": "unused"}
+    found = fitted_recipe(values, [], choices, H100, speed, lambda: Length(seconds))
+    assert found.forecast is not None
+    assert found.forecast.tokens_per_second is not None
+    assert found.forecast.tokens_per_second[1] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "for-loop"])
+def test_a_gpus_plan_starts_as_many_products_as_its_optimizer(implementation: str) -> None:
+    """Muon takes 15 products for a matrix, or for a stack of matrices of one size."""
+    model: dict[str, Any] = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64}
+    values = {
+        "data": {"dir": "unused", "seq_len": 64},
+        "model": model | {"num_hidden_layers": 2, "num_attention_heads": 1},
+        "optimizer": {"name": "muon", "implementation": implementation, "learning_rate": 0.1},
+        "schedule": {"max_steps": 10},
+    }
+    recipe = resolve_for(parse_recipe(values, "a recipe"), H100)
+    traced = recipes.trace_memory(recipe, H100.target)
+    products = sum(
+        entry.count
+        for entry in traced.operators
+        if entry.operator.phase == "optimizer"
+        and entry.operator.base_name in ("mm", "addmm", "bmm", "baddbmm")
+    )
+    # Seven matrices a layer: four of 64 x 64, two of 64 x F, and one of F x 64.
+    assert products == 15 * (3 if implementation == "auto" else 14)
+    assert estimate_run(recipe, H100).problem == ""
