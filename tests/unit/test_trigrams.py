@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from firstlight.pipeline import settings
 from firstlight.pipeline.held_out import HeldOut
 from firstlight.pipeline.trigrams import TrigramSample, trigram_bits
 
@@ -70,7 +71,18 @@ def test_a_large_corpus_is_sampled_evenly() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "ab"])
-def test_a_text_of_a_few_letters_is_taken_for_a_usual_one(text: str) -> None:
+def test_a_text_of_which_nothing_is_held_out_is_taken_for_a_usual_one(text: str) -> None:
     sample = TrigramSample()
     sample.add(b"", text, len(text))
-    assert 2 < sample.bits_per_character(HeldOut(None, 0.1)) < 4
+    assert sample.bits_per_character(HeldOut(None, 0.1)) == settings.TRIGRAM_BITS
+
+
+def test_short_documents_are_measured_one_by_one() -> None:
+    """Each begins in one of four ways, and goes on in one way."""
+    lines = [letter + "ijklmnopqrstuvwxyz" for letter in noise(20_000, "abcd")]
+    sample = TrigramSample()
+    for number, line in enumerate(lines):
+        sample.add(str(number).encode(), line, 17)
+    held = frozenset(str(number).encode() for number in range(0, 20_000, 10))
+    # Two bits for the first of 20 characters, the newline included.
+    assert sample.bits_per_character(HeldOut(held, 0.1)) == pytest.approx(2 / 20, abs=0.005)
