@@ -96,7 +96,7 @@ class TextFacts:
         xz_bits_per_byte: bits per byte of the text's first MiB, compressed by xz.
         val_tokens: number of tokens of the validation split.
         bytes_per_character: mean UTF-8 bytes of text per character.
-        trigram_bits_per_character: see `CorpusFacts`.
+        ngram_bits_per_character: see `CorpusFacts`.
     """
 
     vocab_size: int
@@ -105,7 +105,7 @@ class TextFacts:
     xz_bits_per_byte: float
     val_tokens: float
     bytes_per_character: float = 1.0
-    trigram_bits_per_character: float = settings.TRIGRAM_BITS
+    ngram_bits_per_character: float = settings.NGRAM_BITS
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     # Extrapolated below the standard library, the power would make the easiest texts the hardest.
     hardness = math.pow(max(xz, 1.0), settings.B_POWER)
     bits += settings.B * hardness / characters**settings.BETA
-    trigrams = max(text.trigram_bits_per_character, settings.LEAST_TRIGRAM_BITS)
-    bits *= math.pow(trigrams / settings.TRIGRAM_BITS, settings.TRIGRAM_POWER)
+    ngrams = max(text.ngram_bits_per_character, settings.LEAST_NGRAM_BITS)
+    bits *= math.pow(ngrams / settings.NGRAM_BITS, settings.NGRAM_POWER)
     bits /= max(text.xz_bits_per_byte * size / settings.DENSE_XZ_BITS, 1.0)
     # Guessing a byte costs 8 bits.
     return min(bits / size, 8.0)
@@ -207,5 +207,5 @@ def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
         facts.xz_bits_per_byte,
         held / per_token,
         facts.bytes_per_character,
-        facts.trigram_bits_per_character,
+        facts.ngram_bits_per_character,
     )

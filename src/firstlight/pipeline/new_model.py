@@ -124,5 +124,5 @@ def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:
         facts.xz_bits_per_byte,
         val["tokens"],
         facts.bytes_per_character,
-        facts.trigram_bits_per_character,
+        facts.ngram_bits_per_character,
     )

@@ -20,7 +20,7 @@ from firstlight.data.sources import DataSource, holds_one_document, limited_sour
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
 from firstlight.pipeline.held_out import HeldOut, digest_of, held_out_share, hold_out
-from firstlight.pipeline.trigrams import TrigramSample
+from firstlight.pipeline.ngrams import NGramSample
 
 #: Largest number of file names in a message.
 SHOWN_FILES = 5
@@ -57,8 +57,8 @@ class CorpusFacts:
         first_rejected: places and errors of the first unreadable documents.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
         xz_bits_per_byte: bits per byte of the first MiB of text, compressed by xz.
-        trigram_bits_per_character: bits that a character of held-out text costs a trigram model of
-            other text; see `TrigramSample`.
+        ngram_bits_per_character: bits that a character of held-out text costs an n-gram model of
+            other text; see `NGramSample`.
         content_key: hash of all text that was read, and for a sample of the limits of each file.
         is_sampled: True if only a part of the corpus was read.
     """
@@ -76,7 +76,7 @@ class CorpusFacts:
     first_rejected: Sequence[str]
     gzip_bits_per_byte: float
     xz_bits_per_byte: float
-    trigram_bits_per_character: float
+    ngram_bits_per_character: float
     content_key: str
     is_sampled: bool = False
 
@@ -163,7 +163,7 @@ class _Counts:
         self._waiting: list[str] = []
         self._waiting_characters = 0
         self._head: list[bytes] = []
-        self._trigrams = TrigramSample()
+        self._ngrams = NGramSample()
         self._openings: dict[bytes, list[str]] = {}
         self._key = hashlib.sha256()
         self._rejected: Counter[str] = Counter()
@@ -197,7 +197,7 @@ class _Counts:
         if self.text_bytes - size < _GZIP_BYTES:
             self._head.append(text.encode("utf-8")[:_GZIP_BYTES])
         share = held_out_share(size)
-        self._trigrams.add(digest, text, int(len(text) * (1 - share)))
+        self._ngrams.add(digest, text, int(len(text) * (1 - share)))
         if len(self._openings) < _MOST_OPENINGS:
             # Candidates for prompts: the beginning of the text, and places near its end, because
             # the end of each document is held out if there are few documents.
@@ -260,7 +260,7 @@ class _Counts:
             first_rejected=self._first_rejected,
             gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
             xz_bits_per_byte=8 * len(lzma.compress(head[:_XZ_BYTES])) / len(head[:_XZ_BYTES]),
-            trigram_bits_per_character=self._trigrams.bits_per_character(held),
+            ngram_bits_per_character=self._ngrams.bits_per_character(held),
             content_key=self._key.hexdigest()[:16],
             is_sampled=is_sampled,
         )

@@ -1,9 +1,9 @@
-"""The bits of a character by a trigram model: a measure of how hard a text is to learn, found in a
-tenth of a second."""
+"""The bits of a character by an n-gram model: a measure of how hard a text is to learn, found in
+about 0.2 s."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,9 @@ _PIECE, _KEPT = 1 << 13, 5 << 19
 _TRAINED, _TESTED = 1 << 20, 3 << 16
 #: Fewest characters of held-out text for the test. With fewer, one of so many pieces is taken.
 _FEWEST, _TEST_PART = 1 << 11, 8
-#: Code points are smaller than 2 to this power; three fit into 64 bits.
+#: Characters of the longest context.
+_CONTEXT = 3
+#: Code points are smaller than 2 to this power, as are numbers of contexts.
 _BITS = 21
 
 _Codes = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -38,7 +40,7 @@ class _Piece:
     end: int
 
 
-class TrigramSample:
+class NGramSample:
     """A sample of a corpus in pieces, spread evenly over it."""
 
     def __init__(self) -> None:
@@ -66,8 +68,8 @@ class TrigramSample:
             self._characters = sum(len(piece.text) for piece in self._pieces)
 
     def bits_per_character(self, held: HeldOut) -> float:
-        """The bits that a trigram model of the training text needs for a character of the held-out
-        text, both as far as they are in the sample; `settings.TRIGRAM_BITS` if there is too little
+        """The bits that an n-gram model of the training text needs for a character of the held-out
+        text, both as far as they are in the sample; `settings.NGRAM_BITS` if there is too little
         text to tell."""
         train, test = [], []
         for piece in self._pieces:
@@ -83,8 +85,8 @@ class TrigramSample:
             del train[_TEST_PART // 2 :: _TEST_PART]
         known, wanted = _codes(train, _TRAINED), _codes(test, _TESTED)
         if not len(known) or not len(wanted):
-            return settings.TRIGRAM_BITS
-        return trigram_bits(known, wanted)
+            return settings.NGRAM_BITS
+        return ngram_bits(known, wanted)
 
 
 def _codes(pieces: Sequence[str], most: int) -> _Codes:
@@ -95,12 +97,12 @@ def _codes(pieces: Sequence[str], most: int) -> _Codes:
     return np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint64)
 
 
-def trigram_bits(train: _Codes, test: _Codes) -> float:
-    """Mean bits that a trigram model of `train` needs for a character of `test`.
+def ngram_bits(train: _Codes, test: _Codes) -> float:
+    """Mean bits that a model of `train` needs for a character of `test`.
 
-    The model mixes the counts of contexts of two, one and no characters by the method of Witten and
-    Bell (1991, method C). A character that it has not seen costs 21 bits more than its context's
-    share.
+    The model mixes the counts of contexts of three, two, one and no characters by the method of
+    Witten and Bell (1991, method C). A character that it has not seen costs 21 bits more than its
+    context's share.
 
     Args:
         train: code points, at least one.
@@ -108,22 +110,28 @@ def trigram_bits(train: _Codes, test: _Codes) -> float:
     """
     bits = np.uint64(_BITS)
     probability = np.full(len(test), 2.0**-_BITS)
-    for seen, wanted in zip(_sequences(train), _sequences(test), strict=True):
-        known, counts = np.unique(seen, return_counts=True)
+    # Number of the context of each character; the context of no characters has the number 0.
+    before, wanted_before = np.zeros_like(train), np.zeros_like(test)
+    for _ in range(_CONTEXT + 1):
+        seen, wanted = (before << bits) | train, (wanted_before << bits) | test
+        known, number, counts = np.unique(seen, return_inverse=True, return_counts=True)
         contexts, first, kinds = np.unique(known >> bits, return_index=True, return_counts=True)
         totals = np.add.reduceat(counts, first)
-        place = np.minimum(np.searchsorted(contexts, wanted >> bits), len(contexts) - 1)
-        has_context = contexts[place] == wanted >> bits
+        place = np.minimum(np.searchsorted(contexts, wanted_before), len(contexts) - 1)
+        has_context = contexts[place] == wanted_before
         same = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-        count = np.where(known[same] == wanted, counts[same], 0)
+        is_known = known[same] == wanted
+        count = np.where(is_known, counts[same], 0)
         mixed = (count + kinds[place] * probability) / (totals[place] + kinds[place])
         probability = np.where(has_context, mixed, probability)
+        # A context of one more character is that of the character before, and that character. No
+        # context of `train` has the number of those that it does not know.
+        before = _shifted(number)
+        wanted_before = _shifted(np.where(is_known, same, len(known)))
     return float(-np.log2(probability).mean())
 
 
-def _sequences(text: _Codes) -> Iterator[_Codes]:
-    """Each character as a number, then with the one before it, then with the two before it."""
-    yield (found := text)
-    for _ in range(2):
-        before = np.concatenate([np.zeros(1, np.uint64), found[:-1]])
-        yield (found := (before << np.uint64(_BITS)) | text)
+def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:
+    """For each character the number of the one before it; for the first, a number above all."""
+    first = np.full(1, (1 << _BITS) - 1, np.uint64)
+    return np.concatenate([first, numbers[:-1].astype(np.uint64)])
