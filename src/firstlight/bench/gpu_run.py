@@ -131,10 +131,10 @@ def _page(found: Findings) -> Page:
     chosen = [(choice["key"], str(choice["value"]), choice["reason"]) for choice in named]
     pictures = {"gpu-run.png": _draw(run)}
     text = (
-        f"`{run['command']}`: it prepares the text, chooses the model and the settings, trains,\n"
+        f"`{run['command']}` prepares the text, chooses the model and the settings, trains,\n"
         "evaluates and saves.\n\n"
         f"{markdown_table(('figure', 'value'), rows)}\n![loss](../images/gpu-run.png)\n\n"
-        f"What it chose:\n\n{markdown_table(('setting', 'value', 'why'), chosen)}"
+        f"Chosen settings:\n\n{markdown_table(('setting', 'value', 'why'), chosen)}"
     )
     report = None if found.folder is None else found.folder / "run-report.png"
     if report is not None and report.is_file():

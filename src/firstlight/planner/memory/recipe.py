@@ -123,10 +123,8 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
 
 
 def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
-    shallow, copied = (
-        few_compiled_layers(planned.recipe),
-        padded_logits_bytes(planned.recipe, target),
-    )
+    shallow = few_compiled_layers(planned.recipe)
+    copied = padded_logits_bytes(planned.recipe, target)
     if shallow is None:
         return TraceJob(
             ((_train, planned, target),),
