@@ -149,7 +149,7 @@ MUTANTS = [
     ),
     Mutant(
         "neurons of the wrong side",
-        "firstlight/optim/muon.py",
+        "firstlight/optim/orthogonal.py",
         "-2 if transposed else -1",
         "-1 if transposed else -2",
         (_MUON + "rows_are_divided_by_their_averaged_size",),

@@ -151,8 +151,11 @@ def test_adapters_are_trained_where_all_weights_do_not_fit(
 ) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     real, weights = planned_machine.find_machine, 320 * 32 * 2 + 4 * 32 * 32
+
     # Less than 16 bytes for each parameter, and room for what is left: as far as it is known here.
-    small = lambda gpu=None: dataclasses.replace(real(gpu), usable_bytes=15 * weights)  # noqa: E731
+    def small(*given: Any, **options: Any) -> planned_machine.Machine:
+        return dataclasses.replace(real(*given, **options), usable_bytes=15 * weights)
+
     monkeypatch.setattr(planned_machine, "find_machine", small)
     with pytest.raises(ConfigError, match=r"does not fit into .* start from a smaller model"):
         tuned(chats, model)

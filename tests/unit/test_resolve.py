@@ -347,7 +347,7 @@ def test_train_and_plan_resolve_alike(
     )
     cpu = Hardware(torch.device("cpu"), "the CPU of a test", 2**33, bf16=bf16)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(machines, "find_hardware", lambda: cpu)
+        patched.setattr(machines, "find_hardware", lambda _: cpu)
         for module in ("planner.plan.machine", "efficiency.precision"):
             patched.setattr(f"firstlight.{module}.bf16_is_faster", lambda _: True)
         patched.setattr("firstlight.recipe.resolve.peak_flops", lambda *_: rate)
