@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from gradient_driver import DEVICE, T, cut, global_batch, model_of
@@ -16,7 +17,7 @@ from plain_recipe import plain_recipe
 from torch import Tensor
 
 from firstlight.hardware.device import find_hardware
-from firstlight.optim import muon
+from firstlight.optim import muon, orthogonal
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
@@ -61,17 +62,14 @@ def trained(
 def counted() -> Iterator[list[int]]:
     """A list that gets an entry for each matrix, or stack of them, that is orthogonalised."""
     calls: list[int] = []
-    original = muon.orthogonalised
+    original = orthogonal.orthogonalised
 
     def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
         calls.append(1)
         return original(matrices, coefficients)
 
-    muon.orthogonalised = orthogonalised
-    try:
+    with mock.patch.object(muon, "orthogonalised", orthogonalised):
         yield calls
-    finally:
-        muon.orthogonalised = original
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
