@@ -436,20 +436,24 @@ def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
 def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU loads kernels at its first generation."""
-    slow = [30.0]
+    """A GPU loads kernels at the first generation of each process."""
+    generated = [1]
 
     def generate(*args: Any) -> GenerationStream:
-        machine.now += slow.pop() if slow else 0.0
+        machine.now += 0.0 if generated[-1] else 30.0
+        generated[-1] += 1
         return GenerationStream(*args)
 
     monkeypatch.setattr(validation, "GenerationStream", generate)
     recipe["evaluation"] |= {"sample_prompts": ["a"], "on_start": True}
-    result = train(recipe)
-    assert not slow
+    generated.append(0)
+    stop_after(recipe, 11)
+    generated.append(0)
+    result = train(recipe, resume=True)
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
     texts = read_json_lines(folder_of(recipe) / "samples.jsonl")
     assert [text["step"] for text in texts] == [*range(20, result.step, 20), result.step]
+    assert generated == [1, 1, 1 + len(texts)]
 
 
 def test_few_slow_steps_are_enough(recipe: dict[str, Any], machine: Machine) -> None:

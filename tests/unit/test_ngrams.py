@@ -72,12 +72,21 @@ def test_held_out_ends_are_measured_by_the_beginnings() -> None:
 
 
 def test_a_large_corpus_is_sampled_evenly() -> None:
-    """Its second half is another text: a sample of the first alone would not know it."""
+    """Its middle is another text, which a sample of the beginning or the end would not know."""
     sample = NGramSample()
     for number in range(120):
-        letters = "abcd" if number < 60 else "efgh"
+        letters = "efghijkl" if 40 <= number < 80 else "abcd"
         sample.add(str(number).encode(), noise(100_000, letters, number), 90_000)
-    held = frozenset({b"50", b"110"})
+    held = frozenset({b"60"})
+    assert sample.bits_per_character(HeldOut(held, 0.01)) == pytest.approx(3.0, abs=0.05)
+
+
+def test_too_little_held_out_text_is_measured_with_other_documents() -> None:
+    sample = NGramSample()
+    for number in range(20):
+        sample.add(str(number).encode(), noise(8000, "abcd", number), 7200)
+    sample.add(b"held", "a" * 100, 90)
+    held = frozenset({b"held"})
     assert sample.bits_per_character(HeldOut(held, 0.01)) == pytest.approx(2.0, abs=0.05)
 
 

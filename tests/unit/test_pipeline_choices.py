@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
 from firstlight.pipeline.choices import choose, choose_vocabulary
-from firstlight.pipeline.chosen import Choices
+from firstlight.pipeline.chosen import Choices, expected_range
 from firstlight.pipeline.facts import (
     Length,
     MachineFacts,
@@ -467,6 +467,15 @@ def test_a_text_of_wider_characters_needs_fewer_bits_for_a_byte() -> None:
     )
     narrow_bits = expected_bits(1e6, 5e6, TEXT)
     assert expected_bits(1e6, 1e7, wide) == pytest.approx(narrow_bits / 2)
+
+
+def test_no_more_than_the_bits_of_guessing_are_expected() -> None:
+    assert expected_range(2.0, {}) == (2 * 0.84, 2 * 1.18)
+    assert expected_range(7.5, {}) == (7.5 * 0.84, 8.0)
+
+
+def test_estimated_facts_of_a_text_have_its_n_grams() -> None:
+    assert estimated_text(corpus(ngram_bits_per_character=4.0), 512).ngram_bits_per_character == 4.0
 
 
 @pytest.mark.parametrize("dense", [False, True])

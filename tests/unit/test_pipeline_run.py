@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -21,16 +22,19 @@ from firstlight.cli import train_texts as train_texts_module
 from firstlight.cli.main import main
 from firstlight.cli.train_texts import takes_texts
 from firstlight.console import rounded, time_text
+from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline import machine as machine_module
-from firstlight.pipeline import preparation
+from firstlight.pipeline import preparation, settings
 from firstlight.pipeline.facts import MachineFacts
+from firstlight.pipeline.new_model import counted_text
 from firstlight.pipeline.plan import scan_texts
 from firstlight.pipeline.request import Request, request_of
 from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts, work_of
 from firstlight.pipeline.run_folder import RunCall, run_name
+from firstlight.pipeline.scan import scan_corpus
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
 
@@ -466,6 +470,26 @@ def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
     assert model is not None
     assert run.choices.parameters == count_parameters(meta_model(model)).total
     assert any(f"for {rounded(run.choices.parameters)} parameters" in line for line in lines)
+
+
+def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_texts(tmp_path / "texts", count=12)
+    facts = Mock(side_effect=machine_module.machine_facts)
+    monkeypatch.setattr(machine_module, "machine_facts", facts)
+    command = ["train", "texts", "--plan-only", "--steps", "3"]
+    assert main([*command, "--run.device", "cpu", "--optimizer.name", "lion"]) == 0
+    facts.assert_called_once_with(None, "cpu")
+    assert "expected: not known with this optimizer (gzip -9: about" in capsys.readouterr().out
+
+
+def test_prepared_text_has_the_n_grams_of_its_scan(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    facts = scan_corpus(find_sources([str(texts)])).facts
+    assert facts.ngram_bits_per_character != settings.NGRAM_BITS
+    data = trained(texts).run_folder / "data"
+    assert counted_text(data, facts).ngram_bits_per_character == facts.ngram_bits_per_character
 
 
 def test_the_plan_alone_takes_the_micro_batch_that_fits(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -144,6 +145,16 @@ def test_a_stopped_fine_tuning_is_gone_on_with(tmp_path: Path, model: Path) -> N
     second = tuned(chats, Path(model.name), steps=None, overrides={}, resume=True)
     assert second.training is not None
     assert (second.run_folder, second.training.step) == (first.run_folder, 2)
+
+
+def test_the_plan_is_for_the_device_of_the_run(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    find = Mock(side_effect=planned_machine.find_machine)
+    monkeypatch.setattr(planned_machine, "find_machine", find)
+    tuned(chats, model, overrides={"run.device": "cpu", "evaluation.sample_tokens": 4})
+    assert find.call_args_list[0] == call(None, device="cpu")
 
 
 def test_adapters_are_trained_where_all_weights_do_not_fit(

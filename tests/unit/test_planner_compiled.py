@@ -269,6 +269,24 @@ def test_compiled_code_on_a_gpu_copies_gradients_of_logits_in_odd_rows(
     assert {**after.phases, "backward": None} == {**before.phases, "backward": None}
 
 
+@pytest.mark.parametrize("layers", [1, 5])
+def test_the_copy_is_in_the_plan_of_any_depth(layers: int) -> None:
+    planned = recipe(
+        model=GPT2 | {"vocab_size": 1001, "num_hidden_layers": layers},
+        efficiency={"precision": "bf16", "compile": True},
+    )
+    fused, graphs = (_compiled_made_up(1, fused=way) for way in (True, False))
+    traced: list[Any] = [fused]
+    if layers > 1:
+        traced = [(fused, graphs), _compiled_made_up(2, fused=False)]
+    with_copy, without = (
+        recipes.training_job(planned, target).join(traced).phases["backward"].bytes
+        for target in (cuda_target("H100", (9, 0)), this_cpu())
+    )
+    tokens = planned.batch.micro_batch_size * planned.data.seq_len
+    assert with_copy - without == 2 * 1008 * tokens
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(

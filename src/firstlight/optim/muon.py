@@ -63,9 +63,9 @@ class Muon(torch.optim.Optimizer):
     results.
 
     With `stacked`, a process that shares no work updates small matrices of the same size and group
-    in one stack. A GPU takes longer to be given the kernels of each small matrix than to run them,
-    and a stack has as many as one matrix. Results differ from those of single matrices by the
-    rounding of bf16.
+    in one stack. Starting the kernels for a small matrix takes longer than running them on a GPU,
+    and a stack needs no more kernels than one matrix. Results differ from those of single matrices
+    by the rounding of bf16.
 
     Args:
         groups: torch's parameter groups, of parameters [..., F, C]. A group with `transposed` has

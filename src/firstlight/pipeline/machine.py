@@ -1,6 +1,7 @@
 """The machine to train on: its speed for some models, and the memory of runs.
 
-Speed is measured on this machine's CPU, and for new models on its GPU; otherwise it is predicted.
+The speed is measured on this machine's CPU, and for new models on its GPU. That of other machines,
+and of fine-tuning on a GPU, is predicted.
 """
 
 from __future__ import annotations
@@ -61,18 +62,19 @@ def machine_facts(gpu: str | None = None, device: str = "auto") -> tuple[Machine
     machine = find_machine(gpu, device=device)
     kind = machine.target.kind
     seq_len = 256 if kind == "cpu" else 512
-    step_tokens = _timed_tokens(machine)
-    timed = step_tokens > 0
-    step_tokens = step_tokens or settings.MICRO_BATCH_TOKENS[kind]
-    numbers = (step_tokens,) if kind == "cpu" else (step_tokens, seq_len)
+    measured_tokens = _timed_tokens(machine)
+    timed = measured_tokens > 0
+    many = measured_tokens or settings.MICRO_BATCH_TOKENS[kind]
+    # On a GPU, a step of few tokens takes the time of starting its kernels.
+    step_tokens = (many,) if kind == "cpu" else (many, seq_len)
     rates, steps = [], []
     for shape in _TIMED_SHAPES[kind] if timed else _PREDICTED_SHAPES:
         size = ModelSize(*shape, _VOCABULARY, seq_len)
         if timed:
-            recipe = resolve_for(_speed_recipe(size, step_tokens), machine)
-            rate, *few = timed_rates(recipe, machine, numbers)
+            recipe = resolve_for(_speed_recipe(size, many), machine)
+            rate, *few = timed_rates(recipe, machine, step_tokens)
         else:
-            rate, *few = (_predicted(machine, size, tokens) for tokens in numbers)
+            rate, *few = (_predicted(machine, size, tokens) for tokens in step_tokens)
         rates.append((size.flops_per_token, rate))
         steps += [(size.flops_per_token, seq_len / one) for one in few]
     origin = _MEASURED if timed else _PREDICTED
@@ -97,7 +99,7 @@ def _timed_tokens(machine: Machine) -> int:
     if not machine.is_here or kind not in _TIMED_SHAPES:
         return 0
     if kind == "cpu":
-        return settings.MICRO_BATCH_TOKENS[kind]
+        return _TIMED_TOKENS
     free = free_memory_bytes(machine.hardware.device)
     return next((tokens for size, tokens in _TOKENS_OF_MEMORY if free >= size), 0)
 
@@ -134,17 +136,17 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def timed_rates(
-    recipe: ResolvedRecipe, machine: Machine, numbers: Sequence[int] = (_TIMED_TOKENS,)
+    recipe: ResolvedRecipe, machine: Machine, step_tokens: Sequence[int] = (_TIMED_TOKENS,)
 ) -> list[float]:
     """Measure the training speed of a recipe's model by some steps on random tokens.
 
     Args:
         recipe: the recipe of a run with one process.
         machine: this machine.
-        numbers: numbers of tokens of a step.
+        step_tokens: numbers of tokens of a step.
 
     Returns:
-        Tokens per second for each number of tokens.
+        Tokens per second in steps of each of these numbers.
     """
     hardware, seq_len = machine.hardware, recipe.data.seq_len
     model = empty_model(recipe.model)
@@ -159,7 +161,7 @@ def timed_rates(
         return time.perf_counter() - begun
 
     rates = []
-    for number in numbers:
+    for number in step_tokens:
         rows = max(number // seq_len, 1)
         tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1)).to(hardware.device)
         documents = torch.zeros((rows, seq_len), dtype=torch.int32, device=hardware.device)

@@ -31,8 +31,9 @@ from firstlight.weights.huggingface import LoadedModel
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:
     """Run the evaluations that are due after this step: losses, sample texts, scores in tasks.
-    Before the first step only losses are evaluated, unless the run has no steps. A run with a time
-    budget begins with a text of two tokens that is not kept.
+    Before the first step only losses are evaluated, unless the run has no steps. In a run with a
+    time budget, the first evaluation of a process is preceded by a generated text of two tokens,
+    which is not kept.
 
     Args:
         run: the run. Metrics are added to `state.pending`, texts to `samples`.
