@@ -12,13 +12,15 @@ from disks import CrashError, CrashingDisk, WatchedDisk, installed
 from driven import MEASURED, newest, one_thread, write_recipe
 from scale import cases
 
+from firstlight.optim.schedule import DecidedLength
 from firstlight.recipe import load_recipe
 from firstlight.report.length import read_length
 from firstlight.report.records import read_json_lines
 from firstlight.training import loop, minutes
-from firstlight.training.length import LoopTimes, TimeBudget
+from firstlight.training.length import TimeBudget
 from firstlight.training.loop import train
 from firstlight.training.step import train_step
+from firstlight.training.times import LoopTimes
 
 #: Seconds that a step takes on the test's clock, of 180.
 _STEP_SECONDS = 10.0
@@ -38,6 +40,12 @@ def decided_as(length: Mapping[str, Any]) -> Callable[..., int | None]:
         return int(length["max_steps"]) if step >= length["decided_at"] else None
 
     return decided
+
+
+def kept(budget: TimeBudget, *_: Any) -> int:
+    """A machine of steady speed needs no correction."""
+    assert isinstance(budget.length, DecidedLength)
+    return budget.length.max_steps
 
 
 # What is open where a process is killed stays open here.
@@ -87,10 +95,12 @@ def test_no_call_that_changes_the_disk_is_a_bad_moment_for_a_run_in_minutes(
                 run(name)
             broken = run(name)
             decision = read_length(broken)
+            assert "replaced" not in decision
             key = (decision["max_steps"], decision["decided_at"])
             if key not in expected:
                 with monkeypatch.context() as patch:
                     patch.setattr(TimeBudget, "decided_steps", decided_as(decision))
+                    patch.setattr(TimeBudget, "corrected_steps", kept)
                     expected[key] = outcome(run(f"whole-{key}"))
             assert outcome(broken) == expected[key], at
             assert sorted(broken.rglob(".tmp-*")) == []

@@ -21,10 +21,10 @@ from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import GenerationStream
 from firstlight.optim.batch_schedule import BatchSchedule
+from firstlight.optim.curve import Schedule
 from firstlight.optim.schedule import (
     DecidedLength,
     PredictedLength,
-    Schedule,
     ScheduleConfig,
     resolve_schedule,
 )
@@ -38,7 +38,6 @@ from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.course import Course
 from firstlight.training.guard import DivergedError
 from firstlight.training.length import (
-    LoopTimes,
     Periodic,
     TimeBudget,
     mean_sequence_seconds,
@@ -47,6 +46,7 @@ from firstlight.training.length import (
 )
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.step import train_step
+from firstlight.training.times import LoopTimes
 
 KINDS = ("wsd", "cosine", "linear", "constant", "inverse_sqrt")
 MEASURED = ("second", "mfu", "memory_bytes")
@@ -261,6 +261,49 @@ def schedule_of(config: ScheduleConfig, length: PredictedLength) -> Schedule:
 
 @given(
     kind=st.sampled_from(KINDS),
+    decided_at=st.integers(0, 100),
+    steps=st.lists(st.integers(2, 100), min_size=2, max_size=4),
+    ratio=st.sampled_from([None, 0.0, 0.1, 0.5]),
+    shape=st.sampled_from([None, "1-sqrt"]),
+)
+def test_no_step_before_a_correction_depends_on_it(
+    kind: Any, decided_at: int, steps: list[int], ratio: float | None, shape: Any
+) -> None:
+    shape = shape if kind == "wsd" else None
+    config = ScheduleConfig(kind=kind, max_minutes=1.0, warmup_ratio=ratio, decay_shape=shape)
+    replaced: list[tuple[int, int]] = []
+    before, at = schedule_of(config, DecidedLength(80, decided_at + steps[0], decided_at)), 0
+    for more in steps[1:]:
+        at = (max(decided_at, at) + before.max_steps) // 2
+        replaced.append((before.max_steps, at))
+        corrected = DecidedLength(80, at + more, decided_at, replaced)
+        after = schedule_of(config, corrected)
+        assert after.max_steps == at + more
+        for step in range(at):
+            assert after.lr_scale(step) == before.lr_scale(step)
+        falls = kind in ("wsd", "cosine", "linear") and after.warmup_steps < after.max_steps
+        if falls and after.warmup_steps <= at:
+            rates = [after.lr_scale(step) for step in range(at - 1, after.max_steps)]
+            assert rates == sorted(rates, reverse=True)
+            assert rates[-1] == pytest.approx(after.min_lr_ratio)
+        before = after
+
+
+def test_a_corrected_decay_falls_from_the_rate_that_it_has_reached() -> None:
+    config = ScheduleConfig(kind="wsd", max_minutes=1.0, warmup_steps=10)
+    slower = schedule_of(config, DecidedLength(100, 150, 100, [(200, 120)]))
+    assert [slower.lr_scale(step) for step in (99, 109, 119)] == pytest.approx([1.0, 0.9, 0.8])
+    assert [slower.lr_scale(step) for step in (134, 149)] == pytest.approx([0.4, 0.0])
+    again = schedule_of(config, DecidedLength(100, 175, 100, [(200, 120), (150, 135)]))
+    assert [again.lr_scale(step) for step in (134, 154, 174)] == pytest.approx([0.4, 0.2, 0.0])
+    cosine = ScheduleConfig(kind="cosine", max_minutes=1.0, warmup_steps=10, min_lr_ratio=0.0)
+    faster = schedule_of(cosine, DecidedLength(100, 400, 10, [(110, 60)]))
+    half, quarter = faster.lr_scale(59), faster.lr_scale(229)
+    assert (half, quarter) == pytest.approx((0.5, 0.5 - 0.5 * math.sqrt(0.5)))
+
+
+@given(
+    kind=st.sampled_from(KINDS),
     predicted=st.integers(1, 300),
     decided_at=st.integers(0, 300),
     more=st.integers(1, 200),
@@ -433,6 +476,75 @@ def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
 
 
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+@pytest.mark.parametrize("second", [1.4, 2.6, 3.0])
+def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
+    recipe: dict[str, Any], machine: Machine, kind: str, second: float
+) -> None:
+    recipe["schedule"] |= {"kind": kind}
+    if kind == "wsd":
+        recipe["schedule"]["decay_fraction"] = 0.65
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 40:
+            machine.step = second
+
+    result = train(recipe, on_step=on_step)
+    record = read_length(folder_of(recipe))
+    assert 0.95 * 180 < record["seconds_used"] <= 1.05 * 180
+    assert record["max_steps"] == result.step
+    first, at = record["replaced"][0]
+    assert record["decided_at"] < 40 < at < first
+    rates = [line["learning_rate"] for line in metrics(recipe)]
+    falling = rates[record["decided_at"] - 1 :]
+    assert falling == sorted(falling, reverse=True)
+    assert rates[-1] == pytest.approx(0.0 if kind == "wsd" else 0.1 * max(rates))
+    numbers = [number for number, _ in record["replaced"]] + [result.step]
+    page = run_page(read_run(folder_of(recipe)))
+    for number in numbers:
+        assert f"{number:,} steps fit into 3.0 minutes" in page
+
+
+def test_a_steady_machine_keeps_its_number_of_steps(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    recipe["schedule"]["decay_fraction"] = 0.65
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        machine.step = 2.03 if record["step"] % 2 else 1.97
+
+    train(recipe, on_step=on_step)
+    assert "replaced" not in read_length(folder_of(recipe))
+
+
+def test_a_limit_of_steps_is_not_raised_by_a_correction(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    recipe["schedule"] |= {"decay_fraction": 0.65, "max_steps": 80}
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 40:
+            machine.step = 1.0
+
+    assert train(recipe, on_step=on_step).step == 80
+    assert "replaced" not in read_length(folder_of(recipe))
+
+
+def test_a_pause_does_not_end_the_decay_at_once(recipe: dict[str, Any], machine: Machine) -> None:
+    recipe["schedule"]["decay_fraction"] = 0.65
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 50:
+            machine.now += 500.0
+
+    result = train(recipe, on_step=on_step)
+    record = read_length(folder_of(recipe))
+    left = [number - at for number, at in record["replaced"]]
+    after = [number for number, _ in record["replaced"][1:]] + [result.step]
+    for before, number, (_, at) in zip(left, after, record["replaced"], strict=True):
+        assert number - at == (before + 1) // 2
+
+
 def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,10 +579,18 @@ def test_few_slow_steps_are_enough(recipe: dict[str, Any], machine: Machine) -> 
 def decide_as(found: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Decisions fall as in another run."""
 
+    numbers = [number for number, _ in found.get("replaced", [])] + [found["max_steps"]]
+    after = {at: numbers[n + 1] for n, (_, at) in enumerate(found.get("replaced", []))}
+
     def decided(_: TimeBudget, step: int, *others: Any) -> int | None:
-        return int(found["max_steps"]) if step >= found["decided_at"] else None
+        return int(numbers[0]) if step >= found["decided_at"] else None
+
+    def corrected(budget: TimeBudget, step: int, *others: Any) -> int:
+        assert isinstance(budget.length, DecidedLength)
+        return int(after.get(step, budget.length.max_steps))
 
     monkeypatch.setattr(TimeBudget, "decided_steps", decided)
+    monkeypatch.setattr(TimeBudget, "corrected_steps", corrected)
 
 
 @pytest.mark.parametrize(
@@ -501,6 +621,35 @@ def test_a_killed_run_is_the_whole_run_with_its_decision(
     # Killed again when it is complete: nothing is left to do.
     assert train(recipe, resume=True).step == decision["max_steps"]
     assert end(recipe) == end(whole)
+
+
+def test_a_resumed_run_keeps_a_corrected_number(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe["schedule"]["decay_fraction"] = 0.65
+    recipe["checkpoint"]["every_steps"] = 2
+    broken, whole = changed(recipe, "broken"), changed(recipe, "whole")
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 40:
+            machine.step = 3.0
+        if record["step"] == 59:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(broken, on_step=on_step)
+    before = read_length(folder_of(broken))
+    assert len(before["replaced"]) == 1
+    # Slower once more; and without length.json, its newest checkpoint knows the number.
+    machine.step = 9.0
+    (folder_of(broken) / "length.json").unlink()
+    assert train(broken, resume=True).step == before["max_steps"]
+    assert {**read_length(folder_of(broken)), "seconds_used": 0} == {**before, "seconds_used": 0}
+    with monkeypatch.context() as patch:
+        decide_as(before, patch)
+        train(whole)
+    assert metrics(broken) == metrics(whole)
+    assert end(broken) == end(whole)
 
 
 def test_time_that_was_used_before_a_kill_counts(recipe: dict[str, Any], machine: Machine) -> None:
@@ -592,6 +741,10 @@ def test_the_report_tells_the_decision(recipe: dict[str, Any], machine: Machine)
         ('{"max_minutes": 3.0, "seconds_used": "x"}', "seconds_used is 'x'"),
         ('{"max_minutes": 3.0, "predicted_steps": true}', "predicted_steps is True"),
         ('{"max_minutes": 3.0}', "lacks 'predicted_steps'"),
+        ('{"max_steps": 9, "decided_at": 1, "replaced": [[9]]}', "replaced is \\[\\[9\\]\\]"),
+        ('{"max_steps": 9, "decided_at": 5, "replaced": [[9, 5]]}', "replaced is"),
+        ('{"max_steps": 9, "decided_at": 1, "replaced": [[9, 9]]}', "replaced is"),
+        ('{"max_steps": 9, "decided_at": 1, "replaced": 3}', "replaced is 3"),
     ],
 )
 def test_a_damaged_record_is_named(

@@ -19,7 +19,7 @@ from firstlight.console import parse_count, parse_time
 from firstlight.data.corpus import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
-from firstlight.optim.schedule import Schedule
+from firstlight.optim.curve import Schedule
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import estimate as outcome

@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
 from firstlight.optim.batch_schedule import BatchSchedule
+from firstlight.optim.curve import Schedule, ScheduleKind
 from firstlight.optim.schedule import (
-    Schedule,
     ScheduleConfig,
-    ScheduleKind,
     resolve_schedule,
 )
 

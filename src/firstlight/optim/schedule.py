@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: pure functions of the step."""
+"""The `schedule` section of a recipe, and the whole steps that follow from it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from firstlight.errors import ConfigError
 from firstlight.optim.batch_schedule import BatchSchedule
+from firstlight.optim.curve import DecayShape, Schedule, ScheduleKind
 from firstlight.section import Section
-
-#: Curves of the learning rate after its warm-up.
-ScheduleKind = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
-
-#: Curves of wsd's decay.
-DecayShape = Literal["linear", "1-sqrt"]
 
 #: Alternative keys, of which at most one may be given, and the question that they answer.
 ALTERNATIVES = (
@@ -64,8 +59,8 @@ class ScheduleConfig(Section):
     max_minutes: float | None = Field(None, gt=0)
     """minutes that the training loop takes, evaluations and saves included. The number of steps is
     decided during the run from the measured time of its steps (wsd: when the decay has to begin;
-    cosine and linear: after the warm-up), and stays the same from then on. max_steps or epochs, if
-    given too, are upper limits."""
+    cosine and linear: after the warm-up), and corrected where the speed has changed after that.
+    max_steps or epochs, if given too, are upper limits."""
     warmup_steps: int | None = Field(None, ge=0)
     """steps over which the learning rate rises; null is a twentieth of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
@@ -176,94 +171,6 @@ class ScheduleConfig(Section):
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A learning-rate schedule whose lengths are resolved to numbers of steps.
-
-    Attributes:
-        max_steps: optimizer steps of the run.
-        warmup_steps: steps over which the learning rate rises.
-        decay_steps: step at which the learning rate reaches its minimum, counted from the run's
-            first step.
-        min_lr_ratio: minimum of the learning rate as a share of the peak; 1 for a constant rate.
-        kind: curve after the warm-up.
-        cooldown_steps: steps that the decay takes; 0 is all steps after the warm-up.
-        decay_shape: curve of wsd's decay.
-        is_open: True if the number of steps of a run in minutes is not decided yet: `max_steps` is
-            then a prediction, on which no learning rate depends.
-    """
-
-    max_steps: int
-    warmup_steps: int
-    decay_steps: int
-    min_lr_ratio: float
-    kind: ScheduleKind = "cosine"
-    cooldown_steps: int = 0
-    decay_shape: DecayShape = "linear"
-    is_open: bool = False
-
-    @property
-    def decay_begin(self) -> int:
-        """The number of steps before the learning rate begins to fall; `max_steps` if it never
-        does."""
-        if self.kind == "constant":
-            return self.max_steps
-        return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
-
-    def in_words(self, peak: float) -> str:
-        """The course of the learning rate after its warm-up, as text for messages.
-
-        Args:
-            peak: the peak learning rate.
-        """
-        if self.kind == "constant":
-            # With `<=`, since the last step of a warm-up is at the peak already.
-            if self.warmup_steps <= self.max_steps:
-                return "then constant"
-            return (
-                "so long that the learning rate never reaches its peak: set schedule.warmup_steps "
-                "lower"
-            )
-        if self.warmup_steps >= self.max_steps:
-            return "so long that the learning rate never falls: set schedule.warmup_steps lower"
-        if self.kind == "inverse_sqrt":
-            last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
-            return f"then by the inverse square root of the step to {last} at the end"
-        # In an open schedule these steps follow from the predicted number of steps.
-        about = "about " if self.is_open else ""
-        lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {self.decay_steps:,}"
-        if self.kind == "wsd":
-            return f"stable to {about}step {self.decay_begin:,}, then {lowest} ({self.decay_shape})"
-        stable = f"stable to step {self.decay_begin:,}, " if self.cooldown_steps else ""
-        return f"{stable}then {'linearly ' if self.kind == 'linear' else ''}{lowest}"
-
-    def lr_scale(self, step: int) -> float:
-        """The share of the peak learning rate at `step` (0 is the first update).
-
-        Warm-up: linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1.
-        Stable: 1 up to step decay_begin, and as long as `is_open`.
-        Decay: a curve to min_lr_ratio at step decay_steps - 1, where it stays. The curve is half a
-            cosine (Loshchilov and Hutter 2017, without restarts), or linear, or of wsd (Hu et al.
-            2024) linear or 1-sqrt (Haegele et al. 2024).
-
-        Kind "constant" has no decay. Kind "inverse_sqrt" falls with the inverse square root of the
-        step after its warm-up (Vaswani et al. 2017), but not below min_lr_ratio.
-        """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.kind == "inverse_sqrt":
-            return max(math.sqrt(max(self.warmup_steps, 1) / (step + 1)), self.min_lr_ratio)
-        begin = self.decay_begin
-        if self.kind == "constant" or self.is_open or step < begin:
-            return 1.0
-        progress = min((step + 1 - begin) / max(self.decay_steps - begin, 1), 1.0)
-        if self.kind == "cosine":
-            left = 0.5 * (1 + math.cos(math.pi * progress))
-        else:
-            left = 1 - (math.sqrt(progress) if self.decay_shape == "1-sqrt" else progress)
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
-
-
-@dataclass(frozen=True)
 class PredictedLength:
     """The number of steps of a run in minutes before that number is decided.
 
@@ -282,10 +189,14 @@ class DecidedLength(PredictedLength):
         max_steps: number of steps of the run.
         decided_at: number of steps that were done when `max_steps` was decided; the learning rates
             of these steps do not depend on it.
+        replaced: the earlier numbers of steps, if measured steps have corrected `max_steps`: pairs
+            (number of steps, steps that were done when another number replaced it). The learning
+            rates of these steps do not depend on the later number.
     """
 
     max_steps: int
     decided_at: int
+    replaced: Sequence[tuple[int, int]] = ()
 
 
 def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule) -> int | None:
@@ -365,15 +276,24 @@ def _schedule_in_minutes(
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True
+    replaced: Sequence[tuple[int, int]] = ()
     cooldown_steps = _cooldown_steps(config, predicted, warmup_steps)
     cooldown_steps = min(cooldown_steps, max(predicted - warmup_steps, 0))
     if isinstance(length, DecidedLength):
-        max_steps, is_open = length.max_steps, False
+        max_steps, is_open, replaced = length.max_steps, False, tuple(length.replaced)
         if config.kind in ("wsd", "cosine", "linear"):
             cooldown_steps = max(max_steps - max(length.decided_at, warmup_steps), 0)
     minimum, shape = config.minimum_scale(learning_rate), config.decay_shape or "linear"
     return Schedule(
-        max_steps, warmup_steps, max_steps, minimum, config.kind, cooldown_steps, shape, is_open
+        max_steps,
+        warmup_steps,
+        max_steps,
+        minimum,
+        config.kind,
+        cooldown_steps,
+        shape,
+        is_open,
+        replaced,
     )
 
 

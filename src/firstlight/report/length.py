@@ -38,6 +38,8 @@ def read_length(run_folder: Path) -> dict[str, Any]:
         - "seconds_used": the seconds of training so far.
         - "max_steps": the run's number of steps, after it is decided.
         - "decided_at": the number of completed steps when it was decided.
+        - "replaced": if the number of steps was corrected, a list with a pair for each earlier one:
+          that number, and the number of completed steps when another one replaced it.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -52,16 +54,38 @@ def read_length(run_folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} is damaged: {key} is {value!r:.100}")
     if ("max_steps" in record) != ("decided_at" in record):
         raise CheckpointError(f"{path} is damaged: max_steps and decided_at belong together")
+    if not _are_corrections(record.get("replaced", []), record.get("decided_at", _MOST)):
+        raise CheckpointError(f"{path} is damaged: replaced is {record['replaced']!r:.100}")
     return record
 
 
+def _are_corrections(value: Any, decided_at: int) -> bool:
+    """True for a list of pairs (number of steps, completed steps), in the order of the latter."""
+    if type(value) is not list:
+        return False
+    last = decided_at
+    for pair in value:
+        if type(pair) is not list or [type(number) for number in pair] != [int, int]:
+            return False
+        if not last < pair[1] < pair[0] <= _MOST:
+            return False
+        last = pair[1]
+    return True
+
+
 def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The decision about the number of steps as an event of the run (a list with one event); []
-    before the decision.
+    """The decision about the number of steps and its corrections, as events of the run; [] before
+    the decision.
 
     Args:
         length: the result of `read_length`.
     """
     if "max_steps" not in length:
         return []
-    return [{**length, "step": length["decided_at"], "event": "length"}]
+    replaced = length.get("replaced", [])
+    steps = [length["decided_at"], *(at for _, at in replaced)]
+    numbers = [*(number for number, _ in replaced), length["max_steps"]]
+    return [
+        {**length, "step": step, "max_steps": number, "event": "length"}
+        for step, number in zip(steps, numbers, strict=True)
+    ]

@@ -1,21 +1,18 @@
-"""The length of a run in minutes: the times of its steps, evaluations and saves, and the number of
-steps that follows from them.
+"""The length of a run in minutes: the number of steps that follows from the times of steps,
+evaluations and saves.
 
-The number of steps is decided once, and written to the disk before the learning rate depends on it,
-so that a resumed run has the same one.
+The number of steps is decided, and corrected if the speed changes afterwards. It is written to the
+disk before a learning rate depends on it, so that a resumed run has the same one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import time
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from firstlight.errors import CheckpointError
 from firstlight.files.atomic import write_json
@@ -23,14 +20,7 @@ from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.optim.schedule import DecidedLength, PredictedLength, ScheduleConfig
 from firstlight.report.length import LENGTH_NAME, read_length
 from firstlight.report.records import METRICS_NAME, sound_json_lines
-
-#: Parts of the training loop's time other than steps: the first generated text of a process,
-#: evaluations of the loss, scores of tasks, saves.
-Part = Literal["first text", "evaluation", "tasks", "save"]
-
-#: First steps of a process, which allocate memory and compile, and are slower than the others. The
-#: steps after them are the settled steps.
-_SLOW_STEPS = 2
+from firstlight.training.times import LoopTimes
 
 #: Most seconds in a line of a log, about a thousand years: a greater number is damage.
 _MOST_SECONDS = 3e10
@@ -50,82 +40,15 @@ _ENOUGH_SHARE = 0.2
 #: its steps, long before its minutes are over.
 _QUICK_SHARE = 0.2
 
-#: Number of settled steps whose times are remembered.
-_MOST_STEPS = 10_000
-
 #: Number of times in a run at which the number of steps is predicted, to see if it has to be
 #: decided.
 _CHECKS = 500
 
+#: Share of a run's time by which it may end early or late before the number of steps is corrected.
+_TOLERANCE = 0.02
+
 #: Most steps of a run without an upper limit.
 _LONGEST = 2**40
-
-
-class LoopTimes:
-    """Times of the training loop in this process: of its steps and of its other parts.
-
-    Args:
-        clock: monotonic clock in seconds.
-
-    Attributes:
-        steps: (sequences, seconds) of the last settled steps, waits for data and logs included.
-        slow_steps: (sequences, seconds) of the first steps, waits for data and logs included.
-        settled_steps: number of all settled steps.
-        settled_seconds: seconds of all settled steps.
-        seconds: seconds of the last occurrence of each part; without parts that did not occur yet.
-        write_seconds: seconds that a thread took to write the last checkpoint; 0 if training waits
-            for the writing.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._begun: float | None = None
-        self._step_began = self._apart = 0.0
-        self._sequences = 0
-        self.steps: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)
-        self.slow_steps: list[tuple[int, float]] = []
-        self.settled_steps, self.settled_seconds = 0, 0.0
-        self.seconds: dict[Part, float] = {}
-        self.write_seconds = 0.0
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the first step of this process began."""
-        return 0.0 if self._begun is None else self._clock() - self._begun
-
-    def begin_step(self) -> None:
-        """End the step before, if there was one, and begin the next one."""
-        now = self._clock()
-        if self._begun is None:
-            self._begun = now
-        if self._sequences:
-            # From one beginning to the next, so that waits for data and logs count, but without the
-            # parts, which have times of their own.
-            seconds = now - self._step_began - self._apart
-            # The first steps compile, allocate memory and read files that are not cached yet.
-            if len(self.slow_steps) < _SLOW_STEPS:
-                self.slow_steps.append((self._sequences, seconds))
-            else:
-                self.steps.append((self._sequences, seconds))
-                self.settled_steps += 1
-                self.settled_seconds += seconds
-        self._step_began, self._apart, self._sequences = now, 0.0, 0
-
-    def count(self, sequences: int) -> None:
-        """Note the number of sequences of the current step, which is then one that counts."""
-        self._sequences = sequences
-
-    @contextlib.contextmanager
-    def part(self, name: Part) -> Iterator[None]:
-        """Context for work that is not part of a step, and is measured separately."""
-        began = self._clock()
-        try:
-            yield
-        finally:  # an evaluation may end in a rollback, after which the run goes on
-            taken = self._clock() - began
-            self._apart += taken
-        # Not of work that was broken off, which says nothing of the next.
-        self.seconds[name] = taken
 
 
 @dataclass(frozen=True)
@@ -167,14 +90,25 @@ def steps_in_time(
         batch: sequences of each step.
         periodic: evaluations and saves.
     """
-    done = batch.before(step)
 
     def needed(steps: int) -> float:
-        training = sequence_seconds * (batch.before(step + steps) - done)
-        return training + sum(one.total(step, steps) for one in periodic)
+        return seconds_of_steps(steps, step, sequence_seconds, batch, periodic)
 
     # The time grows with the number of steps, so that bisection finds the last number that fits.
     return max(bisect_right(range(1, _LONGEST), seconds, key=needed), 1)
+
+
+def seconds_of_steps(
+    steps: int,
+    step: int,
+    sequence_seconds: float,
+    batch: BatchSchedule,
+    periodic: Sequence[Periodic],
+) -> float:
+    """Seconds of the `steps` steps that follow `step`, including evaluations and saves between them
+    and after them. For the other arguments see `steps_in_time`."""
+    training = sequence_seconds * (batch.before(step + steps) - batch.before(step))
+    return training + sum(one.total(step, steps) for one in periodic)
 
 
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
@@ -235,6 +169,8 @@ class TimeBudget:
         self.length, self.is_new, self.times = length, is_new, times
         self._used_before = seconds_used
         self._next_check = 0.0
+        #: Number of steps after which a decision of this process is looked at again.
+        self._look_after: int | None = None
 
     @property
     def seconds_used(self) -> float:
@@ -262,7 +198,35 @@ class TimeBudget:
             record["most_steps"] = self.most_steps
         if isinstance(length, DecidedLength):
             record |= {"max_steps": length.max_steps, "decided_at": length.decided_at}
+            if length.replaced:
+                record["replaced"] = [list(pair) for pair in length.replaced]
         return record
+
+    def take(self, max_steps: int, step: int) -> None:
+        """Set the number of steps of the run, at its decision and each time it is looked at again.
+
+        Args:
+            max_steps: number of steps of the run, another one or the same.
+            step: number of steps done.
+        """
+        now = self.length
+        if not isinstance(now, DecidedLength):
+            self.length = DecidedLength(now.predicted_steps, max_steps, step)
+        elif max_steps != now.max_steps:
+            replaced = (*now.replaced, (now.max_steps, step))
+            self.length = replace(now, max_steps=max_steps, replaced=replaced)
+        # Looked at again after half of the steps that are left, as long as there are some.
+        left = max_steps - step
+        self._look_after = step + (left + 1) // 2 if left > 1 else None
+
+    def is_due(self, step: int) -> bool:
+        """True if the number of steps may have to be decided or corrected now; the same in all
+        processes of a run.
+
+        A number that another process of the run has decided, before this one resumed it, is not
+        corrected.
+        """
+        return not isinstance(self.length, DecidedLength) or step == self._look_after
 
     def decided_steps(
         self,
@@ -301,6 +265,28 @@ class TimeBudget:
         steps_left = min(steps_left, most_left)
         is_due = ends or self._config.decides_length(step, warmup_steps, steps_left)
         return step + steps_left if left <= 0 or is_due else None
+
+    def corrected_steps(
+        self, step: int, batch: BatchSchedule, periodic: Callable[[float], Sequence[Periodic]]
+    ) -> int:
+        """The number of steps of the run after a part of its decided steps: another one if the run
+        would miss the end of its time by more than a fiftieth, since the machine has become slower
+        or faster.
+
+        At least half of the steps that were left stay, so that the learning rate does not fall at
+        once. For the arguments see `decided_steps`.
+        """
+        assert isinstance(self.length, DecidedLength)
+        max_steps, left = self.length.max_steps, self.seconds - self.seconds_used
+        steps = self.times.steps or self.times.slow_steps
+        seconds = mean_sequence_seconds(steps, max(left, 0.0))
+        parts = periodic(seconds)
+        needed = seconds_of_steps(max_steps - step, step, seconds, batch, parts)
+        if abs(needed - left) <= _TOLERANCE * self.seconds:
+            return max_steps
+        fewest = (max_steps - step + 1) // 2
+        corrected = step + max(steps_in_time(left, step, seconds, batch, parts), fewest)
+        return corrected if self.most_steps is None else min(corrected, self.most_steps)
 
     def _is_settled(self, left: float) -> bool:
         """True if enough steps were measured to predict the time of others.
@@ -362,7 +348,10 @@ def length_of(record: Mapping[str, Any]) -> PredictedLength:
     try:
         if "max_steps" in record:
             return DecidedLength(
-                record["predicted_steps"], record["max_steps"], record["decided_at"]
+                record["predicted_steps"],
+                record["max_steps"],
+                record["decided_at"],
+                [(steps, at) for steps, at in record.get("replaced", [])],
             )
         return PredictedLength(record["predicted_steps"])
     except KeyError as error:

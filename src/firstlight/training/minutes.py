@@ -1,5 +1,5 @@
-"""Runs whose length is given in minutes: the number of steps is predicted at the start, and decided
-from measured steps when the learning rate begins to depend on it."""
+"""Runs whose length is given in minutes: the number of steps is predicted at the start, decided
+when the learning rate begins to depend on it, and corrected if the speed changes after that."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from firstlight.checkpoint.checkpoint import checkpoint_bytes, load_trainer_stat
 from firstlight.data.corpus import Corpus
 from firstlight.hardware.device import peak_flops
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.schedule import DecidedLength, PredictedLength, most_steps
+from firstlight.optim.schedule import PredictedLength, most_steps
 from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.resolve import USUAL_MFU
 from firstlight.training.length import (
-    LoopTimes,
     Periodic,
     TimeBudget,
     length_of,
@@ -25,6 +24,7 @@ from firstlight.training.length import (
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.run import Run
+from firstlight.training.times import LoopTimes
 
 #: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
 #: share of those in a step, seconds of a generated token, written bytes of a checkpoint a second.
@@ -115,31 +115,40 @@ def predict_length(run: Run, tokens_per_second: float | None) -> None:
 
 
 def decide_length(run: Run) -> None:
-    """Decide the number of steps of a run in minutes before its next step, if that is due.
+    """Decide the number of steps of a run in minutes before its next step, or correct it, if that
+    is due.
 
-    All processes take the main process's decision, which is on the disk before any of them
-    continues.
+    All processes take the main process's number, which is on the disk before any of them continues.
 
     Raises:
         StorageError: the decision can't be written.
     """
     budget, step = run.budget, run.state.step
-    if budget is None or not run.schedule.is_open or run.state.pending is not None:
+    if budget is None or run.state.pending is not None or not budget.is_due(step):
         return
+    is_open, before = run.schedule.is_open, run.max_steps
 
     def decide() -> int | None:
-        return budget.decided_steps(
-            step, run.schedule.warmup_steps, run.batch, lambda seconds: _periodic(run, seconds)
-        )
+        def periodic(seconds: float) -> list[Periodic]:
+            return _periodic(run, seconds)
+
+        if is_open:
+            return budget.decided_steps(step, run.schedule.warmup_steps, run.batch, periodic)
+        return budget.corrected_steps(step, run.batch, periodic)
 
     steps = on_main(run.engine, decide)
     if steps is None:
         return
-    budget.length = DecidedLength(budget.length.predicted_steps, steps, step)
+    budget.take(steps, step)
+    if not is_open and steps == before:
+        return
     run.take_length()
+    words = run.schedule.in_words(run.recipe.optimizer.learning_rate)
+    if not is_open:
+        words = f"{before:,} would end too {'late' if steps < before else 'early'}"
     run.bar.message(
         f"step {step}: {budget.seconds_used:.0f} of {budget.seconds:.0f} s are used, and the run "
-        f"has {steps:,} steps: {run.schedule.in_words(run.recipe.optimizer.learning_rate)}"
+        f"has {steps:,} steps: {words}"
     )
 
 

@@ -18,13 +18,14 @@ from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
 from firstlight.hardware.device import peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.schedule import Schedule, resolve_schedule
+from firstlight.optim.curve import Schedule
+from firstlight.optim.schedule import resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import origin
 from firstlight.training.guard import Guard
-from firstlight.training.length import LoopTimes, TimeBudget
+from firstlight.training.length import TimeBudget
 from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
@@ -36,6 +37,7 @@ from firstlight.training.state import (
     restore,
 )
 from firstlight.training.step import StepResult
+from firstlight.training.times import LoopTimes
 from firstlight.training.trackers import Trackers
 
 

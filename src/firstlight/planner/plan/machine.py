@@ -23,7 +23,8 @@ from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.optim.batch_schedule import BatchSchedule
-from firstlight.optim.schedule import PredictedLength, Schedule, resolve_schedule
+from firstlight.optim.curve import Schedule
+from firstlight.optim.schedule import PredictedLength, resolve_schedule
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.ranks import copies_of
 from firstlight.planner.speed.gpu import measured_gpu
