@@ -477,7 +477,7 @@ def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
-@pytest.mark.parametrize("second", [1.4, 2.6, 3.0])
+@pytest.mark.parametrize("second", [0.7, 1.4, 2.6, 4.0])
 def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
     recipe: dict[str, Any], machine: Machine, kind: str, second: float
 ) -> None:
@@ -639,7 +639,7 @@ def test_a_resumed_run_keeps_a_corrected_number(
     with pytest.raises(StoppedError):
         train(broken, on_step=on_step)
     before = read_length(folder_of(broken))
-    assert len(before["replaced"]) == 1
+    assert before["replaced"]
     # Slower once more; and without length.json, its newest checkpoint knows the number.
     machine.step = 9.0
     (folder_of(broken) / "length.json").unlink()

@@ -341,7 +341,7 @@ def _length_choices(
     epochs = run.tokens / max(text.train_tokens, 1.0)
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
-        reason = "of the training; measured steps decide their number, once"
+        reason = "of the training; measured steps decide their number"
         if run.seconds < settings.EARLY * length.seconds:
             reason = "of the training at most: the passes over the text end it before"
         yield Choice("schedule.max_minutes", minutes, reason)

@@ -248,7 +248,7 @@ def _length_choices(
     passes = f"{epochs:.2g} passes over {data.name}"
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
-        reason = "of the training; measured steps decide their number, once"
+        reason = "of the training; measured steps decide their number"
         yield Choice("schedule.max_minutes", minutes, reason)
         reason = f"passes over {data.name} at most: more would teach them by heart"
         yield Choice("schedule.epochs", data.most_epochs, reason)
