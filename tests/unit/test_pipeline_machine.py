@@ -79,6 +79,26 @@ def test_without_free_memory_the_speed_is_predicted(
     assert len(speed.rates) == len(speed.steps) == 3
 
 
+def test_memory_that_another_program_takes_leaves_a_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rates(*_: Any) -> list[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    has_gpu(monkeypatch, 70 * GIB)
+    monkeypatch.setattr(machine_module, "timed_rates", rates)
+    _, speed = machine_facts()
+    assert speed.origin == "predicted by the planner"
+    assert speed.rates == machine_facts("H100")[1].rates
+
+    def fails(*_: Any) -> list[float]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(machine_module, "timed_rates", fails)
+    with pytest.raises(RuntimeError, match="illegal"):
+        machine_facts()
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "origin"),
     [

@@ -17,7 +17,12 @@ import torch
 
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
-from firstlight.hardware.device import Hardware, free_memory_bytes, synchronize
+from firstlight.hardware.device import (
+    Hardware,
+    free_memory_bytes,
+    is_out_of_memory,
+    synchronize,
+)
 from firstlight.models import empty_model
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.pipeline import settings
@@ -61,24 +66,16 @@ def machine_facts(gpu: str | None = None, device: str = "auto") -> tuple[Machine
     """
     machine = find_machine(gpu, device=device)
     kind = machine.target.kind
-    seq_len = 256 if kind == "cpu" else 512
-    measured_tokens = _timed_tokens(machine)
-    timed = measured_tokens > 0
-    many = measured_tokens or settings.MICRO_BATCH_TOKENS[kind]
-    # On a GPU, a step of few tokens takes the time of starting its kernels.
-    step_tokens = (many,) if kind == "cpu" else (many, seq_len)
-    rates, steps = [], []
-    for shape in _TIMED_SHAPES[kind] if timed else _PREDICTED_SHAPES:
-        size = ModelSize(*shape, _VOCABULARY, seq_len)
-        if timed:
-            recipe = resolve_for(_speed_recipe(size, many), machine)
-            rate, *few = timed_rates(recipe, machine, step_tokens)
-        else:
-            rate, *few = (_predicted(machine, size, tokens) for tokens in step_tokens)
-        rates.append((size.flops_per_token, rate))
-        steps += [(size.flops_per_token, seq_len / one) for one in few]
-    origin = _MEASURED if timed else _PREDICTED
-    if timed and kind == "cuda":
+    timed_tokens = _timed_tokens(machine)
+    try:
+        rates, steps = _speeds(machine, timed_tokens)
+    except RuntimeError as error:
+        # Another program has taken memory of the GPU that was free.
+        if kind != "cuda" or not is_out_of_memory(error):
+            raise
+        timed_tokens = 0
+        rates, steps = _speeds(machine, timed_tokens)
+    if kind == "cuda" and machine.is_here:
         # The memory of the measured models, of which some are in reference cycles.
         gc.collect()
         torch.cuda.empty_cache()
@@ -88,8 +85,39 @@ def machine_facts(gpu: str | None = None, device: str = "auto") -> tuple[Machine
     rates = [
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
     ]
-    usable = machine.usable_bytes
+    usable, origin = machine.usable_bytes, _MEASURED if timed_tokens else _PREDICTED
     return machine, MachineFacts(machine.name, kind, rates, usable, origin, machine.compiles, steps)
+
+
+def _speeds(
+    machine: Machine, timed_tokens: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """The speed of a machine for some models.
+
+    Args:
+        machine: the machine.
+        timed_tokens: tokens of a measured step; 0 if the speed is predicted.
+
+    Returns:
+        Two lists with a pair for each model: (FLOPs of a token, tokens per second), and for a GPU
+        (FLOPs of a token, seconds of a step of few tokens).
+    """
+    kind = machine.target.kind
+    seq_len = 256 if kind == "cpu" else 512
+    many = timed_tokens or settings.MICRO_BATCH_TOKENS[kind]
+    # On a GPU, a step of few tokens takes the time of starting its kernels.
+    step_tokens = (many,) if kind == "cpu" else (many, seq_len)
+    rates, steps = [], []
+    for shape in _TIMED_SHAPES[kind] if timed_tokens else _PREDICTED_SHAPES:
+        size = ModelSize(*shape, _VOCABULARY, seq_len)
+        recipes = [resolve_for(_speed_recipe(size, tokens), machine) for tokens in step_tokens]
+        if timed_tokens:
+            rate, *few = timed_rates(recipes[0], machine, step_tokens)
+        else:
+            rate, *few = (_predicted_rate(recipe, machine) for recipe in recipes)
+        rates.append((size.flops_per_token, rate))
+        steps += [(size.flops_per_token, seq_len / one) for one in few]
+    return rates, steps
 
 
 def _timed_tokens(machine: Machine) -> int:
@@ -177,11 +205,6 @@ def timed_rates(
             seconds.append(seconds_of(batch))
         rates.append(batch.num_valid / statistics.median(seconds))
     return rates
-
-
-def _predicted(machine: Machine, size: ModelSize, tokens: int) -> float:
-    """Tokens per second of a new model in steps of `tokens` tokens, predicted by the planner."""
-    return _predicted_rate(resolve_for(_speed_recipe(size, tokens), machine), machine)
 
 
 def _predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
