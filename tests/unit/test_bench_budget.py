@@ -18,6 +18,7 @@ from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
+from firstlight.pipeline.ngrams import Hardness
 from firstlight.recipe import parse_recipe
 from firstlight.report.records import METRICS_NAME, read_json_lines
 
@@ -227,7 +228,7 @@ def test_a_budget_that_is_no_time_is_refused_before_a_run(tmp_path: Path, fake: 
 
 @pytest.mark.parametrize("number", range(1, 21))
 def test_drawn_settings_make_a_recipe(number: int) -> None:
-    text = TextFacts(4096, 2e6, 3.3, 1.5, 1e5)
+    text = TextFacts(4096, 2e6, 3.3, Hardness(1.5, 2.24, 1.0), 1e5)
     machine = MachineFacts("cpu", "cpu", [(1e7, 1e4), (1e8, 1e3)], 1 << 34)
     drawn = random_settings(number)
     values = choose(text, machine, Length(180.0), drawn).values

@@ -1,4 +1,4 @@
-"""The measure of how hard a text is: the bits of a character by an n-gram model."""
+"""Measures of how hard a text is: the bits of a character by xz and by n-gram models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ import pytest
 
 from firstlight.pipeline import settings
 from firstlight.pipeline.held_out import HeldOut
-from firstlight.pipeline.ngrams import NGramSample, ngram_bits
+from firstlight.pipeline.ngrams import Hardness, TextSample
+from firstlight.pipeline.ngrams import ngram_bits as bits_by_context
 
 
 def codes(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array([ord(character) for character in text], np.uint64)
+
+
+def ngram_bits(
+    train: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    test: np.ndarray[tuple[int], np.dtype[np.uint64]],
+) -> float:
+    return bits_by_context(train, test, 3)[-1]
 
 
 def noise(length: int, alphabet: str, seed: int = 0) -> str:
@@ -51,58 +59,103 @@ def test_a_context_that_is_not_known_is_left_for_a_shorter_one() -> None:
 
 
 def test_held_out_documents_are_measured_by_the_others() -> None:
-    sample = NGramSample()
+    sample = TextSample()
     for number in range(20):
         text = noise(20_000, "abcd", number) if number % 10 else noise(20_000, "ab", number)
         sample.add(str(number).encode(), text, 18_000)
     held = frozenset({b"0", b"10"})
-    assert sample.bits_per_character(HeldOut(held, 0.1)) == pytest.approx(2.0, abs=0.02)
+    assert sample.hardness(HeldOut(held, 0.1)).ngram_bits_per_character == pytest.approx(
+        2.0, abs=0.02
+    )
     others = frozenset({b"3", b"4"})
-    assert sample.bits_per_character(HeldOut(others, 0.1)) == pytest.approx(2.0, abs=0.08)
+    assert sample.hardness(HeldOut(others, 0.1)).ngram_bits_per_character == pytest.approx(
+        2.0, abs=0.08
+    )
 
 
 def test_held_out_ends_are_measured_by_the_beginnings() -> None:
-    sample = NGramSample()
+    sample = TextSample()
     sample.add(b"one", noise(180_000, "abcd") + "a" * 20_000, 180_000)
     sample.add(b"two", noise(180_000, "abcd", seed=1) + "abcdabcd" * 2500, 180_000)
-    ends = sample.bits_per_character(HeldOut(None, 0.1))
+    ends = sample.hardness(HeldOut(None, 0.1)).ngram_bits_per_character
     assert ends == pytest.approx(2.0, abs=0.04)
-    only_two = sample.bits_per_character(HeldOut(None, 0.1, whole=frozenset({b"one"})))
+    only_two = sample.hardness(
+        HeldOut(None, 0.1, whole=frozenset({b"one"}))
+    ).ngram_bits_per_character
     assert only_two != ends
 
 
 def test_a_large_corpus_is_sampled_evenly() -> None:
     """Its middle is another text, which a sample of the beginning or the end would not know."""
-    sample = NGramSample()
+    sample = TextSample()
     for number in range(120):
         letters = "efghijkl" if 40 <= number < 80 else "abcd"
         sample.add(str(number).encode(), noise(100_000, letters, number), 90_000)
     held = frozenset({b"60"})
-    assert sample.bits_per_character(HeldOut(held, 0.01)) == pytest.approx(3.0, abs=0.05)
+    assert sample.hardness(HeldOut(held, 0.01)).ngram_bits_per_character == pytest.approx(
+        3.0, abs=0.05
+    )
 
 
 def test_too_little_held_out_text_is_measured_with_other_documents() -> None:
-    sample = NGramSample()
+    sample = TextSample()
     for number in range(20):
         sample.add(str(number).encode(), noise(8000, "abcd", number), 7200)
     sample.add(b"held", "a" * 100, 90)
     held = frozenset({b"held"})
-    assert sample.bits_per_character(HeldOut(held, 0.01)) == pytest.approx(2.0, abs=0.05)
+    assert sample.hardness(HeldOut(held, 0.01)).ngram_bits_per_character == pytest.approx(
+        2.0, abs=0.05
+    )
 
 
 @pytest.mark.parametrize("text", ["", "a", "ab"])
 def test_a_text_of_which_nothing_is_held_out_is_taken_for_a_usual_one(text: str) -> None:
-    sample = NGramSample()
+    sample = TextSample()
     sample.add(b"", text, len(text))
-    assert sample.bits_per_character(HeldOut(None, 0.1)) == settings.NGRAM_BITS
+    found = sample.hardness(HeldOut(None, 0.1))
+    assert (found.ngram_bits_per_character, found.long_ngram_ratio) == (settings.NGRAM_BITS, 1.0)
+
+
+def test_longer_contexts_tell_text_that_repeats_itself_from_lists() -> None:
+    def of(text: str) -> Hardness:
+        sample = TextSample()
+        sample.add(b"", text, len(text) * 9 // 10)
+        return sample.hardness(HeldOut(None, 0.1))
+
+    # Eight letters say which of the words goes on, and three of them do not.
+    words = [noise(8, "ab", seed) + noise(8, "ab", seed + 99) for seed in range(9)]
+    repeated = "".join(random.Random(0).choices(words, k=20_000))
+    assert of(repeated).long_ngram_ratio < 0.6
+    # A longer context was seen once, and says nothing of the next digit.
+    numbers = random.Random(0).choices(range(10**6), k=10_000)
+    table = "".join(f"{row:06};{number:06};N;\n" for row, number in enumerate(numbers))
+    assert of(table).long_ngram_ratio > 1.5
+
+
+def test_a_text_of_one_letter_has_the_least_bits() -> None:
+    sample = TextSample()
+    sample.add(b"", "a" * 100_000, 90_000)
+    found = sample.hardness(HeldOut(None, 0.1))
+    assert found.ngram_bits_per_character == settings.LEAST_NGRAM_BITS
+    assert found.long_ngram_ratio == 1.0
+
+
+def test_xz_is_measured_on_all_parts_of_a_text() -> None:
+    # Its first half is one letter.
+    sample = TextSample()
+    text = "a" * 80_000 + noise(80_000, "abcd")
+    sample.add(b"", text, len(text))
+    assert sample.hardness(HeldOut(None, 0.1)).xz_bits_per_byte == pytest.approx(1.1, abs=0.1)
 
 
 def test_short_documents_are_measured_one_by_one() -> None:
     """Each begins in one of four ways, and goes on in one way."""
     lines = [letter + "ijklmnopqrstuvwxyz" for letter in noise(20_000, "abcd")]
-    sample = NGramSample()
+    sample = TextSample()
     for number, line in enumerate(lines):
         sample.add(str(number).encode(), line, 17)
     held = frozenset(str(number).encode() for number in range(0, 20_000, 10))
     # Two bits for the first of 20 characters, the newline included.
-    assert sample.bits_per_character(HeldOut(held, 0.1)) == pytest.approx(2 / 20, abs=0.005)
+    assert sample.hardness(HeldOut(held, 0.1)).ngram_bits_per_character == pytest.approx(
+        2 / 20, abs=0.005
+    )

@@ -14,6 +14,7 @@ from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
 from firstlight.pipeline.machine import fitted_recipe, machine_facts
+from firstlight.pipeline.ngrams import Hardness
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
@@ -136,7 +137,9 @@ def test_a_compiled_run_is_not_forecast_by_the_speed_without_compiling(
     planned = Forecast(GIB, "backward", {}, (150e3, 200e3, 250e3))
     monkeypatch.setattr(machine_module, "forecast_run", lambda *_: planned)
     speed = MachineFacts("H100", "cuda", [(1e3, 300e3), (1e13, 300e3)], 70 * GIB, "measured here")
-    choices = choose(TextFacts(8192, 3.4e8, 3.3, 1.47, 3e5), speed, Length(seconds))
+    choices = choose(
+        TextFacts(8192, 3.4e8, 3.3, Hardness(1.72, 2.24, 1.0), 3e5), speed, Length(seconds)
+    )
     assert choices["efficiency.compile"] is compiles
     values = choices.values
     values["data"] |= {"dir": "unused"}

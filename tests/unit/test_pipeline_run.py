@@ -484,12 +484,12 @@ def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
     assert "expected: not known with this optimizer (gzip -9: about" in capsys.readouterr().out
 
 
-def test_prepared_text_has_the_n_grams_of_its_scan(tmp_path: Path) -> None:
+def test_prepared_text_has_the_hardness_of_its_scan(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     facts = scan_corpus(find_sources([str(texts)])).facts
-    assert facts.ngram_bits_per_character != settings.NGRAM_BITS
+    assert facts.hardness.ngram_bits_per_character != settings.NGRAM_BITS
     data = trained(texts).run_folder / "data"
-    assert counted_text(data, facts).ngram_bits_per_character == facts.ngram_bits_per_character
+    assert counted_text(data, facts).hardness == facts.hardness
 
 
 def test_the_plan_alone_takes_the_micro_batch_that_fits(

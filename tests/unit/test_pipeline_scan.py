@@ -255,7 +255,9 @@ def test_a_scan_tells_how_small_gzip_and_xz_make_the_text(tmp_path: Path) -> Non
     facts = scanned(tmp_path, text).facts
     data = text.encode()
     assert facts.gzip_bits_per_byte == 8 * len(gzip.compress(data, 9)) / len(data)
-    assert facts.xz_bits_per_byte == 8 * len(lzma.compress(data)) / len(data)
+    # Of the pieces of the training text, in another order.
+    xz = 8 * len(lzma.compress(data)) / len(data)
+    assert facts.hardness.xz_bits_per_byte == pytest.approx(xz, rel=0.15)
 
 
 def test_one_text_is_split_at_its_end(tmp_path: Path) -> None:

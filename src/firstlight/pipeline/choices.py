@@ -118,7 +118,7 @@ def choose(
     epochs = best.run.tokens / max(text.train_tokens, 1.0)
     return replace(
         best.run.choices(items, fixed, best.shape.parameters, epochs),
-        bits_per_byte=expected_range(best.bits, fixed),
+        bits_per_byte=expected_range(best.bits, text, fixed),
         advice=_advice(best, text, epochs),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from firstlight.errors import ConfigError
 from firstlight.pipeline import settings
-from firstlight.pipeline.facts import MachineFacts
+from firstlight.pipeline.facts import MachineFacts, TextFacts
 
 
 @dataclass(frozen=True)
@@ -140,18 +140,21 @@ def known_rate(rates: Mapping[str, float], name: str, fixed: Mapping[str, Any]) 
     return rates.get(name)
 
 
-def expected_range(bits: float, fixed: Mapping[str, Any]) -> tuple[float, float] | None:
+def expected_range(
+    bits: float, text: TextFacts, fixed: Mapping[str, Any]
+) -> tuple[float, float] | None:
     """The lowest and the highest bits per byte where `bits` are expected; None if the user gives an
     optimizer other than the one whose losses are known.
 
     Args:
         bits: result of `facts.expected_bits`.
+        text: facts about the text.
         fixed: values given by the user, by `section.key`.
     """
     key = "optimizer.name"
     if fixed.get(key, settings.LAYOUT[key]) != settings.LAYOUT[key]:
         return None
-    low, high = settings.EXPECTED_RANGE
+    low, high = settings.UNUSUAL_RANGE if text.is_unusual else settings.EXPECTED_RANGE
     # Guessing a byte costs 8 bits.
     return low * bits, min(high * bits, 8.0)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from firstlight.pipeline import settings
 from firstlight.pipeline.held_out import held_out_share
+from firstlight.pipeline.ngrams import Hardness
 from firstlight.pipeline.scan import CorpusFacts
 
 #: The constant R* of Muennighoff et al. 2023 (arXiv 2305.16264): see `worth_of_bytes`.
@@ -93,19 +94,25 @@ class TextFacts:
         vocab_size: vocabulary size of the tokenizer.
         train_tokens: number of tokens of the training split.
         bytes_per_token: mean UTF-8 bytes of text per token.
-        xz_bits_per_byte: bits per byte of the text's first MiB, compressed by xz.
+        hardness: see `CorpusFacts`.
         val_tokens: number of tokens of the validation split.
         bytes_per_character: mean UTF-8 bytes of text per character.
-        ngram_bits_per_character: see `CorpusFacts`.
     """
 
     vocab_size: int
     train_tokens: float
     bytes_per_token: float
-    xz_bits_per_byte: float
+    hardness: Hardness
     val_tokens: float
     bytes_per_character: float = 1.0
-    ngram_bits_per_character: float = settings.NGRAM_BITS
+
+    @property
+    def is_unusual(self) -> bool:
+        """True for tables, sorted lists and text that repeats itself, whose losses are less
+        certain: more characters of context help an n-gram model much more than usual, or harm it.
+        """
+        low, high = settings.USUAL_LONG_NGRAMS
+        return not low <= self.hardness.long_ngram_ratio <= high
 
 
 @dataclass(frozen=True)
@@ -179,15 +186,15 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     unique = max(text.train_tokens * text.bytes_per_token, 1.0)
     size = text.bytes_per_character
     characters = max(worth_of_bytes(read, unique) / size, 1.0)
-    xz = text.xz_bits_per_byte * size / settings.XZ_OF_LIBRARY
-    bits: float = settings.FLOOR * math.pow(xz, settings.FLOOR_POWER)
+    xz = text.hardness.xz_bits_per_byte * size
+    relative = xz / settings.XZ_OF_LIBRARY
+    bits: float = settings.FLOOR * math.pow(relative, settings.FLOOR_POWER)
     bits += settings.A / parameters**settings.ALPHA
-    # Extrapolated below the standard library, the power would make the easiest texts the hardest.
-    hardness = math.pow(max(xz, 1.0), settings.B_POWER)
-    bits += settings.B * hardness / characters**settings.BETA
-    ngrams = max(text.ngram_bits_per_character, settings.LEAST_NGRAM_BITS)
-    bits *= math.pow(ngrams / settings.NGRAM_BITS, settings.NGRAM_POWER)
-    bits /= max(text.xz_bits_per_byte * size / settings.DENSE_XZ_BITS, 1.0)
+    # Extrapolated below the standard library, the easiest texts would be the hardest.
+    bits += settings.B / max(relative, 1.0) / characters**settings.BETA
+    ngrams = text.hardness.ngram_bits_per_character / settings.NGRAM_BITS
+    bits *= math.pow(ngrams, settings.NGRAM_POWER)
+    bits /= max(xz / settings.DENSE_XZ_BITS, 1.0)
     # Guessing a byte costs 8 bits.
     return min(bits / size, 8.0)
 
@@ -204,8 +211,7 @@ def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
         vocab_size,
         (facts.total_bytes - held) / per_token,
         per_token,
-        facts.xz_bits_per_byte,
+        facts.hardness,
         held / per_token,
         facts.bytes_per_character,
-        facts.ngram_bits_per_character,
     )

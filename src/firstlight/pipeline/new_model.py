@@ -121,8 +121,7 @@ def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:
         manifest["vocab_size"],
         train["tokens"],
         size / tokens,
-        facts.xz_bits_per_byte,
+        facts.hardness,
         val["tokens"],
         facts.bytes_per_character,
-        facts.ngram_bits_per_character,
     )

@@ -1,8 +1,9 @@
-"""The bits of a character by an n-gram model: a measure of how hard a text is to learn, found in
-about 0.2 s."""
+"""Measures of how hard a text is to learn, of a sample of it: the bits of a character by xz and by
+n-gram models, found in about a second."""
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,8 @@ _PIECE, _KEPT = 1 << 13, 5 << 19
 _TRAINED, _TESTED = 1 << 20, 3 << 16
 #: Fewest characters of held-out text for the test. With fewer, one of so many pieces is taken.
 _FEWEST, _TEST_PART = 1 << 11, 8
-#: Characters of the longest context.
-_CONTEXT = 3
+#: Characters of the contexts of the two n-gram models.
+_CONTEXT, _LONG_CONTEXT = 3, 8
 #: Code points are smaller than 2 to this power, as are numbers of contexts.
 _BITS = 21
 
@@ -40,7 +41,24 @@ class _Piece:
     end: int
 
 
-class NGramSample:
+@dataclass(frozen=True)
+class Hardness:
+    """How hard a text is to learn.
+
+    Attributes:
+        xz_bits_per_byte: bits per byte of the sample's training text, compressed by xz.
+        ngram_bits_per_character: bits that an n-gram model of the sample's training text, with
+            contexts of three characters, needs for a character of its held-out text; at least
+            `settings.LEAST_NGRAM_BITS`.
+        long_ngram_ratio: those of a model with contexts of eight characters, divided by these.
+    """
+
+    xz_bits_per_byte: float
+    ngram_bits_per_character: float
+    long_ngram_ratio: float
+
+
+class TextSample:
     """A sample of a corpus in pieces, spread evenly over it."""
 
     def __init__(self) -> None:
@@ -67,10 +85,11 @@ class NGramSample:
             self._every *= 2
             self._characters = sum(len(piece.text) for piece in self._pieces)
 
-    def bits_per_character(self, held: HeldOut) -> float:
-        """The bits that an n-gram model of the training text needs for a character of the held-out
-        text, both as far as they are in the sample; `settings.NGRAM_BITS` if there is too little
-        text to tell."""
+    def hardness(self, held: HeldOut) -> Hardness:
+        """How hard the text is to learn, by what is in the sample.
+
+        Too little text to tell is as hard as usual text for n-gram models.
+        """
         train, test = [], []
         for piece in self._pieces:
             end = len(piece.text)
@@ -83,36 +102,46 @@ class NGramSample:
         if sum(map(len, test)) < _FEWEST:
             test += train[_TEST_PART // 2 :: _TEST_PART]
             del train[_TEST_PART // 2 :: _TEST_PART]
-        known, wanted = _codes(train, _TRAINED), _codes(test, _TESTED)
-        if not len(known) or not len(wanted):
-            return settings.NGRAM_BITS
-        return ngram_bits(known, wanted)
+        known, wanted = _shuffled(train)[:_TRAINED], _shuffled(test)[:_TESTED]
+        data = (known or wanted).encode("utf-8")
+        xz = 8 * len(lzma.compress(data)) / max(len(data), 1)
+        if not known or not wanted:
+            return Hardness(xz, settings.NGRAM_BITS, 1.0)
+        bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
+        short = max(bits[_CONTEXT], settings.LEAST_NGRAM_BITS)
+        return Hardness(xz, short, max(bits[_LONG_CONTEXT], settings.LEAST_NGRAM_BITS) / short)
 
 
-def _codes(pieces: Sequence[str], most: int) -> _Codes:
-    """The code points of pieces in a random order, `most` at most."""
+def _shuffled(pieces: Sequence[str]) -> str:
+    """The pieces in a random order."""
     order = np.random.default_rng(0).permutation(len(pieces))
     # Without a newline, the first letters of each piece would follow those of another.
-    text = "\n".join(pieces[i] for i in order)[:most]
+    return "\n".join(pieces[i] for i in order)
+
+
+def _codes(text: str) -> _Codes:
+    """The code points of a text."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint64)
 
 
-def ngram_bits(train: _Codes, test: _Codes) -> float:
-    """Mean bits that a model of `train` needs for a character of `test`.
+def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
+    """Mean bits that models of `train` need for a character of `test`, by the characters of their
+    longest context, from none to `context`.
 
-    The model mixes the counts of contexts of three, two, one and no characters by the method of
-    Witten and Bell (1991, method C). A character that it has not seen costs 21 bits more than its
-    context's share.
+    A model mixes the counts of all contexts up to its longest one by the method of Witten and Bell
+    (1991, method C). A character that it has not seen costs 21 bits more than its context's share.
 
     Args:
         train: code points, at least one.
         test: code points, at least one.
+        context: characters of the longest context of the last model.
     """
+    found = []
     bits = np.uint64(_BITS)
     probability = np.full(len(test), 2.0**-_BITS)
     # Number of the context of each character; the context of no characters has the number 0.
     before, wanted_before = np.zeros_like(train), np.zeros_like(test)
-    for _ in range(_CONTEXT + 1):
+    for _ in range(context + 1):
         seen, wanted = (before << bits) | train, (wanted_before << bits) | test
         known, number, counts = np.unique(seen, return_inverse=True, return_counts=True)
         contexts, first, kinds = np.unique(known >> bits, return_index=True, return_counts=True)
@@ -124,11 +153,12 @@ def ngram_bits(train: _Codes, test: _Codes) -> float:
         count = np.where(is_known, counts[same], 0)
         mixed = (count + kinds[place] * probability) / (totals[place] + kinds[place])
         probability = np.where(has_context, mixed, probability)
+        found.append(float(-np.log2(probability).mean()))
         # A context of one more character is that of the character before, and that character. No
         # context of `train` has the number of those that it does not know.
         before = _shifted(number)
         wanted_before = _shifted(np.where(is_known, same, len(known)))
-    return float(-np.log2(probability).mean())
+    return found
 
 
 def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:

@@ -119,6 +119,8 @@ class TextPlan:
         if choices.bits_per_byte is not None:
             low, high = choices.bits_per_byte
             expected = f"{low:.2f} to {high:.2f} bits for a byte of held-out text"
+            if self.text.is_unusual:
+                expected += ", a wide range because such text is unusual"
         gzip = self.scan.facts.gzip_bits_per_byte
         yield f"expected: {expected} (gzip -9: about {gzip:.2f})"
         if self.memory_bytes is not None:

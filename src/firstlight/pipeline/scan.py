@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import lzma
 import unicodedata
 import zlib
 from collections import Counter
@@ -20,7 +19,7 @@ from firstlight.data.sources import DataSource, holds_one_document, limited_sour
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
 from firstlight.pipeline.held_out import HeldOut, digest_of, held_out_share, hold_out
-from firstlight.pipeline.ngrams import NGramSample
+from firstlight.pipeline.ngrams import Hardness, TextSample
 
 #: Largest number of file names in a message.
 SHOWN_FILES = 5
@@ -30,8 +29,8 @@ MOST_BYTES = 256 << 20
 _BLOCK_CHARACTERS = 1 << 22
 #: Number of unreadable documents after which reading stops if no document had text.
 _HOPELESS = 1000
-#: Bytes of text that are compressed by gzip and by xz; a MiB takes xz 0.7 s.
-_GZIP_BYTES, _XZ_BYTES = 2 << 20, 1 << 20
+#: Bytes of text that are compressed by gzip.
+_GZIP_BYTES = 2 << 20
 #: Fraction of the text that consists of the common characters.
 _COMMON_SHARE = 0.999
 
@@ -56,9 +55,7 @@ class CorpusFacts:
         rejected: number of unreadable documents by reason (see `records.REASONS`).
         first_rejected: places and errors of the first unreadable documents.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
-        xz_bits_per_byte: bits per byte of the first MiB of text, compressed by xz.
-        ngram_bits_per_character: bits that a character of held-out text costs an n-gram model of
-            other text; see `NGramSample`.
+        hardness: how hard the text is to learn.
         content_key: hash of all text that was read, and for a sample of the limits of each file.
         is_sampled: True if only a part of the corpus was read.
     """
@@ -75,8 +72,7 @@ class CorpusFacts:
     rejected: Mapping[str, int]
     first_rejected: Sequence[str]
     gzip_bits_per_byte: float
-    xz_bits_per_byte: float
-    ngram_bits_per_character: float
+    hardness: Hardness
     content_key: str
     is_sampled: bool = False
 
@@ -163,7 +159,7 @@ class _Counts:
         self._waiting: list[str] = []
         self._waiting_characters = 0
         self._head: list[bytes] = []
-        self._ngrams = NGramSample()
+        self._sample = TextSample()
         self._openings: dict[bytes, list[str]] = {}
         self._key = hashlib.sha256()
         self._rejected: Counter[str] = Counter()
@@ -197,7 +193,7 @@ class _Counts:
         if self.text_bytes - size < _GZIP_BYTES:
             self._head.append(text.encode("utf-8")[:_GZIP_BYTES])
         share = held_out_share(size)
-        self._ngrams.add(digest, text, int(len(text) * (1 - share)))
+        self._sample.add(digest, text, int(len(text) * (1 - share)))
         if len(self._openings) < _MOST_OPENINGS:
             # Candidates for prompts: the beginning of the text, and places near its end, because
             # the end of each document is held out if there are few documents.
@@ -259,8 +255,7 @@ class _Counts:
             rejected=dict(self._rejected),
             first_rejected=self._first_rejected,
             gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
-            xz_bits_per_byte=8 * len(lzma.compress(head[:_XZ_BYTES])) / len(head[:_XZ_BYTES]),
-            ngram_bits_per_character=self._ngrams.bits_per_character(held),
+            hardness=self._sample.hardness(held),
             content_key=self._key.hexdigest()[:16],
             is_sampled=is_sampled,
         )
