@@ -45,6 +45,7 @@ from firstlight.training.length import (
     steps_in_time,
 )
 from firstlight.training.loop import TrainResult, train
+from firstlight.training.progress import TrainingProgress
 from firstlight.training.step import train_step
 from firstlight.training.times import LoopTimes
 
@@ -479,8 +480,14 @@ def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
 @pytest.mark.parametrize("second", [0.7, 1.4, 2.6, 4.0])
 def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
-    recipe: dict[str, Any], machine: Machine, kind: str, second: float
+    recipe: dict[str, Any],
+    machine: Machine,
+    kind: str,
+    second: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(TrainingProgress, "message", lambda _, text: messages.append(text))
     recipe["schedule"] |= {"kind": kind}
     if kind == "wsd":
         recipe["schedule"]["decay_fraction"] = 0.65
@@ -500,9 +507,19 @@ def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
     assert falling == sorted(falling, reverse=True)
     assert rates[-1] == pytest.approx(0.0 if kind == "wsd" else 0.1 * max(rates))
     numbers = [number for number, _ in record["replaced"]] + [result.step]
-    page = run_page(read_run(folder_of(recipe)))
+    steps = [record["decided_at"], *(at for _, at in record["replaced"])]
+    run = read_run(folder_of(recipe))
+    events = [event for event in run.what_happened if event["event"] == "length"]
+    assert [event["step"] for event in events] == steps
+    assert [event["max_steps"] for event in events] == numbers
+    page = run_page(run)
     for number in numbers:
         assert f"{number:,} steps fit into 3.0 minutes" in page
+    # A message for the decision and each correction, and none where the number stays.
+    told = [text for text in messages if "s are used" in text]
+    assert [text.split(":")[0] for text in told] == [f"step {step}" for step in steps]
+    when = "early" if second < 2 else "late"
+    assert told[1].endswith(f"the run has {numbers[1]} steps: {first} would end too {when}")
 
 
 def test_a_steady_machine_keeps_its_number_of_steps(
