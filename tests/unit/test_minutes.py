@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -457,6 +458,35 @@ def test_the_time_left_ends_with_the_passes(
         assert lefts[step - 1] == pytest.approx((steps - step) * 0.05)
 
 
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_the_share_that_is_done_never_falls(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A machine that becomes faster in the decay makes more steps than were decided."""
+    recipe["schedule"] = {"kind": "wsd", "max_minutes": MINUTES, "decay_fraction": 0.65}
+    if kind == "cosine":
+        recipe["schedule"] = {"kind": kind, "max_minutes": MINUTES}
+    shares: list[float] = []
+
+    class Watched(Course):
+        def step(self, record: Mapping[str, Any]) -> None:
+            super().step(record)
+            shares.append(self.share)
+            if record["step"] == 40:
+                machine.step = 0.4
+
+    def made(
+        steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
+    ) -> Course:
+        return Watched(steps, first, minutes, lambda: machine.now, step_limit)
+
+    monkeypatch.setattr(start, "Course", made)
+    train(recipe)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert read_length(folder_of(recipe))["replaced"]
+
+
 def test_passes_limit_a_run_in_minutes(recipe: dict[str, Any], machine: Machine) -> None:
     machine.step = 0.01
     recipe["schedule"]["epochs"] = 1.5
@@ -509,12 +539,13 @@ def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
     numbers = [number for number, _ in record["replaced"]] + [result.step]
     steps = [record["decided_at"], *(at for _, at in record["replaced"])]
     run = read_run(folder_of(recipe))
-    events = [event for event in run.what_happened if event["event"] == "length"]
+    events = [event for event in run.what_happened if event["event"] in ("length", "correction")]
     assert [event["step"] for event in events] == steps
     assert [event["max_steps"] for event in events] == numbers
     page = run_page(run)
-    for number in numbers:
-        assert f"{number:,} steps fit into 3.0 minutes" in page
+    assert f">{numbers[0]:,} steps fit into 3.0 minutes<" in page
+    for before, number in itertools.pairwise(numbers):
+        assert f">{number:,} steps instead of {before:,}, as the speed changed<" in page
     # A message for the decision and each correction, and none where the number stays.
     told = [text for text in messages if "s are used" in text]
     assert [text.split(":")[0] for text in told] == [f"step {step}" for step in steps]
@@ -556,6 +587,7 @@ def test_a_pause_does_not_end_the_decay_at_once(recipe: dict[str, Any], machine:
 
     result = train(recipe, on_step=on_step)
     record = read_length(folder_of(recipe))
+    assert record["replaced"]
     left = [number - at for number, at in record["replaced"]]
     after = [number for number, _ in record["replaced"][1:]] + [result.step]
     for before, number, (_, at) in zip(left, after, record["replaced"], strict=True):

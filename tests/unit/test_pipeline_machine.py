@@ -92,6 +92,12 @@ def test_memory_that_another_program_takes_leaves_a_prediction(
     assert speed.origin == "predicted by the planner"
     assert speed.rates == machine_facts("H100")[1].rates
 
+    here = replace(H100, is_here=True, gpu=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_module, "find_machine", lambda *_, **__: here)
+        with pytest.raises(ConfigError, match=r"^H100 has too little free memory to measure"):
+            machine_facts()
+
     def fails(*_: Any) -> list[float]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import json
 import random
 import re
 import shlex
 import time
+import typing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -482,6 +484,18 @@ def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
     assert main([*command, "--run.device", "cpu", "--optimizer.name", "lion"]) == 0
     facts.assert_called_once_with(None, "cpu")
     assert "expected: not known with this optimizer (gzip -9: about" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("unusual", [False, True])
+def test_a_plan_says_that_a_text_is_unusual(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unusual: bool
+) -> None:
+    numbers = random.Random(0).choices(range(10**6), k=10_000)
+    table = "".join(f"{row:06};{number:06};N;\n" for row, number in enumerate(numbers))
+    (tmp_path / "text.txt").write_text(table if unusual else inspect.getsource(typing))
+    assert main(["train", "text.txt", "--plan-only", "--steps", "3"]) == 0
+    told = "of held-out text, a wide range because text like this differs more (gzip"
+    assert (told in capsys.readouterr().out) is unusual
 
 
 def test_prepared_text_has_the_hardness_of_its_scan(tmp_path: Path) -> None:

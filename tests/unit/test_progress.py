@@ -150,6 +150,8 @@ def test_a_run_in_minutes_ends_with_its_limit_of_steps() -> None:
     assert shares == pytest.approx([step / 300 for step in range(1, 301)])
     # Where nothing but the minutes ends the run, the rest of them is left.
     limit, steps = 0, 1800
+    shown.restart()
+    shown.step(record(300, elapsed_seconds=now))
     assert [shown.seconds_left, shown.share] == pytest.approx([1500, 1 / 6])
     # At most the rest of the budget is left, however slow the steps are.
     limit, now = 5000, 1790.0

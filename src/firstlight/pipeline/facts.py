@@ -108,9 +108,9 @@ class TextFacts:
 
     @property
     def is_unusual(self) -> bool:
-        """True for tables, sorted lists and text that repeats itself, whose losses are less
-        certain: more characters of context help an n-gram model much more than usual, or harm it.
-        """
+        """True for text whose loss is less certain: more characters of context help an n-gram model
+        much more than usual, or harm it. Most of it is tables, sorted lists, and data that repeats
+        itself."""
         low, high = settings.USUAL_LONG_NGRAMS
         return not low <= self.hardness.long_ngram_ratio <= high
 

@@ -73,6 +73,9 @@ def machine_facts(gpu: str | None = None, device: str = "auto") -> tuple[Machine
         # Another program has taken memory of the GPU that was free.
         if kind != "cuda" or not is_out_of_memory(error):
             raise
+        if machine.gpu is None:
+            problem = "has too little free memory to measure its speed"
+            raise ConfigError(f"{machine.name} {problem}: end what else uses it") from None
         timed_tokens = 0
         rates, steps = _speeds(machine, timed_tokens)
     if kind == "cuda" and machine.is_here:
@@ -95,7 +98,6 @@ def _speeds(
     """The speed of a machine for some models.
 
     Args:
-        machine: the machine.
         timed_tokens: tokens of a measured step; 0 if the speed is predicted.
 
     Returns:

@@ -1,5 +1,5 @@
 """Measures of how hard a text is to learn, of a sample of it: the bits of a character by xz and by
-n-gram models, found in about a second."""
+n-gram models, found in one to four seconds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Hardness:
         ngram_bits_per_character: bits that an n-gram model of the sample's training text, with
             contexts of three characters, needs for a character of its held-out text; at least
             `settings.LEAST_NGRAM_BITS`.
-        long_ngram_ratio: those of a model with contexts of eight characters, divided by these.
+        long_ngram_ratio: bits per character of a model with contexts of eight characters, divided
+            by `ngram_bits_per_character`.
     """
 
     xz_bits_per_byte: float

@@ -94,10 +94,10 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 FLOOR, A, ALPHA, B, BETA = 0.66, 6.5, 0.27, 49.0, 0.28
 XZ_OF_LIBRARY, FLOOR_POWER = 1.72, 1.45
 NGRAM_BITS, NGRAM_POWER, LEAST_NGRAM_BITS, DENSE_XZ_BITS = 2.24, 0.95, 0.1, 2.8
-#: Lowest and highest ratio of measured to expected bits: that of 111 of 116 of these runs on usual
-#: texts, and of 31 of 33 on unusual ones, whose `ngrams.Hardness.long_ngram_ratio` is outside
-#: USUAL_LONG_NGRAMS: tables, sorted lists, and data that repeats itself. The others were at 0.5 to
-#: 1.5.
+#: Lowest and highest ratio of measured to expected bits, in 111 of the 116 runs on usual texts, and
+#: in 31 of the 33 on unusual ones, whose `ngrams.Hardness.long_ngram_ratio` is outside
+#: USUAL_LONG_NGRAMS: most of them tables, sorted lists, and data that repeats itself. In the other
+#: runs the ratios were 0.5 to 1.5.
 EXPECTED_RANGE, UNUSUAL_RANGE = (0.84, 1.18), (0.6, 1.3)
 USUAL_LONG_NGRAMS = (0.78, 1.16)
 

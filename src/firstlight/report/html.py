@@ -328,6 +328,7 @@ def kind_of(event: Mapping[str, Any]) -> str:
         "branched": "resumed",
         "diverged": "diverged",
         "length": "decision",
+        "correction": "decision",
     }
     return known.get(event["event"], "event")
 
@@ -347,6 +348,8 @@ def happening(event: Mapping[str, Any]) -> str:
         return str(event.get("reason"))
     if event["event"] == "length":
         return f"{event['max_steps']:,} steps fit into {event.get('max_minutes')} minutes"
+    if event["event"] == "correction":
+        return f"{event['max_steps']:,} steps instead of {event['before']:,}, as the speed changed"
     details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
     return f"{event['event']} {', '.join(details)}"
 

@@ -83,9 +83,8 @@ def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "max_steps" not in length:
         return []
     replaced = length.get("replaced", [])
-    steps = [length["decided_at"], *(at for _, at in replaced)]
     numbers = [*(number for number, _ in replaced), length["max_steps"]]
-    return [
-        {**length, "step": step, "max_steps": number, "event": "length"}
-        for step, number in zip(steps, numbers, strict=True)
-    ]
+    events = [{**length, "step": length["decided_at"], "max_steps": numbers[0], "event": "length"}]
+    for (before, step), number in zip(replaced, numbers[1:], strict=True):
+        events.append({"step": step, "max_steps": number, "before": before, "event": "correction"})
+    return events

@@ -160,7 +160,7 @@ class Course:
     def restart(self) -> None:
         """Forget all steps."""
         self._begun, self._last_at = self._clock(), 0.0
-        self._done, self._mean_seconds = 0, 0.0
+        self._done, self._mean_seconds, self._most_share = 0, 0.0, 0.0
         self._record: Mapping[str, Any] = {"step": self._start_step}
         self._val_loss: float | None = None
         self.curve = LossCurve()
@@ -177,6 +177,7 @@ class Course:
             weight = 2 / (self._done - _SLOW_STEPS)
             self._mean_seconds += weight * (seconds - self._mean_seconds)
         self._last_at, self._record = now, record
+        self._most_share = self.share
         if record["train/loss"] is not None:
             self.curve.add(record["step"], record["train/loss"])
         if record.get("val/loss") is not None:
@@ -199,8 +200,9 @@ class Course:
         by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
         if self._budget_left is None or self._max_minutes is None:
             return by_steps
-        # The larger share never falls at the decision, which can only lower the limit of steps.
-        return max(by_steps, 1 - self._budget_left / (60 * self._max_minutes))
+        # The decision can only lower the limit of steps, and a correction may raise it.
+        by_time = 1 - self._budget_left / (60 * self._max_minutes)
+        return max(by_steps, by_time, self._most_share)
 
     @property
     def seconds_left(self) -> float | None:
