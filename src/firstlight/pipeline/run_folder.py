@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shlex
 import textwrap
 import time
@@ -84,15 +85,11 @@ class RunCall:
         make_folder(self.folder)
         write_json(self.folder / STATE_NAME, self.state)
 
-    @property
-    def is_prepared(self) -> bool:
-        """True if the run's data are prepared, here or in another run folder."""
-        return self.state.get("data") is not None
-
     def forget(self) -> None:
-        """Delete the state of a run that prepared nothing, so that no folder is left of it."""
+        """Delete the state of a run that has not begun and has no data of its own, so that no
+        folder is left of it."""
         # Without its state, a folder with unfinished shards would belong to no run.
-        if not self.is_prepared and not (self.folder / DATA_FOLDER).exists():
+        if not self.state.get("begun") and not (self.folder / DATA_FOLDER).exists():
             self.state = {}
             with storage_errors(self.folder):
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
@@ -109,11 +106,13 @@ class RunCall:
         taken = time.time() - self.began
         left = request.seconds - taken - _RESERVED_SECONDS
         if left < _LEAST_SECONDS:
+            least = math.ceil(taken + _RESERVED_SECONDS + _LEAST_SECONDS)
             again = ", or call it again, which uses the prepared texts"
             raise ConfigError(
                 f"the budget of {time_text(request.seconds)} is too short: reading and preparing "
-                f"the texts has taken {time_text(taken)}, and {_RESERVED_SECONDS:.0f} s are kept "
-                f"for the end; give more{again if self.is_prepared else ''}"
+                f"the texts has taken {time_text(taken)}, training takes {_LEAST_SECONDS:.0f} s at "
+                f"least, and {_RESERVED_SECONDS:.0f} s are kept for the end; give {least} s"
+                f"{again if (self.folder / DATA_FOLDER).exists() else ''}"
             )
         return Length(left)
 
