@@ -341,15 +341,17 @@ def _length_choices(
     epochs = run.tokens / max(text.train_tokens, 1.0)
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
-        reason = "of the training; measured steps decide their number"
+        reason, most = "of the training; measured steps decide their number", settings.MOST_EPOCHS
         if run.seconds < settings.EARLY * length.seconds:
             reason = "of the training at most: the passes over the text end it before"
+        else:
+            most /= settings.EARLY  # so that steps that are faster than measured fill the time
         yield Choice("schedule.max_minutes", minutes, reason)
         # Also far below the limit of epochs: a machine that was busy when its speed was measured
         # may be several times as fast in the run.
         if epochs > settings.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
             reason = "passes over the text at most: more would help little, or harm"
-            yield Choice("schedule.epochs", settings.MOST_EPOCHS, reason)
+            yield Choice("schedule.epochs", most, reason)
     else:
         passes = f"{run.tokens:,} tokens, {epochs:.2g} passes over the text"
         yield Choice("schedule.max_steps", run.steps, passes)
