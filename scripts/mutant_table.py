@@ -915,7 +915,7 @@ MUTANTS = [
     Mutant(
         "a resumed run corrects its number of steps",
         "firstlight/training/length.py",
-        "isinstance(self.length, DecidedLength) or step == self._look_after",
+        "isinstance(self.length, DecidedLength) or step == self._next_check_step",
         "isinstance(self.length, DecidedLength) or step % 5 == 0",
         (_MINUTES + "a_resumed_run_keeps_a_corrected_number",),
     ),

@@ -499,7 +499,7 @@ def test_a_plan_says_that_a_text_is_unusual(
     table = "".join(f"{row:06};{number:06};N;\n" for row, number in enumerate(numbers))
     (tmp_path / "text.txt").write_text(table if unusual else inspect.getsource(typing))
     assert main(["train", "text.txt", "--plan-only", "--steps", "3"]) == 0
-    told = "of held-out text, a wide range because text like this differs more (gzip"
+    told = "of held-out text, a wide range because such text is harder to predict (gzip"
     assert (told in capsys.readouterr().out) is unusual
 
 

@@ -120,7 +120,7 @@ class TextPlan:
             low, high = choices.bits_per_byte
             expected = f"{low:.2f} to {high:.2f} bits for a byte of held-out text"
             if self.text.is_unusual:
-                expected += ", a wide range because text like this differs more"
+                expected += ", a wide range because such text is harder to predict"
         gzip = self.scan.facts.gzip_bits_per_byte
         yield f"expected: {expected} (gzip -9: about {gzip:.2f})"
         if self.memory_bytes is not None:

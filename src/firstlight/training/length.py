@@ -45,11 +45,11 @@ _QUICK_SHARE = 0.2
 #: decided.
 _CHECKS = 500
 
-#: Share of the remaining steps after which a decided number of steps is looked at again, and share
+#: Share of the remaining steps after which a decided number of steps is checked again, and share
 #: of the run's time by which it may miss its end without a correction. In a simulation, machines
 #: that became three times as slow or as fast during the decay missed the end by 2 %; with half of
 #: the steps, by 20 %; and with an eighth, the number was corrected up to twice as often.
-_LOOKED_AT_SHARE = 0.25
+_CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 
 #: Most steps of a run without an upper limit.
@@ -173,9 +173,9 @@ class TimeBudget:
         self._config, self.seconds = config, 60 * config.max_minutes
         self.length, self.is_new, self.times = length, is_new, times
         self._used_before = seconds_used
-        self._next_check = 0.0
-        #: Number of steps after which a decision of this process is looked at again.
-        self._look_after: int | None = None
+        self._next_prediction = 0.0
+        #: Number of steps after which a number that this process has decided is checked again.
+        self._next_check_step: int | None = None
 
     @property
     def seconds_used(self) -> float:
@@ -208,7 +208,7 @@ class TimeBudget:
         return record
 
     def take(self, max_steps: int, step: int) -> None:
-        """Set the number of steps of the run, at its decision and each time it is looked at again.
+        """Set the number of steps of the run, at its decision and each time it is checked again.
 
         Args:
             max_steps: number of steps of the run, another one or the same.
@@ -221,7 +221,7 @@ class TimeBudget:
             replaced = (*now.replaced, (now.max_steps, step))
             self.length = replace(now, max_steps=max_steps, replaced=replaced)
         left = max_steps - step
-        self._look_after = step + math.ceil(_LOOKED_AT_SHARE * left) if left > 1 else None
+        self._next_check_step = step + math.ceil(_CHECK_SHARE * left) if left > 1 else None
 
     def is_due(self, step: int) -> bool:
         """True if the number of steps may have to be decided or corrected now; the same in all
@@ -230,7 +230,7 @@ class TimeBudget:
         A number that another process of the run has decided, before this one resumed it, is not
         corrected.
         """
-        return not isinstance(self.length, DecidedLength) or step == self._look_after
+        return not isinstance(self.length, DecidedLength) or step == self._next_check_step
 
     def decided_steps(
         self,
@@ -255,11 +255,11 @@ class TimeBudget:
             step >= _QUICK_SHARE * most
             and self._config.decides_length(step, warmup_steps, most - step)
         )
-        is_early = used < self._next_check or not self._is_settled(left)
+        is_early = used < self._next_prediction or not self._is_settled(left)
         if left > 0 and is_early and not ends:
             return None
         # Not in each step, since a prediction goes through all remembered steps.
-        self._next_check = used + self.seconds / _CHECKS
+        self._next_prediction = used + self.seconds / _CHECKS
         steps = self.times.steps or self.times.slow_steps
         most_left = _LONGEST if most is None else max(most - step, 0)
         if not steps:
