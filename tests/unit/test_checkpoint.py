@@ -313,6 +313,22 @@ def test_a_model_that_is_pruned_while_it_is_read_gives_way_to_the_newest(tmp_pat
         selection.read_model_folder(tmp_path, lambda folder: (folder / "other").read_bytes())
 
 
+def test_reading_a_model_pruned_before_its_optional_files_reads_the_newest(tmp_path: Path) -> None:
+    save(tmp_path, 4, 8)
+
+    def weights_and_tokenizer(folder: Path) -> tuple[str, bool]:
+        (folder / WEIGHTS_NAME).read_bytes()
+        if folder.name == "step-00000008":
+            newest = save(tmp_path, 12)[-1]
+            prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=1, keep_best=0))
+        return folder.name, (folder / CONFIG_NAME).is_file()
+
+    assert selection.read_model_folder(tmp_path, weights_and_tokenizer) == (
+        "step-00000012",
+        True,
+    )
+
+
 _ENTRY = {"bytes": 3, "sha256": "0" * 64}
 
 

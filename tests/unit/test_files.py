@@ -24,6 +24,7 @@ from firstlight.files.atomic import (
     remove_leftovers,
     replacing,
     require_free,
+    require_writable,
     sha256_of,
     storage_errors,
     write_file,
@@ -388,6 +389,33 @@ def test_remove_leftovers_removes_temporary_names_only(tmp_path: Path) -> None:
     assert names(folder / "nested") == [".tmp-not-ours"]
     assert names(outside) == ["kept"]
     remove_leftovers(tmp_path / "missing")
+
+
+def test_new_folder_after_a_killed_process_removes_only_its_own_leftovers(tmp_path: Path) -> None:
+    for abandoned in (".tmp-out-0123abcd", ".tmp-out2-0123abcd"):
+        (tmp_path / abandoned).mkdir()
+        (tmp_path / abandoned / "file").write_text("half")
+    with new_folder(tmp_path / "out") as active:
+        (active / "file").write_text("half")
+        # A second process with the same name leaves the folder of the first one alone.
+        fill(tmp_path / "out")
+        assert active.is_dir()
+        (tmp_path / "out" / "file").unlink()
+    assert names(tmp_path) == [".tmp-out2-0123abcd", "out"]
+
+
+def test_require_writable_folder_without_permission_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_writable(tmp_path)
+    assert names(tmp_path) == []
+
+    def denied(path: Path) -> FileIO:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(seam.disk, "create", denied)
+    with pytest.raises(StorageError, match=f"permission denied at {tmp_path}: change its"):
+        require_writable(tmp_path)
 
 
 def test_what_a_killed_process_leaves_is_a_leftover(tmp_path: Path) -> None:

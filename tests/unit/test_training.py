@@ -1140,6 +1140,17 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused(
     refused(recipe, StorageError, r"0 MB free, and the run's checkpoints need about \d MB")
 
 
+def test_checkpoints_folder_that_is_not_writable_is_refused_before_step_1(
+    recipe: dict[str, Any],
+) -> None:
+    folder = run_folder(recipe)
+    folder.mkdir(parents=True)
+    # A dangling link stands for a folder without permission, which would not stop root.
+    (folder / "checkpoints").symlink_to(folder / "missing")
+    refused(recipe, StorageError, rf"at {folder}/checkpoints")
+    assert not (folder / "recipe.yaml").exists()
+
+
 # --- runs that go wrong ----------------------------------------------------------------------
 
 

@@ -118,10 +118,14 @@ def read_model_folder(
     while True:
         folder = resolve_model_folder(name, pickled=pickled, best=best)
         try:
-            return read(folder)
+            result = read(folder)
         except READING_ERRORS:
             if folder.exists():
                 raise
+        else:
+            # In a deleted folder, optional files such as the tokenizer are missing in silence.
+            if folder.exists():
+                return result
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:

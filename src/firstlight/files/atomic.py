@@ -8,6 +8,8 @@ are removed. All writing goes through the object `disk` of disk.py.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import itertools
 import json
@@ -103,7 +105,8 @@ def new_folder(
     """Yield an empty temporary folder that becomes `path` if the block ends without an error.
 
     Every file in it is synced before the rename. If the block raises, the temporary folder is
-    removed and `path` does not appear.
+    removed and `path` does not appear. What a killed process left is removed by the next call for
+    the same `path`.
 
     Args:
         path: the folder's final path; it must not exist, or be an empty folder.
@@ -124,10 +127,12 @@ def new_folder(
         if path.is_dir() and os.path.samefile(path, os.curdir):
             raise StorageError(f"{path} is the current folder: choose a folder inside it")
         made_parents = _missing(path.parent)
+        _remove_abandoned(path)
         temporary = _temporary_name(path)
         try:
             make_folder(temporary)
-            yield temporary
+            with _locked(temporary):
+                yield temporary
             _sync_tree(temporary, files=not synced)
             if replace and path.is_dir():
                 _swap(temporary, path, aside)
@@ -140,6 +145,35 @@ def new_folder(
                     seam.disk.remove_folder(folder)
             raise
         seam.disk.sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder's lock, which ends with the process; yield False if it could not be taken.
+
+    On a file system without locks no process gets one, so that no folder counts as abandoned.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete the temporary folders for `path` of processes that were killed."""
+    for folder in path.parent.glob(f"{_TEMPORARY_PREFIX}{glob.escape(path.name)}-*"):
+        with contextlib.suppress(OSError):
+            # An empty folder may be one that another process has made and not locked yet.
+            if any(folder.iterdir()):
+                with _locked(folder) as abandoned:
+                    if abandoned:
+                        _remove(folder)
 
 
 def _sync_tree(folder: Path, *, files: bool) -> None:
@@ -250,6 +284,22 @@ def _remove(path: Path) -> None:
         for entry in sorted(path.iterdir()):
             _remove(entry)
         seam.disk.remove_folder(path)
+
+
+def require_writable(folder: Path) -> None:
+    """Refuse an existing folder in which no file can be created.
+
+    Raises:
+        StorageError: creating a file failed; the message names `folder`.
+    """
+    probe = _temporary_name(folder / "probe")
+    try:
+        seam.disk.create(probe).close()
+    except OSError as error:
+        error.filename = str(folder)
+        raise StorageError(describe_os_error(error)) from error
+    finally:
+        _remove(probe)
 
 
 def require_free(path: Path, advice: str) -> None:

@@ -20,12 +20,13 @@ import psutil
 import torch
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes
-from firstlight.checkpoint.manifest import reading_checkpoint
+from firstlight.checkpoint.manifest import CHECKPOINTS, reading_checkpoint
 from firstlight.checkpoint.run_folder import held
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
 from firstlight.data.corpus import Corpus
 from firstlight.errors import ConfigError, DataError, StorageError
+from firstlight.files.atomic import require_writable
 from firstlight.hardware.device import Hardware
 from firstlight.lora.files import peft_notes
 from firstlight.models import ModelConfig
@@ -324,11 +325,15 @@ def _require_fitting_prompts(
 
 
 def _require_disk(run: Run) -> None:
-    """Refuse a run whose checkpoints will not fit on the disk.
+    """Refuse a run whose checkpoints can't be written, or will not fit on the disk.
 
     Raises:
-        StorageError: the disk has too little free space.
+        StorageError: the folder of checkpoints is not writable, or the disk has too little free
+            space.
     """
+    # The folder itself, since the run folder above it may be writable all the same.
+    if os.path.lexists(run.folder / CHECKPOINTS):
+        require_writable(run.folder / CHECKPOINTS)
     every, config = run.recipe.checkpoint.every_steps, run.recipe.checkpoint
     # A run in minutes may have more steps than predicted: at least one is left.
     left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
