@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import time
 import typing
 from dataclasses import replace
@@ -39,6 +40,7 @@ from firstlight.pipeline.run_folder import RunCall, run_name
 from firstlight.pipeline.scan import scan_corpus
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
+from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -157,7 +159,8 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: P
     manifest = (run.run_folder / "data/manifest.json").stat().st_mtime_ns
     longer = trained(texts, steps=4)
     assert longer.run_folder == Path("runs/my-texts-2")
-    assert not (longer.run_folder / "data").exists()
+    shard = "data/train-00000.bin"
+    assert (longer.run_folder / shard).samefile(run.run_folder / shard)
     assert (run.run_folder / "data/manifest.json").stat().st_mtime_ns == manifest
 
 
@@ -244,9 +247,14 @@ def test_a_second_call_at_once_is_refused_and_other_options_use_the_same_texts(
         return prepare(*arguments, **options)
 
     monkeypatch.setattr(preparation, "prepare_corpus", prepare_meanwhile)
-    trained(texts, steps=1)
-    trained(texts, steps=2)
+    first = trained(texts, steps=1)
+    second = trained(texts, steps=2)
     assert len(calls) == 1
+    # The second run keeps working without the first one, whose shards it uses.
+    shutil.rmtree(first.run_folder)
+    (second.run_folder / "pipeline.json").unlink()
+    recipe = load_recipe(second.run_folder / "recipe.yaml").with_keys("schedule", max_steps=3)
+    assert train(recipe, resume=True, progress=False).step == 3
 
 
 def test_shards_of_other_texts_are_not_used_after_a_kill(
@@ -277,7 +285,8 @@ def test_shards_of_other_texts_are_not_used_after_a_kill(
     is_killed = False
     assert prepared("new", "two") == tmp_path / "two/data"
     assert (tmp_path / "two/data/manifest.json").read_text() == "new"
-    assert prepared("new", "one") == tmp_path / "two/data"
+    assert prepared("new", "one") == tmp_path / "one/data"
+    assert (tmp_path / "one/data/manifest.json").samefile(tmp_path / "two/data/manifest.json")
     assert prepared("old", "one") == tmp_path / "one/data"
 
 

@@ -27,6 +27,9 @@ from firstlight.files.disk import OutputFile
 
 _TEMPORARY_PREFIX = ".tmp-"
 
+#: Bytes that are copied at a time.
+_COPIED_BYTES = 1 << 20
+
 #: Largest accepted size of a JSON file; the largest known files, indexes of a model's tensors, have
 #: 10 MB.
 MAX_JSON_BYTES = 1 << 24
@@ -240,6 +243,28 @@ def remove_file(path: Path) -> None:
     """
     with storage_errors(path), contextlib.suppress(FileNotFoundError):
         seam.disk.unlink(path)
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Give the files of a folder a second name (a hard link) in another folder; a file that cannot
+    be linked, as on another disk, is copied. Subfolders are included.
+
+    Raises:
+        StorageError: a file system error.
+    """
+    with storage_errors(target):
+        for path in sorted(source.iterdir()):
+            other = target / path.name
+            if path.is_dir():
+                make_folder(other)
+                link_files(path, other)
+                continue
+            try:
+                seam.disk.link(path, other)
+            except OSError:
+                with open(path, "rb") as original, OutputFile(other) as copy:
+                    while block := original.read(_COPIED_BYTES):
+                        copy.write(block)
 
 
 def set_aside(path: Path) -> Path:

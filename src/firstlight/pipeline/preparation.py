@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from firstlight.console import time_text
+from firstlight.files.atomic import link_files, new_folder
 from firstlight.pipeline import settings
 from firstlight.pipeline.run_folder import DATA_FOLDER, RunCall, read_state
 from firstlight.pipeline.scan import Scan
@@ -64,8 +65,8 @@ class Preparation:
 
 
 def prepared_texts(texts: Preparation, call: RunCall) -> Path:
-    """The folder of tokenizer and shards: that of an earlier call with the same key, or a new one.
-    If another call is preparing the same texts, this one waits for it.
+    """The run's folder of tokenizer and shards, linked from an earlier call with the same key or
+    prepared anew. If another call is preparing the same texts, this one waits for it.
 
     Raises:
         InputError, StorageError: see `prepare`.
@@ -82,8 +83,14 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
                 call.tell(f"tokenizer and shards of {data} are used again")
-                call.remember(data_key=texts.key, data=str(data), xz=state.get("xz"))
-                return data
+                call.remember(data_key=texts.key, prepared_key=None)
+                # The run keeps its data if the other run is deleted.
+                own = call.folder / DATA_FOLDER
+                if folder != call.folder:
+                    with new_folder(own, replace=True, synced=True) as linked:
+                        link_files(data, linked)
+                call.remember(data=str(own), xz=state.get("xz"), prepared_key=texts.key)
+                return own
     with held(call.folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
         # `data_key` makes other calls wait for this one; `prepared_key` marks complete shards.
         call.remember(data_key=texts.key, prepared_key=None)
