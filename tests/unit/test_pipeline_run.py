@@ -11,6 +11,7 @@ import shlex
 import shutil
 import time
 import typing
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,23 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert second.expected_bits_per_byte is not None
     third = trained(texts, steps=None, overrides={}, resume=True)
     assert (third.run_folder, third.training) == (first.run_folder, None)
+
+
+def test_run_whose_shards_are_deleted_in_between_ends_and_cannot_be_resumed(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+
+    def delete_shards(record: Mapping[str, Any]) -> None:
+        shutil.rmtree(tmp_path / "runs/texts/data", ignore_errors=True)
+
+    run = trained(texts, on_step=delete_shards)
+    assert run.training is not None
+    assert (run.training.step, run.gzip_bits_per_byte) == (3, None)
+    assert run.bits_per_byte is not None
+    state = json.loads((run.run_folder / "pipeline.json").read_text())
+    (run.run_folder / "pipeline.json").write_text(json.dumps(state | {"complete": False}))
+    with pytest.raises(ConfigError, match=r"its shards in runs/texts/data were deleted"):
+        trained(texts)
+    assert trained(texts, run_dir="runs/again").training is not None
 
 
 def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(

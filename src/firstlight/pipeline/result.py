@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.console import time_text
 from firstlight.data.shards import read_manifest
+from firstlight.errors import DataError
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.request import Request
 from firstlight.pipeline.run_folder import (
@@ -110,8 +111,12 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     if best and kept is not None:
         last = kept.step
     stopped = result is not None and result.stopped_by is not None
-    splits = read_manifest(Path(state["data"]))["splits"]
-    held = splits.get("val")
+    try:
+        held = read_manifest(Path(state["data"]))["splits"].get("val")
+    except DataError as error:
+        # The shards were deleted during the run, which had them open. The model is complete.
+        call.tell(f"warning: {error}")
+        held = None
     gzip = None
     if held is not None and "gzip_bytes" in held:
         gzip = 8 * held["gzip_bytes"] / max(held["text_bytes"], 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import say, time_text
+from firstlight.errors import ConfigError
 from firstlight.pipeline.plan import RunPlan
 from firstlight.pipeline.request import DEFAULT_SECONDS, Request, request_of
 from firstlight.pipeline.run_folder import (
@@ -206,6 +207,11 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
     from firstlight.recipe import load_recipe
     from firstlight.training.loop import train
 
+    if not Path(call.state["data"]).is_dir():
+        raise ConfigError(
+            f"{call.folder} can't be resumed: its shards in {call.state['data']} were deleted; put "
+            "them back, or start a new run of the same texts with --run.dir and another folder"
+        )
     call.tell(f"going on with {call.folder}")
     with RunForecaster() as forecaster:
         return train(
