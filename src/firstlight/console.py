@@ -41,10 +41,12 @@ def notebook_display() -> Callable[..., Any] | None:
 
 
 def say(message: str) -> None:
-    """Print a message to the user on stderr, as plain text without markup.
+    """Print a message to the user on stderr, as plain text without markup or control characters
+    (see `visible`).
 
     If stderr can't be written (a closed pipe or terminal), the program continues silently.
     """
+    message = visible(message)
     if (display := notebook_display()) is not None:
         display({"text/plain": message}, raw=True)
         return
@@ -88,9 +90,9 @@ _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: object) -> str:
-    """A text that is safe to show on a page: control characters, marks that change the direction of
-    writing, and surrogates are replaced by their code point, such as '⟨U+202E⟩'. "\\r\\n" becomes
-    "\\n"; tabs stay."""
+    """A text that is safe to show in a terminal or on a page: control characters, marks that change
+    the direction of writing, and surrogates are replaced by their code point, such as '⟨U+202E⟩'.
+    "\\r\\n" becomes "\\n"; tabs stay."""
     lines = str(text).replace("\r\n", "\n")
     if lines.isprintable():
         return lines

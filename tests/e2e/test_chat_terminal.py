@@ -24,7 +24,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 #: One letter each of what a terminal obeys: colour, bell, return, a C1 control, a turned text.
 WILD = "red \x1b[31m\x07\r\x9b2J\u202e ok\tend"
-TAMED = "red \\x1b[31m\\x07\\r\\x9b2J\\u202e ok\tend"
+TAMED = "red ⟨U+001B⟩[31m⟨U+0007⟩⟨U+000D⟩⟨U+009B⟩2J⟨U+202E⟩ ok\tend"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[by
 def test_piped_messages_give_their_answers_and_nothing_else(
     models: dict[str, Path], piped: Piped
 ) -> None:
-    answer = f"{TAMED}\n"
+    answer = f"{WILD}\n"
     assert piped("hello\nand\r\n\nagain", models["wild"], "--system", "Be kind.") == (
         0,
         answer * 3,
@@ -95,7 +95,7 @@ def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(
 ) -> None:
     text = "question\n" * 12 + "/stats\n" + "too long " * 50 + "\nquestion\n/system\n"
     exit_code, out, err = piped(text, models["wild"], "--system", "Be kind.")
-    assert (exit_code, out) == (0, f"{TAMED}\n" * 13)
+    assert (exit_code, out) == (0, f"{WILD}\n" * 13)
     assert "oldest" not in out
     assert re.search(r"\(the first 1 turn no longer fits? into the context\)", err)
     [left_out] = re.findall(r"left out +(\d+) turns", err)
@@ -119,7 +119,7 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
         assert exit_code == 0
         return out, err.splitlines()
 
-    answer = f"{TAMED}\n"
+    answer = f"{WILD}\n"
     _, lines = said("/help")
     commands = [line.split()[0] for line in lines if line.startswith("/")]
     assert (
@@ -185,7 +185,7 @@ def test_messages_of_several_lines(models: dict[str, Path], piped: Piped, tmp_pa
     for ending in ("f\\", '"""g\nh'):  # the input ends inside a message
         place = tmp_path / "chat.json"
         lines = f"{text}/save {place}\n{ending}"
-        assert piped(lines, models["wild"])[:2] == (0, f"{TAMED}\n" * 5)
+        assert piped(lines, models["wild"])[:2] == (0, f"{WILD}\n" * 5)
         messages = json.loads(place.read_text(encoding="utf-8"))
         assert [m["content"] for m in messages if m["role"] == "user"] == [
             "one\ntwo\n three", "a\n\n/b\nc", "d", "e",

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 _PROMPT, _MORE = "> ", "... "
 _QUOTES = '"""'
 
-#: Characters with which a text could control the terminal: C0 and C1 control characters (cursor,
-#: bell, colours) except tab and newline, bidirectional overrides, and lone surrogates.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
 #: Field of SamplingConfig that a command of the conversation sets, by the command's name.
 _SETTINGS = {
     **{name.replace("_", "-"): name for name in SAMPLING},
@@ -41,11 +37,6 @@ _INPUT_HELP = """\
 A line that ends in \\ goes on in the next one; so does a message between two lines of \"\"\".
 A message that begins with / is written with two: //etc.
 Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
-
-
-def shown(text: str) -> str:
-    """The text with control characters as escapes (`_CONTROLS`), so that a terminal shows them."""
-    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 # Input
@@ -215,7 +206,7 @@ class Terminal:
         try:
             with self._stopping_at_interrupt():
                 for piece in pieces:
-                    write_out(shown(piece))
+                    write_out(piece)
         except KeyboardInterrupt:
             if not self._interactive:
                 raise
@@ -282,12 +273,12 @@ class Terminal:
         if text is None:
             raise ConfigError("there is no message to take back yet")
         start = text if len(text) <= 60 else f"{text[:57]}..."
-        say(f"(taken back: {shown(start)})")
+        say(f"(taken back: {start})")
 
     def _system(self, text: str) -> None:
         if text:
             self._session.set_system(None if text == "none" else text)
-        say(f"system  {shown(self._session.system or 'none')}")
+        say(f"system  {self._session.system or 'none'}")
 
     def _set(self, name: str, text: str) -> None:
         if text:
@@ -297,7 +288,7 @@ class Terminal:
     def _show_settings(self) -> None:
         settings = self._session.settings
         rows = [(name, _value(settings, field)) for name, field in _SETTINGS.items()]
-        show_rows([*rows, ("system", shown(self._session.system or "none"))], say)
+        show_rows([*rows, ("system", self._session.system or "none")], say)
 
     def _show_stats(self) -> None:
         session, stats = self._session, self._session.stats
@@ -326,7 +317,7 @@ class Terminal:
         if not path.parent.is_dir():
             raise InputError(f"there is no folder {path.parent}: make it, or choose another")
         write_json(path, self._session.messages)
-        say(f"{counted(len(self._session.messages), 'message')} written to {shown(str(path))}")
+        say(f"{counted(len(self._session.messages), 'message')} written to {path}")
 
     def _quit(self) -> None:
         self._leaving = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.chat_terminal import Terminal, shown
+from firstlight.cli.chat_terminal import Terminal
 from firstlight.cli.options import (
     SAMPLING,
     best_option,
@@ -26,7 +26,7 @@ from firstlight.cli.options import (
     path_option,
 )
 from firstlight.cli.output import show_table, with_json, write_out
-from firstlight.console import human_bytes, say
+from firstlight.console import human_bytes, say, visible
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.generation.config import SamplingConfig
 from firstlight.serving.config import (
@@ -146,7 +146,7 @@ def _choice_rows(
             place = str(number) if rank == 0 else ""
             bar = "#" * round(_BAR * one.sampled) + (" <-" if one.is_chosen else "")
             bar = f"{bar:<{_BAR + 3}}"
-            rows.append((place, shown(text), f"{one.model:.1%}", f"{one.sampled:.1%}", bar))
+            rows.append((place, visible(text), f"{one.model:.1%}", f"{one.sampled:.1%}", bar))
     return rows
 
 
@@ -227,7 +227,7 @@ def chat_command(
     terminal = Terminal(session, interactive=sys.stdin.isatty())
     if sys.stdin.isatty():
         kind = "" if session.has_template else "; no chat template: it continues what you write"
-        say(f"{shown(loaded.folder.name)}, {session.context:,} tokens of context{kind}")
+        say(f"{loaded.folder.name}, {session.context:,} tokens of context{kind}")
         say("/help lists the commands, Ctrl-D leaves")
     terminal.run()
 

@@ -31,6 +31,7 @@ from firstlight.cli.tokenizer import tokenizer_group
 from firstlight.cli.train import train_command
 from firstlight.cli.tune import tune_command
 from firstlight.cli.watch import dashboard_command, watch_command
+from firstlight.console import visible
 from firstlight.errors import FirstlightError, describe_os_error
 from firstlight.hardware import environment
 
@@ -255,7 +256,7 @@ def _environment(verb: Sequence[str]) -> dict[str, str]:
 def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:
     """Print an error as one line on stderr, and with --json as an object on stdout; returns
     `exit_code`."""
-    message = " ".join(message.split())
+    message = visible(" ".join(message.split()))
     print(f"firstlight: error: {message}", file=sys.stderr)  # noqa: T201
     if as_json:
         write_out(json.dumps({"error": {"type": kind, "message": message}}) + "\n")

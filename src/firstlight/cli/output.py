@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import click
 
-from firstlight.console import say
+from firstlight.console import say, visible
 
 if TYPE_CHECKING:
     from firstlight.report.findings import Finding
@@ -46,7 +46,10 @@ def end_with(code: int) -> None:
 
 
 def write_out(text: str) -> None:
-    """Write text to stdout without changes, in UTF-8 whatever the encoding of the terminal."""
+    """Write text to stdout, in UTF-8 whatever the encoding of the terminal. A file or another
+    program gets it without changes, a terminal without control characters (see `visible`)."""
+    if sys.stdout.isatty():
+        text = visible(text)
     sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
     sys.stdout.buffer.flush()
 

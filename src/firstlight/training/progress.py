@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.live import Live
 
-from firstlight.console import console, notebook_display, say
+from firstlight.console import console, notebook_display, say, visible
 from firstlight.training.course import Course
 from firstlight.training.notebook import NotebookView
 
@@ -86,7 +86,7 @@ class _TerminalView(_NoView):
         self._live.start()
 
     def message(self, text: str) -> None:
-        self._live.console.print(text, markup=False)
+        self._live.console.print(visible(text), markup=False)
 
     def close(self) -> None:
         self._live.stop()

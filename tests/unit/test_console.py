@@ -1,0 +1,53 @@
+"""Control characters of texts and names are never sent to a terminal, and always to a file."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from firstlight.cli.main import main
+from firstlight.cli.output import show, write_out
+from firstlight.console import say
+
+WILD = "a\x1b[31m\x9b2J\u202eb\tc\r\nd"
+TAMED = "a⟨U+001B⟩[31m⟨U+009B⟩2J⟨U+202E⟩b\tc\nd"
+
+
+class _Stream(io.TextIOWrapper):
+    def __init__(self, *, terminal: bool) -> None:
+        self.bytes = io.BytesIO()
+        self._terminal = terminal
+        super().__init__(self.bytes, encoding="utf-8", write_through=True)
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize("terminal, written", [(True, TAMED), (False, WILD)])
+def test_stdout_shows_control_characters_in_a_terminal_and_keeps_them_in_a_pipe(
+    terminal: bool, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = _Stream(terminal=terminal)
+    monkeypatch.setattr(sys, "stdout", stream)
+    write_out(WILD)
+    show(WILD)
+    assert stream.bytes.getvalue().decode() == f"{written}{written}\n"
+
+
+def test_message_with_control_characters_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    say(WILD)
+    assert capsys.readouterr().err == f"{TAMED}\n"
+
+
+def test_usage_error_with_control_characters_in_a_file_name_shows_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "\x1b[31m.txt"
+    path.write_text("")
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "⟨U+001B⟩[31m.txt" in error
+    assert "\x1b" not in error
