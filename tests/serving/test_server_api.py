@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from live import Direct, events, new_direct, request_for, sample
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenizer
 
 from firstlight.errors import ModelError, TokenizerError
 from firstlight.generation.engine import generate
-from firstlight.serving.access import Access
+from firstlight.serving.access import OUT_OF_MEMORY, Access
 from firstlight.serving.config import Limits
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.limits import most_bytes_per_token
@@ -277,6 +278,23 @@ def test_a_text_that_fails_is_a_500_that_says_nothing_of_the_inside(
     said = f"firstlight: {request_id}: a text failed: RuntimeError: weights at"
     assert said in capsys.readouterr().err
     assert b"folder" not in answer.body
+
+
+def test_text_that_runs_out_of_memory_names_what_helps_client_and_operator(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(token_ids: list[int]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    decoder = WatchedDecoder()
+    decoder.before_step = fail
+    app = new_direct(decoder)
+    try:
+        answer = app.ask(POSTS[0], body_for(POSTS[0], temperature=0))
+        assert (answer.status, answer.error["message"]) == (500, OUT_OF_MEMORY)
+        assert "lower --max-context-tokens" in capsys.readouterr().err
+    finally:
+        app.close()
 
 
 def test_what_nobody_expects_is_a_500_too(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,8 +376,8 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("data: {dir: a}\ndata: {dir: b}\n", "key 'data' is given twice"),
-        ("data:\n  dir: a\n  dir: b\n", "key 'dir' is given twice"),
+        ("data: {dir: a}\ndata: {dir: b}\n", "key 'data' is given twice, in lines 1 and 2"),
+        ("data:\n  dir: a\n  dir: b\n", "key 'dir' is given twice, in lines 2 and 3"),
         ("a: b: c", "is not valid YAML"),
         ("\tdata:", "is not valid YAML"),
         ("data: {dir: d, seq_len: 2001-99-99}", "is not valid YAML"),

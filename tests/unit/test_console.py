@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.cli.main import main
+from firstlight.cli.main import firstlight, main
 from firstlight.cli.output import show, write_out
 from firstlight.console import say
 
@@ -51,3 +51,27 @@ def test_usage_error_with_control_characters_in_a_file_name_shows_them(
     error = capsys.readouterr().err
     assert "⟨U+001B⟩[31m.txt" in error
     assert "\x1b" not in error
+
+
+@pytest.mark.parametrize(
+    "verb, advice",
+    [
+        ("serve", "lower --max-context-tokens or --max-batch-size"),
+        ("generate", "lower --max-new-tokens"),
+        ("eval", "lower --batch-size"),
+        ("train", "lower batch.micro_batch_size"),
+        ("convert", "stop other programs"),
+    ],
+)
+def test_command_out_of_memory_advises_by_verb(
+    verb: str,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(firstlight, "main", fail)
+    assert main([verb, "model"]) == 1
+    assert capsys.readouterr().err.startswith(f"firstlight: error: out of memory: {advice}")

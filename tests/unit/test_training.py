@@ -18,6 +18,7 @@ import yaml
 from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.manifest import sealed
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
+from firstlight.cli.main import main
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.errors import (
@@ -567,6 +568,28 @@ def test_init_from_takes_weights_and_config(
     assert metrics(start)[0]["tokens_seen"] == metrics(recipe)[0]["tokens_seen"]
     state = json.loads((second.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["init_from"] == str(run_folder(recipe))
+
+
+def test_starting_weights_with_a_nan_are_named_by_training_and_info(
+    recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train(recipe)
+    file = first.checkpoint / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[-1] = math.nan
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in first.checkpoint.glob("*.json"):
+        if path.name not in ("manifest.json", "trainer_state.json"):
+            shutil.copy(path, damaged)
+    safetensors.torch.save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    start = changed(recipe, run={"dir": str(tmp_path / "second")})
+    refused(start, ModelError, f"its tensor {name} has values that are not", init_from=damaged)
+    assert main(["info", str(damaged)]) == 0
+    assert f"UNUSABLE, {name} has values" in capsys.readouterr().out
+    assert main(["info", str(first.checkpoint)]) == 0
+    assert "UNUSABLE" not in capsys.readouterr().out
 
 
 def test_init_from_needs_no_model_in_the_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         meta_model,
         state_bytes,
     )
-    from firstlight.weights.huggingface import read_config, tokenizer_of
-    from firstlight.weights.loading import fitting_tensors
+    from firstlight.weights.huggingface import load_model, read_config, tokenizer_of
+    from firstlight.weights.loading import fitting_tensors, nonfinite_tensor
 
     config = read_config(folder)
     model = meta_model(config)
@@ -103,6 +103,8 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "active_parameters": count.active,
         "parameters_by_part": count.by_part,
         "dtypes": sorted({tensor.kind for tensor in stored.values()}),
+        # All weights are read for it, which takes about a second for each GB.
+        "nonfinite_tensor": nonfinite_tensor(load_model(folder).model),
         "config": config.model_dump(),
         "max_position_embeddings": context,
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
@@ -135,7 +137,8 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
         f"{config.num_attention_heads} heads ({config.num_key_value_heads} for keys and values)"
     )
     total, active = result["parameters"], result["active_parameters"]
-    dtypes = ", ".join(result["dtypes"])
+    dtypes, damaged = ", ".join(result["dtypes"]), result["nonfinite_tensor"]
+    unusable = f": UNUSABLE, {damaged} has values that are not finite numbers" if damaged else ""
     show_rows(
         [
             ("folder", result["folder"]),
@@ -143,7 +146,7 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             ("family", f"{config.model_type}: {shape}"),
             ("parameters", f"{total:,}" + (f", {active:,} a token" if active < total else "")),
             *((f"  {name}", f"{number:,}") for name, number in parts.items() if number),
-            ("weights", dtypes),
+            ("weights", f"{dtypes}{unusable}"),
             ("context", f"{config.max_position_embeddings:,} tokens"),
             ("tied head", "yes" if config.tie_word_embeddings else "no"),
             *_tokenizer_rows(tokenizer),

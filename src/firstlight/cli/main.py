@@ -38,8 +38,18 @@ from firstlight.hardware import environment
 #: Verbs that decode tokens, and need the environment variables for it.
 _DECODING = ("generate", "chat", "serve")
 
-_OUT_OF_MEMORY = "out of memory: in training, lower batch.micro_batch_size or data.seq_len"
-
+_TRAIN_IN_LESS = "lower batch.micro_batch_size or data.seq_len"
+_GENERATE_IN_LESS = "lower --max-new-tokens, or load the model with --dtype int8"
+#: What to do about too little memory, by verb.
+_LESS_MEMORY = {
+    "train": _TRAIN_IN_LESS,
+    "tune": _TRAIN_IN_LESS,
+    "plan": _TRAIN_IN_LESS,
+    "eval": "lower --batch-size or --seq-len",
+    "generate": _GENERATE_IN_LESS,
+    "chat": _GENERATE_IN_LESS,
+    "serve": "lower --max-context-tokens or --max-batch-size, or load the model with --dtype int8",
+}
 
 #: Prefix of the file names of importlib's own frames.
 _IMPORT_MACHINERY = "<frozen importlib"
@@ -231,18 +241,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(describe_os_error(error), "StorageError", 1, as_json)
     except MemoryError:
-        return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
+        return _fail(_out_of_memory(arguments), "MemoryError", 1, as_json)
     except RuntimeError as error:
         # torch's out-of-memory errors, by their texts: torch may not be imported here.
         words = ("out of memory", "can't allocate memory", "not enough memory")
         if not any(part in str(error).lower() for part in words):
             raise
-        return _fail(_OUT_OF_MEMORY, "MemoryError", 1, as_json)
+        return _fail(_out_of_memory(arguments), "MemoryError", 1, as_json)
     finally:
         # Otherwise Ctrl-C during Python's shutdown would print a traceback.
         if ends_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     return exit_code or 0
+
+
+def _out_of_memory(arguments: Sequence[str]) -> str:
+    """The message for a command that ran out of memory."""
+    advice = _LESS_MEMORY.get(next(iter(arguments), ""), "stop other programs, or use less data")
+    return f"out of memory: {advice}"
 
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:

@@ -341,18 +341,18 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem="too many keys", problem_mark=node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
+        seen: dict[Hashable, int] = {}
         for key, _ in node.value:
             # `<<: *anchor` merges another mapping, and may occur several times.
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             name = self.construct_object(key, deep=True)
             if isinstance(name, Hashable) and name in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key '{name}' is given twice", problem_mark=node.start_mark
-                )
+                lines = f"in lines {seen[name]} and {key.start_mark.line + 1}"
+                raise yaml.MarkedYAMLError(problem=f"key '{name}' is given twice, {lines}")
             # A key that is not hashable is refused below.
-            seen.update([name] if isinstance(name, Hashable) else [])
+            if isinstance(name, Hashable):
+                seen[name] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
 
@@ -395,5 +395,7 @@ def parse_yaml(content: bytes | str) -> Any:
         _require_small(values)
     # ValueError comes from bytes that are not UTF-8, and from invalid dates such as 2001-99-99.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        # PyYAML's name for a text that is not read by itself from a file.
+        message = str(error).replace('in "<unicode string>", line', "in line")
+        raise ValueError(" ".join(message.split())) from error
     return values

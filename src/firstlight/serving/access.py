@@ -38,6 +38,7 @@ _TYPES = {
 
 #: Message to the client for an internal failure, whose cause is only logged.
 FAILED = "the server failed to answer this; its log says why"
+OUT_OF_MEMORY = "the server has too little memory for this text: ask for fewer max_tokens"
 
 
 class RequestError(Exception):

@@ -24,8 +24,15 @@ from firstlight.console import say
 from firstlight.errors import ModelError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError
+from firstlight.hardware.device import is_out_of_memory
 from firstlight.models.accounting import cache_bytes_per_token, state_bytes
-from firstlight.serving.access import FAILED, ClientGoneError, RequestError, unsupported_schema
+from firstlight.serving.access import (
+    FAILED,
+    OUT_OF_MEMORY,
+    ClientGoneError,
+    RequestError,
+    unsupported_schema,
+)
 from firstlight.serving.config import Limits
 from firstlight.serving.processor import PreparedRequest, RequestProcessor
 from firstlight.serving.scheduler import (
@@ -397,4 +404,7 @@ def _failure(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, SchemaError):
         return unsupported_schema(str(error))
     say(f"firstlight: {request_id}: a text failed: {type(error).__name__}: {error}")
+    if is_out_of_memory(error):
+        say("what helps: lower --max-context-tokens or --max-batch-size, or use --dtype int8")
+        return RequestError(500, OUT_OF_MEMORY)
     return RequestError(500, FAILED)

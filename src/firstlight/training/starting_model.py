@@ -44,7 +44,7 @@ from firstlight.weights.huggingface import (
     training_notes,
     unloaded_model,
 )
-from firstlight.weights.loading import fitting_tensors, grow_vocabulary
+from firstlight.weights.loading import fitting_tensors, grow_vocabulary, nonfinite_tensor
 
 T = TypeVar("T")
 
@@ -331,6 +331,11 @@ def _starting_model(
     loaded = load_model(
         folder, dtype=torch.float32, mode="sequential", vocab_multiple=multiple, config=config
     )
+    if (damaged := nonfinite_tensor(loaded.model)) is not None:
+        raise ModelError(
+            f"{folder} can't be trained: its tensor {damaged} has values that are not finite "
+            "numbers (NaN or infinity): start from an earlier checkpoint or from another model"
+        )
     for note in training_notes(folder):
         tell(f"warning: {note}")
     old = loaded.tokenizer

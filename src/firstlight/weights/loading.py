@@ -352,6 +352,16 @@ def weights_to_save(model: Model) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def nonfinite_tensor(model: Model) -> str | None:
+    """The name of the model's first tensor with a NaN or an infinity; None if there is none."""
+    for name, tensor in file_tensors(model).items():
+        # NaN propagates through both extremes, and no second tensor of this size is made.
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            return name
+    return None
+
+
 # Adding rows for new tokens to an existing model
 
 
