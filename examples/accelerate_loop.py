@@ -3,8 +3,8 @@ r"""A firstlight model in a loop of your own, with Hugging Face Accelerate.
     accelerate launch --num_processes 2 examples/accelerate_loop.py RECIPE.yaml [--section.key V]...
 
 prints the loss of each step: the same as `firstlight train RECIPE.yaml`, for any number of
-processes. Gradients accumulate, and activation checkpointing, mixed precision and 8-bit AdamW are
-those of the recipe:
+processes. Gradients accumulate, and activation checkpointing, mixed precision and 8-bit AdamW (with
+embeddings in 32 bits, unless `optimizer.embeddings_in_32_bits` is false) are those of the recipe:
 
     python examples/accelerate_loop.py RECIPE.yaml --efficiency.activation_checkpointing full \
         --efficiency.precision fp16 --optimizer.name adamw8bit
@@ -45,6 +45,7 @@ def train(recipe: Recipe) -> list[float]:
     accumulation = recipe.batch.accumulation(parts.seq_len, processes)
     # The loader is not given to Accelerate: it knows ranks itself.
     model, optimizer = accelerator.prepare(parts.model, parts.optimizer)
+    peaks = [float(group["lr"]) for group in optimizer.param_groups]
     torch.manual_seed(recipe.run.seed + rank)  # dropout
     losses = []
     with parts.loader(rank, processes) as loader:
@@ -52,8 +53,8 @@ def train(recipe: Recipe) -> list[float]:
             batches = [loader.next_batch().to(accelerator.device) for _ in range(accumulation)]
             valid = torch.tensor(sum(batch.num_valid for batch in batches))
             tokens = accelerator.reduce(valid.to(accelerator.device), "sum")
-            for group in optimizer.param_groups:
-                rate = recipe.optimizer.learning_rate * parts.schedule.lr_scale(step)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                rate = peak * parts.schedule.lr_scale(step)
                 # torchao keeps the rate in a tensor, which its compiled update reads.
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)

@@ -7,9 +7,10 @@ Of a recipe's `efficiency` section the examples' trainers are told `activation_c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,35 @@ from firstlight.recipe import Recipe, load_recipe
 MIXED_PRECISION = {"auto": "no", "fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
+class OptimizerGroup(torch.optim.Optimizer):
+    """Optimizers of different parameters behind the interface of one, as trainers expect it.
+
+    Args:
+        optimizers: the optimizers, whose parameter groups are shared with this object.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for one in optimizers for group in one.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for one in self.optimizers:
+            one.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the optimizers, in their order."""
+        return {"optimizers": [one.state_dict() for one in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for one, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            one.load_state_dict(state)
+        # Loading replaces an optimizer's groups by copies.
+        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+
+
 @dataclass(frozen=True)
 class Parts:
     """A run, in pieces.
@@ -36,8 +66,8 @@ class Parts:
         recipe: where they are from.
         model: initialised as `firstlight train` does it; forward(input_ids, labels) returns the
             loss summed over the labels that are not -100.
-        optimizer: AdamW over the model's parameters, in 32 or 8 bits; weight decay for matrices
-            only.
+        optimizer: AdamW over the model's parameters, with moments in 32 bits or, but for those
+            of the embeddings, in 8 bits; weight decay for matrices only.
         dataset: the training split.
         seq_len: tokens a row.
         schedule: the learning rate by step, and the number of steps.
@@ -109,14 +139,12 @@ def parts_of(recipe: Recipe) -> Parts:
     config = recipe.model.model_copy(update={"vocab_size": dataset.vocab_size})
     model = empty_model(config)
     model.init_weights(torch.Generator().manual_seed(recipe.run.seed), recipe.init)
-    if recipe.optimizer.embeddings_in_32_bits:
-        raise ConfigError("the examples have one optimizer: leave embeddings_in_32_bits out")
-    # So an 8-bit optimizer keeps embeddings in 8 bits, which bitsandbytes trains worse on a GPU.
-    wanted = recipe.optimizer.model_copy(update={"embeddings_in_32_bits": False})
     parameters = dict(model.named_parameters())
-    ((_, optimizer),) = make_optimizers(parameters, parameter_kinds(model), wanted)
+    made = [one for _, one in make_optimizers(parameters, parameter_kinds(model), recipe.optimizer)]
+    # Two for an 8-bit optimizer: embeddings keep 32 bits, unless embeddings_in_32_bits is false.
+    optimizer = made[0] if len(made) == 1 else OptimizerGroup(made)
     seq_len = recipe.data.seq_len or config.max_position_embeddings
     # With max_steps and without warmup_tokens the rows of an epoch or a step decide nothing.
     batch = BatchSchedule(1, 1)
-    schedule = resolve_schedule(recipe.schedule, wanted.learning_rate, 1, batch, seq_len)
+    schedule = resolve_schedule(recipe.schedule, recipe.optimizer.learning_rate, 1, batch, seq_len)
     return Parts(recipe, model, optimizer, dataset, seq_len, schedule)

@@ -76,9 +76,9 @@ def _losses(stdout: str) -> list[float]:
     return [float(line[3]) for line in words]
 
 
-def _own_losses(recipe: Path) -> list[float]:
-    _run("-m", "firstlight", "train", recipe)
-    run = recipe.parent / "run"
+def _own_losses(recipe: Path, *options: str) -> list[float]:
+    run = recipe.parent / f"run{len(options)}"
+    _run("-m", "firstlight", "train", recipe, "--run.dir", run, *options)
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)["train/loss"] for line in lines]
     assert len(losses) == 15
@@ -108,13 +108,15 @@ def expected(recipe: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def printed(recipe: Path) -> list[str]:
-    """By accelerate and by the Trainer, plain; and by both with `_METHODS`."""
+    """By accelerate and by the Trainer: plain, with `_METHODS`, and with these and embeddings in 8
+    bits."""
     for library in ("accelerate", "transformers", "bitsandbytes"):
         pytest.importorskip(library)
     methods = [word for pair in _METHODS.items() for word in pair]
+    narrow = [*methods, "--optimizer.embeddings_in_32_bits", "false"]
     jobs = [
         [str(_EXAMPLES / example), str(recipe), *options]
-        for options in ([], methods)
+        for options in ([], methods, narrow)
         for example in ("accelerate_loop.py", "transformers_trainer.py")
     ]
     found: list[str] = json.loads(_run(_DRIVER, given=json.dumps(jobs)))
@@ -131,17 +133,24 @@ def test_both_have_the_losses_of_firstlight_train(
     assert _losses(plain[1]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_both_have_checkpointing_accumulation_bf16_and_8_bit_moments(
-    expected: list[float], printed: list[str]
+@pytest.mark.parametrize(
+    "options, jobs, optimizers",
+    [
+        ((), slice(2, 4), "AdamW AdamW8bit OptimizerGroup"),
+        (("--optimizer.embeddings_in_32_bits", "false"), slice(4, 6), "AdamW8bit"),
+    ],
+    ids=["embeddings in 32 bits", "embeddings in 8 bits"],
+)
+def test_both_with_methods_have_the_losses_of_firstlight_train_with_them(
+    options: tuple[str, ...], jobs: slice, optimizers: str, recipe: Path, printed: list[str]
 ) -> None:
     """fp16 instead of bf16 needs a GPU in both: tests/gpu/test_other_loops.py."""
-    for said in printed[2:]:
+    methods = [word for pair in _METHODS.items() for word in pair]
+    expected = _own_losses(recipe, *methods, *options)
+    for said in printed[jobs]:
         # 15 steps of 3 micro-batches through 2 layers.
-        assert said.endswith("\ncheckpoints 90 optimizers AdamW8bit\n")
-        found = _losses(said)
-        # Rounded otherwise than in fp32, and yet the same run.
-        assert found != expected
-        assert found == pytest.approx(expected, rel=0.05)
+        assert said.endswith(f"\ncheckpoints 90 optimizers {optimizers}\n")
+        assert _losses(said) == pytest.approx(expected, rel=1e-6)
 
 
 def test_errors_of_the_examples_are_one_line(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
