@@ -164,6 +164,8 @@ def test_foreign_names_are_refused(local: Direct, path: str, hosts: list[bytes])
         [b"https://evil.example"],
         [b"http://localhost"],  # another port than that of the header Host
         [b"http://localhost:3000"],
+        [b"https://localhost:8000"],  # another scheme
+        [b"x://localhost:8000"],
         [b"http://localhost:8000.evil.example"],
         [b""],
         [b"localhost:8000"],

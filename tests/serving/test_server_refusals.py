@@ -193,6 +193,21 @@ def test_bodies_that_do_not_say_that_they_are_json_are_refused(
     assert direct.ask(path, headers=fine, body=body).status == 200
 
 
+@pytest.mark.parametrize("key", ["metadata", "logit_bias", "stream_options", "n", "unknown"])
+@pytest.mark.parametrize("values", [{str(i): 1 for i in range(20_000)}, [{}] * 20_001])
+def test_body_with_too_many_names_is_refused_before_they_are_validated(
+    direct: Direct, key: str, values: Any
+) -> None:
+    answer = direct.ask(POSTS[0], body_for(POSTS[0], **{key: values}))
+    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+    assert "more than 20,000 names and objects" in answer.error["message"]
+
+
+def test_body_with_many_names_is_answered(direct: Direct) -> None:
+    names = {str(i): 1 for i in range(19_000)}
+    assert direct.ask(POSTS[0], body_for(POSTS[0], metadata=names, max_tokens=1)).status == 200
+
+
 @pytest.mark.parametrize("path", POSTS)
 def test_a_body_that_is_too_large_is_not_read_to_its_end(path: str) -> None:
     app = new_direct(limits=Limits(max_body_bytes=1000))

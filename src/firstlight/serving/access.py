@@ -232,7 +232,7 @@ class Access:
             RequestError: status 401 for a missing or wrong key, 403 for host or origin.
         """
         host = self._require_host(header_values(scope, b"host"))
-        self._require_origin(header_values(scope, b"origin"), host)
+        self._require_origin(header_values(scope, b"origin"), f"{scope['scheme']}://{host}")
         if self.key_digest is not None and scope["path"] != "/health" and not is_preflight(scope):
             self._require_key(header_values(scope, b"authorization"), self.key_digest)
 
@@ -248,12 +248,11 @@ class Access:
             )
         return host
 
-    def _require_origin(self, found: list[bytes], host: str) -> None:
+    def _require_origin(self, found: list[bytes], own: str) -> None:
         if not found:
             return
         origin = found[0].decode("latin-1").lower() if len(found) == 1 else ""
-        is_own = origin.partition("://")[2] == host
-        if not is_own and origin not in self.origins:
+        if origin != own and origin not in self.origins:
             raise RequestError(
                 403,
                 "web pages of this Origin may not call this server: start it with --allowed-origin",

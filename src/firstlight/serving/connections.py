@@ -19,6 +19,9 @@ from firstlight.serving.config import Limits
 _MAX_IGNORED_BYTES = 4 * 2**20
 _LINGER_SECONDS = 5.0
 
+#: Seconds until the second probe of a client that has closed its sending side.
+_PROBE_SECONDS = 0.05
+
 
 class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP connection with additional time limits: uvicorn waits without limit for the
@@ -95,6 +98,37 @@ class LimitedProtocol(H11Protocol):
             if self._ignored_bytes > _MAX_IGNORED_BYTES:
                 self.transport.abort()
         self._watch()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Called by asyncio when the client will send nothing more.
+
+        A client that has only closed its sending side (`nc -N`, some HTTP clients) still gets the
+        response to a complete request. One that is gone looks the same, until the operating system
+        reports that it cannot be written to: see `_probe`.
+        """
+        super().eof_received()
+        if not self._is_answering():
+            return None  # asyncio closes the connection
+        self.cycle.keep_alive = False
+        self._probe()
+        return True
+
+    def _probe(self, delay: float = _PROBE_SECONDS) -> None:
+        """Write something without meaning now and then, until the response is complete: writing to
+        a client that is gone closes the connection, which ends its texts.
+
+        Args:
+            delay: seconds until the next time, which double each time.
+        """
+        if self.transport.is_closing() or not self._is_answering():
+            return
+        if self.cycle.response_started:
+            # Only server-sent events take time once they have begun; this is a comment there.
+            self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
+        elif self.conn.their_http_version != b"1.0":
+            # Interim responses came with HTTP/1.1 (RFC 9110, 15.2).
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(delay, self._probe, 2 * delay)
 
     def _is_answering(self) -> bool:
         """True if a complete request has arrived and its response is not complete."""

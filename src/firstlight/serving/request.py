@@ -24,6 +24,9 @@ MAX_MESSAGES, MAX_PARTS = 512, 64
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
 MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 MAX_BIASES = 1024
+#: Greatest number of names and objects in the JSON of a body. Validating a body of a million bytes
+#: that is nothing but names would hold up the answers of other clients.
+MAX_NAMES = 20_000
 #: Greatest number of token ids of one prompt in the JSON; `processor.py` has the model's limit.
 _MAX_PROMPT_IDS = 200_000
 
@@ -297,10 +300,11 @@ def read_request(kind: type[Request], body: bytes) -> Request:
 
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        # Both parsers are needed. pydantic's limits the depth, and refuses NaN and lone surrogates.
+        # Both parsers are needed. json's reports repeated names, and keeps all digits of large
+        # integers. It is the first, because it counts names before the others are read.
+        value = json.loads(body, object_pairs_hook=_Objects())
+        # pydantic's limits the depth, and refuses NaN and lone surrogates.
         pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
-        # json's reports repeated names, and keeps all digits of large integers.
-        value = json.loads(body, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise RequestError(
             400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json"
@@ -310,16 +314,33 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its pairs; raises ValueError if a name occurs twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"{_shortened(name)} is given twice")
-            seen.add(name)
-    return found
+class _Objects:
+    """A hook of `json.loads` that makes the objects of one body.
+
+    Raises:
+        RequestError: status 413 if the body has more than `MAX_NAMES` names and objects.
+        ValueError: an object has a name twice.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._count += 1 + len(pairs)
+        if self._count > MAX_NAMES:
+            raise RequestError(
+                413,
+                f"the body has more than {MAX_NAMES:,} names and objects: send fewer",
+                code="body_too_large",
+            )
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    raise ValueError(f"{_shortened(name)} is given twice")
+                seen.add(name)
+        return found
 
 
 def _require_no_effect(name: str, value: Any, kind: type[GenerationRequest]) -> None:
