@@ -10,6 +10,7 @@ import torch
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import (
+    GpuMonitor,
     find_hardware,
     measured_matmul_flops,
     peak_flops,
@@ -18,6 +19,40 @@ from firstlight.hardware.device import (
 )
 
 CUDA = torch.device("cuda")
+
+
+def test_gpu_monitor_reads_allocator_and_driver_and_asks_the_driver_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.device] = []
+
+    def used(device: torch.device) -> int:
+        asked.append(device)
+        return 3 << 30
+
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 << 30)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", used)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 97)
+    monitor = GpuMonitor(CUDA)
+    expected = {
+        "reserved_bytes": 2 << 30,
+        "device_used_bytes": 3 << 30,
+        "gpu_utilization": 0.97,
+    }
+    assert [monitor.read() for _ in range(3)] == [expected] * 3
+    assert asked == [CUDA]
+
+
+def test_gpu_monitor_without_nvml_reads_the_allocator_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(device: torch.device) -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", missing)
+    assert GpuMonitor(CUDA).read() == {"reserved_bytes": 5}
+    assert GpuMonitor(torch.device("cpu")).read() == {}
 
 
 @pytest.fixture

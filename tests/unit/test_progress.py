@@ -196,6 +196,14 @@ def test_80_columns_show_loss_speed_memory_and_time_left() -> None:
     assert list(shown.lines(80, 3))[1:] == figures[:1]
 
 
+def test_figures_of_a_gpu_show_reserved_memory_and_what_the_driver_reports() -> None:
+    shown = course(40)
+    gpu = {"reserved_bytes": 1400 << 20, "device_used_bytes": 2 << 30, "gpu_utilization": 0.97}
+    shown.step(record(41, 3.654, **gpu))
+    assert "memory 300 MiB, reserved 1.37 GiB" in shown.figures
+    assert "GPU 97% busy, 2.00 GiB used" in shown.figures
+
+
 def test_a_validation_loss_of_zero_is_one() -> None:
     shown = Course(lambda: 100, 0)
     shown.step({**record(1), "val/loss": 2.0})

@@ -103,6 +103,17 @@ def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
     assert {"learning rate", "gradient norm", "throughput", "memory", "mfu"} <= curves.keys()
 
 
+def test_page_of_a_gpu_run_shows_reserved_and_used_memory_and_utilization(tmp_path: Path) -> None:
+    gpu = {"reserved_bytes": 2**29, "device_used_bytes": 2**30, "gpu_utilization": 0.9}
+    run = write_run(tmp_path / "run", [record(s, **gpu) for s in (1, 2)])
+    curves = {c["name"]: c["y"] for chart in page_of(run).curves() for c in chart["curves"]}
+    assert curves["reserved by the allocator"] == [0.5, 0.5]
+    assert curves["used on the GPU, all processes"] == [1, 1]
+    assert curves["gpu utilization"] == [90, 90]
+    numbers = final_numbers(read_run(run))
+    assert {key: numbers[key] for key in gpu} == gpu
+
+
 def test_the_throughput_of_conversations_says_what_of_it_is_learned(tmp_path: Path) -> None:
     def pages(learned: float) -> str:
         rates = {"learned_tokens_per_second": learned, "samples_per_second": 7.5}
@@ -137,6 +148,9 @@ def test_final_numbers_are_those_of_the_run(tmp_path: Path) -> None:
         "step_seconds": 36.0,
         "mfu": 0.25,
         "memory_bytes": 2**28 + 20,
+        "reserved_bytes": None,
+        "device_used_bytes": None,
+        "gpu_utilization": None,
         "hours": pytest.approx(0.2),
         "parameters": 1_234_567,
         "rollbacks": 1,

@@ -39,9 +39,11 @@ def info_command(checkpoint: str | None, best: bool, as_json: bool) -> dict[str,
 def _machine() -> dict[str, Any]:
     import torch
 
-    from firstlight.hardware.device import find_hardware, measured_matmul_flops
+    from firstlight.hardware.device import GpuMonitor, find_hardware, measured_matmul_flops
 
     hardware = find_hardware()
+    # Before the measurement, which would count as use.
+    gpu = GpuMonitor(hardware.device).read()
     rates = {
         name: measured_matmul_flops(hardware.device, dtype)
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -51,6 +53,7 @@ def _machine() -> dict[str, Any]:
         "device": str(hardware.device),
         "name": hardware.name,
         "memory_bytes": hardware.memory_bytes,
+        **{key: gpu[key] for key in ("device_used_bytes", "gpu_utilization") if key in gpu},
         "cpu_threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
         "bf16": hardware.bf16,
@@ -64,6 +67,7 @@ def _machine() -> dict[str, Any]:
         [
             ("device", f"{hardware.device} ({hardware.name})"),
             ("memory", human_bytes(hardware.memory_bytes)),
+            *_in_use(result),
             ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
             ("bf16", "in hardware" if hardware.bf16 else "not in hardware: fp32 is used"),
             ("matrix products", f"{speeds} (measured now)"),
@@ -72,6 +76,14 @@ def _machine() -> dict[str, Any]:
         ]
     )
     return result
+
+
+def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    """The row about programs on the GPU; none where the driver can't be asked."""
+    if "gpu_utilization" not in machine:
+        return []
+    used = human_bytes(machine["device_used_bytes"])
+    return [("in use now", f"{used} by all programs, GPU {machine['gpu_utilization']:.0%} busy")]
 
 
 def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:

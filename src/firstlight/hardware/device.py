@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import platform
 import re
 import resource
@@ -221,6 +222,48 @@ def free_memory_bytes(device: torch.device) -> int:
     if addresses != resource.RLIM_INFINITY:
         free = min(free, max(addresses - psutil.Process().memory_info().vms, 0))
     return free
+
+
+#: Seconds over which the driver averages a GPU's utilization: asking again sooner says nothing new.
+_UTILIZATION_SECONDS = 0.2
+
+
+class GpuMonitor:
+    """What a GPU reports beside the allocated tensors, for the record of a run.
+
+    Args:
+        device: the device of the run; any but a CUDA GPU reports nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._driver: dict[str, float] = {}
+        self._read_at = -math.inf
+
+    def read(self) -> dict[str, float]:
+        """The current values, without waiting for the GPU; {} without a CUDA GPU.
+
+        Returns:
+            - "reserved_bytes": peak of the memory that torch's allocator has reserved;
+            - "device_used_bytes": memory of the GPU that is in use by all processes, contexts
+              included, and "gpu_utilization": fraction of the driver's last sample period in which
+              a kernel ran. Both are from NVML, and left out where it can't be asked.
+        """
+        if self._device.type != "cuda":
+            return {}
+        now = time.monotonic()
+        if now - self._read_at >= _UTILIZATION_SECONDS:
+            self._driver, self._read_at = self._read_driver(), now
+        return {"reserved_bytes": torch.cuda.max_memory_reserved(self._device), **self._driver}
+
+    def _read_driver(self) -> dict[str, float]:
+        try:
+            return {
+                "device_used_bytes": torch.cuda.device_memory_used(self._device),
+                "gpu_utilization": torch.cuda.utilization(self._device) / 100,
+            }
+        except Exception:  # noqa: BLE001  (no nvidia-ml-py, no right to ask, a part of a GPU: MIG)
+            return {}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -47,6 +47,9 @@ _SHOWN = {
     "learned_tokens_per_second",
     "samples_per_second",
     "memory_bytes",
+    "reserved_bytes",
+    "device_used_bytes",
+    "gpu_utilization",
     "tokens_seen",
     "epoch",
     "seconds",
@@ -243,20 +246,39 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
         above=second_axis("epochs", metrics.series("epoch")),
     )
     figures.append(_figure("loss", loss, switch=True, wide=True, log=loss.needs_log))
-    size, unit = memory_unit(max(metrics.values("memory_bytes"), default=0))
-    memory = metrics.series("memory_bytes")
+    most = max((max(metrics.values(key), default=0) for key, *_ in _MEMORY), default=0)
+    size, unit = memory_unit(most)
+    busy = metrics.series("gpu_utilization")
+    utilization = Series(busy.x, 100 * busy.y)
     for identity, title, unit_name, series, colour, zero in (
         ("rate", "Learning rate", "", metrics.series("learning_rate"), 2, True),
         ("batch", "Tokens a step", "", metrics.series("global_batch_tokens"), 6, True),
         ("norm", "Gradient norm", "before clipping", metrics.series("grad_norm"), 3, True),
         ("speed", "Throughput", "tokens/s", metrics.series("tokens_per_second"), 5, True),
-        ("memory", "Memory", f"{unit}, peak so far", Series(memory.x, memory.y / size), 4, True),
+        ("gpu", "GPU utilization", "%, by the driver", utilization, 1, True),
     ):
         if len(series):
             chart = Chart(title, unit_name, [Line(title.lower(), series, colour)], zero=zero)
             is_norm = identity == "norm"
             figures.append(_figure(identity, chart, switch=is_norm, log=is_norm))
+    if lines := _memory_lines(metrics, size):
+        memory = Chart("Memory", f"{unit}, peak so far", lines, zero=True)
+        figures.append(_figure("memory", memory))
     return figures
+
+
+#: Metric of memory, its name in the chart, and its colour.
+_MEMORY = (
+    ("memory_bytes", "memory", 4),
+    ("reserved_bytes", "reserved by the allocator", 6),
+    ("device_used_bytes", "used on the GPU, all processes", 7),
+)
+
+
+def _memory_lines(metrics: Metrics, size: int) -> list[Line]:
+    """The curves of memory that a run recorded, in units of `size` bytes."""
+    found = [(metrics.series(key), name, colour) for key, name, colour in _MEMORY]
+    return [Line(n, Series(s.x, s.y / size), colour) for s, n, colour in found if len(s)]
 
 
 def _figure(

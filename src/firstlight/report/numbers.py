@@ -37,7 +37,8 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         - lowest values: `best_val/loss`, its step `best_val/loss_step`, `best_bits_per_byte`;
         - medians: `tokens_per_second`, `learned_tokens_per_second`, `samples_per_second`,
           `step_seconds`, `mfu`;
-        - `memory_bytes`: the peak; `hours`: time of the steps, and of saves for which they waited;
+        - peaks: `memory_bytes`, and on a GPU `reserved_bytes` and `device_used_bytes`;
+        - median: `gpu_utilization`; `hours`: time of the steps, and of saves for which they waited;
         - counts: `skipped_steps`, `rollbacks`, `resumed`.
     """
     metrics = run.metrics
@@ -58,7 +59,8 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         **{key: _median(metrics.values(key)) for key in _RATES},
         "step_seconds": _median(metrics.values("seconds")),
         "mfu": _median(metrics.values("mfu")),
-        "memory_bytes": _peak(metrics.values("memory_bytes")),
+        **{key: _peak(metrics.values(key)) for key in _MEMORY},
+        "gpu_utilization": _median(metrics.values("gpu_utilization")),
         "hours": float(hours[-1]) if len(hours) else None,
         "parameters": _positive(run.start.get("parameters")),
         "rollbacks": sum(event["event"] == "rollback" for event in run.events),
@@ -72,6 +74,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
     }
 
 
+_MEMORY = ("memory_bytes", "reserved_bytes", "device_used_bytes")
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
 

@@ -269,8 +269,14 @@ class Course:
         memory = f"memory {_size(record['memory_bytes'])}"
         if self.predicted_bytes is not None:
             memory += f" (predicted {_size(self.predicted_bytes)})"
+        if "reserved_bytes" in record:
+            memory += f", reserved {_size(record['reserved_bytes'])}"
+        gpu = []
+        if "gpu_utilization" in record:
+            used = _size(record["device_used_bytes"])
+            gpu = [f"GPU {record['gpu_utilization']:.0%} busy, {used} used"]
         rate = f"learning rate {record['learning_rate']:.3g}"
-        return [_loss(record), *val, *_rates(record).split("  "), memory, rate]
+        return [_loss(record), *val, *_rates(record).split("  "), memory, *gpu, rate]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         for line in self.lines(options.max_width, console.height):

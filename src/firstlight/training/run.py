@@ -16,7 +16,7 @@ from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
-from firstlight.hardware.device import peak_flops, peak_memory_bytes
+from firstlight.hardware.device import GpuMonitor, peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.curve import Schedule
 from firstlight.optim.schedule import resolve_schedule
@@ -121,6 +121,7 @@ class Run:
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
         )
+        self._gpu = GpuMonitor(self.program.hardware.device)
         self._step_began = self._data_wait_seconds = 0.0
         self.loader: TokenLoader
         self.logs: RunLogs | SilentLogs
@@ -323,6 +324,7 @@ class Run:
             "samples_per_second": sequences / seconds,
             "mfu": self._flops_per_token * tokens_per_second / peak,
             "memory_bytes": peak_memory_bytes(hardware.device),
+            **self._gpu.read(),
             "seconds": seconds,
             "data_wait_seconds": self._data_wait_seconds,
             "save_stall_seconds": self.save_stall_seconds,
