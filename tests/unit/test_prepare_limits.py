@@ -19,8 +19,9 @@ from tokenizer_files import tiny
 
 from firstlight.cli.prepare import prepare_command
 from firstlight.data import cutting, encoding
+from firstlight.data.cleaning import without_gutenberg
 from firstlight.data.corpus import TokenDataset
-from firstlight.data.cutting import longest_prefix, without_gutenberg
+from firstlight.data.cutting import longest_prefix
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import Shard
 from firstlight.data.sources import SOURCES_NAME, find_sources
