@@ -119,7 +119,9 @@ def split_documents(
             # At the beginning of a document, a separator is at the beginning of a line.
             before = before if start > begin or document.size else b"\n" + before
             if not _separates(mark[0], before, after, is_code=is_code):
-                document.kept[f"{_KEPT}{mark[0].decode()}"] = None
+                # <s> is frequent in code, with other meanings.
+                if not is_code or _is_long(mark[0]):
+                    document.kept[f"{_KEPT}{mark[0].decode()}"] = None
                 continue
             document.add(text[begin : mark.start()])
             parts = list(document.end(mark[0].decode()))
@@ -192,7 +194,7 @@ def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bo
     ends_line = _LINE_END.match(after) is not None
     if begins_line and ends_line:
         return True
-    if is_code or mark[1:2] not in (b"|", b"\xef"):
+    if is_code or not _is_long(mark):
         return False
     touches = begins_line or _TEXT_BEFORE.search(before) is not None
     if ends_line:
@@ -204,6 +206,11 @@ def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bo
     if touches or _SENTENCE_END.search(before):
         return _TEXT_AFTER.match(after) is not None or _CAPITAL_AFTER.match(after) is not None
     return False
+
+
+def _is_long(mark: bytes) -> bool:
+    """True for a spelling such as <|endoftext|>, which no text has for another reason."""
+    return mark[1:2] in (b"|", b"\xef")
 
 
 def cleaned(text: str, *, is_code: bool = False) -> tuple[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -277,9 +277,10 @@ class _Preparation:
             progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
             closing(read_documents(sources, text_key)) as records,
             closing(read_documents(held_out, text_key)) as others,
+            closing(self._accepted(records, self.max_documents)) as documents,
             self.writer.open(),
             # Closed after an error, too: other processes end before the folder is removed.
-            closing(encode(self._pieces(self._assigned(records, others)))) as encoded,
+            closing(encode(self._pieces(documents, self._accepted(others)))) as encoded,
         ):
             total = None
             if not (self.max_documents or self.max_tokens):
@@ -323,7 +324,9 @@ class _Preparation:
             **{name: value for name, value in further.items() if value is not None},
         )
 
-    def _accepted(self, records: Iterable[Record], most: int | None = None) -> Iterator[Record]:
+    def _accepted(
+        self, records: Iterable[Record], most: int | None = None
+    ) -> Generator[Record, None, None]:
         """The records that can be read, at most `most`."""
         for number, record in enumerate(self._readable(records), start=1):
             yield record
@@ -376,10 +379,18 @@ class _Preparation:
                     self.changes.add(*self.changed.pop(piece.document))
             yield piece, tokens
 
-    def _pieces(self, documents: Iterator[tuple[Record, str | None]]) -> Iterator[TextPiece]:
-        """The documents of a split in pieces: a long one is cut, and duplicates are rejected."""
+    def _pieces(
+        self, documents: Iterator[Record], held_out: Iterator[Record] = iter(())
+    ) -> Iterator[TextPiece]:
+        """The documents in pieces: each is assigned to a split, and a long one is cut.
+
+        Args:
+            documents: documents to train on, or to split.
+            held_out: documents to validate on, which come first.
+        """
+        assigned = self._assigned(documents, held_out)
         cuttable = self.tokenizer.splits_at_space_after_letter
-        for number, (document, split) in enumerate(documents, start=1):
+        for number, (document, split) in enumerate(assigned, start=1):
             if split is None:
                 self._reject(document, BadRecordError("duplicate", REASONS["duplicate"]))
                 continue
@@ -394,17 +405,11 @@ class _Preparation:
                     yield TextPiece(part, name, place == 0, place == len(texts) - 1, number)
 
     def _assigned(
-        self, records: Iterable[Record], held_out: Iterable[Record]
+        self, documents: Iterator[Record], held_out: Iterator[Record]
     ) -> Iterator[tuple[Record, str | None]]:
-        """Each document with its split; None for a duplicate.
-
-        Args:
-            records: documents to train on, or to split.
-            held_out: documents to validate on.
-        """
-        documents = self._accepted(records, self.max_documents)
+        """Each document with its split; None for a duplicate."""
         validated: set[bytes] = set()
-        for document in self._accepted(held_out):
+        for document in held_out:
             digest = digest_of(document.value)
             yield document, None if digest in validated else "val"
             validated.add(digest)
