@@ -632,7 +632,7 @@ def test_names_and_times() -> None:
     request = request_of("a", None, None, 1, None, {}, "text", None, "v.txt", as_is=True)
     command = "firstlight train a --steps 1 --val-input v.txt --as-is"
     assert command_of(request, ["--steps", "1"]) == command
-    row = ("validation", "1.234k tokens", "of v.txt, instead of a part of the texts")
+    row = ("validation", "1,234 tokens", "of v.txt, instead of a part of the texts")
     assert validation_rows(request, 1234) == [row]
     with pytest.raises(ConfigError, match=r"^--budget: 'soon' is no time: write for instance 30m"):
         request_of("a", "soon", None, None, None, {}, "text")

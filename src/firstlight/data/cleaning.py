@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 #: The spellings with which programs mark the beginning or the end of a document in a text file.
 _SEPARATOR = re.compile(
-    rb"<(?:\|(?:end|start|begin)_?of_?text\||\|[be]o[sd]\||/?s|[be]o[sd]"
+    rb"<(?i:\|(?:end|start|begin)_?of_?text\||\|[be]o[sd]\||/?s|[be]o[sd]"
     rb"|\xef\xbd\x9c(?:begin|end)\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c)>",
-    re.IGNORECASE,
 )
 #: Bytes on each side of a separator by which it is told from a mention of it. A separator is at
 #: most half as long.
@@ -64,7 +63,7 @@ _CREDITS = re.compile(
 )
 
 #: Words of which a text with one of these marks has at least one.
-_OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "mall")
+_OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
 #: Keys of the changes other than separators, see `DocumentPart` and `cleaned`.
 CRLF, GUTENBERG = "crlf", "gutenberg"
 #: Beginning of the key of a separator that is left in the text.
@@ -219,6 +218,7 @@ def cleaned(text: str, *, is_code: bool = False) -> tuple[str, tuple[str, ...]]:
     changes: tuple[str, ...] = ()
     if "\r\n" in text:
         text, changes = text.replace("\r\n", "\n"), (CRLF,)
+    # Faster than a pattern of alternatives.
     if not is_code and any(word in text for word in _OF_GUTENBERG):
         body = without_gutenberg(text)
         if body != text:

@@ -380,7 +380,7 @@ class _Preparation:
             yield piece, tokens
 
     def _pieces(
-        self, documents: Iterator[Record], held_out: Iterator[Record] = iter(())
+        self, documents: Iterator[Record], held_out: Iterable[Record] = ()
     ) -> Iterator[TextPiece]:
         """The documents in pieces: each is assigned to a split, and a long one is cut.
 
@@ -405,7 +405,7 @@ class _Preparation:
                     yield TextPiece(part, name, place == 0, place == len(texts) - 1, number)
 
     def _assigned(
-        self, documents: Iterator[Record], held_out: Iterator[Record]
+        self, documents: Iterator[Record], held_out: Iterable[Record]
     ) -> Iterator[tuple[Record, str | None]]:
         """Each document with its split; None for a duplicate."""
         validated: set[bytes] = set()

@@ -241,11 +241,11 @@ def read_documents(
         MissingDependencyError: see `read_records`.
     """
     for source in sources:
-        before = _mark_of(source)
+        before, code = _mark_of(source), is_code(source)
         left = math.inf if source.most_bytes is None else source.most_bytes
         with closing(read_records([source], text_key)) as records:
             for record in records:
-                for document in _documents_of(record, source, text_key):
+                for document in _documents_of(record, source, text_key, code=code):
                     yield document
                     # So that a dataset without the field is not read to its end.
                     left -= _REJECTED_BYTES if document.error is not None else 0
@@ -269,7 +269,9 @@ def _mark_of(source: DataSource) -> tuple[int, int, int] | None:
     return None if found is None else (found.st_ino, found.st_size, found.st_ctime_ns)
 
 
-def _documents_of(record: Record, source: DataSource, text_key: str) -> Iterator[Record]:
+def _documents_of(
+    record: Record, source: DataSource, text_key: str, *, code: bool
+) -> Iterator[Record]:
     """The documents of a record: its text, split at separators and cleaned."""
     try:
         if record.error is not None:
@@ -287,7 +289,7 @@ def _documents_of(record: Record, source: DataSource, text_key: str) -> Iterator
         found = split_documents([text.encode("utf-8")])
         parts = [(one.content.decode("utf-8"), one.changes) for one in found if one.content]
     for part, changes in parts:
-        text, made = cleaned(part, is_code=is_code(source))
+        text, made = cleaned(part, is_code=code)
         error = BadRecordError("empty", _ONLY_LICENCE) if not text else None
         yield record._replace(value=text or None, error=error, changes=changes + made)
 
