@@ -287,14 +287,14 @@ def test_validation_inputs_are_the_validation_split(tmp_path: Path, workers: int
     texts.mkdir()
     (texts / "a.txt").write_text("one two three\n<|endoftext|>\nheld out\n<|endoftext|>\nfour")
     held.write_text("held out\n<|endoftext|>\nalso held out\n<|endoftext|>\nheld out")
-    options = {"val_inputs": [held], "workers": workers}
+    options: dict[str, Any] = {"val_inputs": [held], "workers": workers}
     manifest = prepare([texts], TOKENIZER, tmp_path / "out", **options)
     assert texts_of(tmp_path / "out", "val") == ["held out", "also held out"]
     assert texts_of(tmp_path / "out", "train") == ["one two three", "four"]
     assert (manifest["split_by"], manifest["documents"]["rejected"]) == ("files", {"duplicate": 2})
     read_by = json.loads((tmp_path / "out" / SOURCES_NAME).read_text())["options"]
     assert read_by == ["--val-input", "held.txt"]
-    limits = {"max_tokens": 2, "max_documents": 1, "overwrite": True}
+    limits: dict[str, Any] = {"max_tokens": 2, "max_documents": 1, "overwrite": True}
     prepare([texts], TOKENIZER, tmp_path / "out", **options, **limits)
     assert texts_of(tmp_path / "out", "val") == ["held out", "also held out"]
     assert len(texts_of(tmp_path / "out", "train")) == 1

@@ -278,9 +278,10 @@ class _Preparation:
             closing(read_documents(sources, text_key)) as records,
             closing(read_documents(held_out, text_key)) as others,
             closing(self._accepted(records, self.max_documents)) as documents,
+            closing(self._accepted(others if held_out else ())) as validation,
             self.writer.open(),
             # Closed after an error, too: other processes end before the folder is removed.
-            closing(encode(self._pieces(documents, self._accepted(others)))) as encoded,
+            closing(encode(self._pieces(documents, validation))) as encoded,
         ):
             total = None
             if not (self.max_documents or self.max_tokens):
@@ -405,11 +406,11 @@ class _Preparation:
                     yield TextPiece(part, name, place == 0, place == len(texts) - 1, number)
 
     def _assigned(
-        self, documents: Iterator[Record], held_out: Iterable[Record]
+        self, documents: Iterator[Record], others: Iterable[Record]
     ) -> Iterator[tuple[Record, str | None]]:
         """Each document with its split; None for a duplicate."""
         validated: set[bytes] = set()
-        for document in held_out:
+        for document in others:
             digest = digest_of(document.value)
             yield document, None if digest in validated else "val"
             validated.add(digest)

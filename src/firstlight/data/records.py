@@ -290,8 +290,8 @@ def _documents_of(
         parts = [(one.content.decode("utf-8"), one.changes) for one in found if one.content]
     for part, changes in parts:
         text, made = cleaned(part, is_code=code)
-        error = BadRecordError("empty", _ONLY_LICENCE) if not text else None
-        yield record._replace(value=text or None, error=error, changes=changes + made)
+        problem = BadRecordError("empty", _ONLY_LICENCE) if not text else None
+        yield record._replace(value=text or None, error=problem, changes=changes + made)
 
 
 def _text_of(record: object, text_key: str) -> str:

@@ -166,8 +166,8 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
         )
     path = Path(item).expanduser()
     if path.is_dir():
-        files = (file for file in _files_under(path) if _is_read(file, suffixes))
-        found = sorted(files, key=lambda file: file.relative_to(path).as_posix())
+        read = (file for file in _files_under(path) if _is_read(file, suffixes))
+        found = sorted(read, key=lambda file: file.relative_to(path).as_posix())
         if not found:
             raise InputError(_nothing_in(item, path, suffixes))
         return [DataSource(name=str(file), path=file) for file in found]
