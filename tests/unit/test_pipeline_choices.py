@@ -81,7 +81,10 @@ def test_a_script_of_many_characters_has_tokens_for_them() -> None:
 
 def test_text_in_three_bytes_a_character_has_more_bytes_a_token() -> None:
     latin, han = corpus(), corpus(characters=4_000_000)
-    assert estimated_text(han, 4096).bytes_per_token > estimated_text(latin, 4096).bytes_per_token
+    assert (
+        estimated_text(han, 4096, 1e6).bytes_per_token
+        > estimated_text(latin, 4096, 1e6).bytes_per_token
+    )
 
 
 def test_speed_lies_on_a_line_through_the_known_ones() -> None:
@@ -490,7 +493,7 @@ def test_the_range_of_unusual_text_is_wider(ratio: float, unusual: bool) -> None
 
 def test_estimated_facts_of_a_text_have_its_hardness() -> None:
     hard = Hardness(2.0, 4.0, 1.5)
-    assert estimated_text(corpus(hardness=hard), 512).hardness == hard
+    assert estimated_text(corpus(hardness=hard), 512, 1e6).hardness == hard
 
 
 @pytest.mark.parametrize("dense", [False, True])

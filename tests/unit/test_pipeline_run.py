@@ -33,11 +33,11 @@ from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import preparation, settings
 from firstlight.pipeline.facts import MachineFacts
 from firstlight.pipeline.new_model import counted_text
-from firstlight.pipeline.plan import scan_texts
+from firstlight.pipeline.plan import scan_texts, validation_rows
 from firstlight.pipeline.request import Request, request_of
 from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts, work_of
-from firstlight.pipeline.run_folder import RunCall, run_name
+from firstlight.pipeline.run_folder import RunCall, command_of, run_name
 from firstlight.pipeline.scan import scan_corpus
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
@@ -656,6 +656,11 @@ def test_names_and_times() -> None:
         *("5 s", "1 min 30 s", "10 min", "1 h", "1 h 30 min")
     ]
     assert request_of("a", "3m", None, None, None, {}, "text") == Request(("a",), 180.0)
+    request = request_of("a", None, None, 1, None, {}, "text", None, "v.txt", as_is=True)
+    command = "firstlight train a --steps 1 --val-input v.txt --as-is"
+    assert command_of(request, ["--steps", "1"]) == command
+    row = ("validation", "1,234 tokens", "of v.txt, instead of a part of the texts")
+    assert validation_rows(request, 1234) == [row]
     with pytest.raises(ConfigError, match=r"^--budget: 'soon' is no time: write for instance 30m"):
         request_of("a", "soon", None, None, None, {}, "text")
     with pytest.raises(ConfigError, match=r"^--tokens: 'many' is no number of tokens"):

@@ -136,12 +136,43 @@ def test_parts_of_similar_documents_on_both_sides_are_mentioned(tmp_path: Path) 
     assert list(described(scan))[1] == line
 
 
+def test_given_validation_texts_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
+    for folder, seeds in (("texts", range(8)), ("held", (3, 20))):
+        (tmp_path / folder).mkdir()
+        for seed in seeds:
+            (tmp_path / folder / f"{seed}.txt").write_text(prose(seed))
+    (tmp_path / "texts" / "similar.txt").write_text(prose(20) + " and more")
+    sources, held = (find_sources([tmp_path / name]) for name in ("texts", "held"))
+    scan = scan_corpus(sources, val_sources=held)
+    split_of = scan.split.splitter()
+    splits = [split_of(record.value) for record in read_documents(scan.limited(10**9))]
+    assert splits == ["val", "val", *("train",) * 3, None, *("train",) * 4, None]
+    assert scan.val_bytes == pytest.approx(len(prose(3) + prose(20)), abs=1)
+    assert all(any(one in prose(seed) for seed in (3, 20)) for one in scan.prompts)
+    lines = "\n".join(described(scan))
+    assert "validation: 2 documents of --val-input" in lines
+    assert "1 near-duplicate of the validation text left out" in lines
+    assert scan.facts.content_key != scan_corpus([*held, *sources]).facts.content_key
+
+
+def test_the_documents_of_a_long_text_file_are_not_kept_at_the_limit_of_the_scan(
+    tmp_path: Path,
+) -> None:
+    stories = "".join(f"{prose(seed, 100) * 30}\n<|endoftext|>\n" for seed in range(100))
+    (tmp_path / "a.txt").write_text(stories)
+    scan = scan_corpus(find_sources([tmp_path]), most_bytes=len(stories) // 2)
+    assert scan.facts.is_sampled
+    assert scan.split.digests
+    assert scan.held_out_files == []
+    assert len(list(read_documents(scan.limited(10**9)))) == 100
+
+
 def test_texts_after_a_file_without_any_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": []}\n' * 3000)
     (tmp_path / "b.txt").write_text(prose(1))
     facts = scan_corpus(find_sources([tmp_path])).facts
     assert facts.documents == 1
-    assert 0 < facts.rejected["conversation"] < 3000
+    assert facts.rejected["conversation"] == 3000
 
 
 def test_compressed_texts_are_held_out_whole_when_a_part_of_them_is_read(tmp_path: Path) -> None:
@@ -339,8 +370,15 @@ def test_a_source_without_the_text_field_is_not_read_to_its_end(tmp_path: Path) 
     path.write_text('{"content": "a text"}\n' * 5000)
     (source,) = find_sources([path])
     assert sum(1 for _ in read_documents([replace(source, most_bytes=50_000)])) == 50
-    with pytest.raises(InputError, match="all 1000 documents were rejected"):
+    with pytest.raises(InputError, match="all 5,000 documents read were rejected"):
         scan_corpus([source])
+
+
+def test_texts_after_many_bad_lines_of_a_file_are_read(tmp_path: Path) -> None:
+    lines = "{bad\n" * 1500 + "".join(f'{{"text": "{prose(one)}"}}\n' for one in range(20))
+    (tmp_path / "a.jsonl").write_text(lines)
+    facts = scan_corpus(find_sources([tmp_path])).facts
+    assert (facts.documents, facts.rejected) == (20, {"broken_json": 1500})
 
 
 def test_the_files_of_a_run_are_no_texts(tmp_path: Path) -> None:

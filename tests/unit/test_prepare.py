@@ -175,7 +175,7 @@ def test_files_of_other_kinds_are_counted_and_listed(tmp_path: Path) -> None:
     (folder / "a.txt").write_text("some text", encoding="utf-8")
     others = [folder / "b.PDF", folder / "c.pdf", folder / "pictures" / "d"]
     for file in others:
-        file.touch()
+        file.write_bytes(bytes(range(32)))
     manifest = prepare([folder], TOKENIZER, tmp_path / "out", val_fraction=0)
     assert manifest["unread_files"] == {".pdf": 2, "": 1}
     listed = (tmp_path / "out" / "unread.txt").read_text(encoding="utf-8")
@@ -751,7 +751,7 @@ def _damaged_after_good_documents(folder: Path) -> None:
         (_empty, "the corpus is empty: the inputs hold no documents"),
         (
             _all_rejected,
-            r"the corpus is empty: all 3 documents were rejected \(1 nothing but white space, "
+            r"the corpus is empty: all 3 documents read were rejected \(1 nothing but white space, "
             r"1 no text in the text field, 1 not a valid JSON line\); first: .*a\.jsonl:1: blank",
         ),
         (_damaged_after_good_documents, r"b\.txt\.gz is damaged"),

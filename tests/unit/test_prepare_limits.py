@@ -19,8 +19,9 @@ from tokenizer_files import tiny
 
 from firstlight.cli.prepare import prepare_command
 from firstlight.data import cutting, encoding
+from firstlight.data.cleaning import without_gutenberg
 from firstlight.data.corpus import TokenDataset
-from firstlight.data.cutting import longest_prefix, without_gutenberg
+from firstlight.data.cutting import longest_prefix
 from firstlight.data.prepare import prepare
 from firstlight.data.shards import Shard
 from firstlight.data.sources import SOURCES_NAME, find_sources
@@ -262,13 +263,49 @@ def test_books_are_prepared_without_header_and_licence(
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     out = tmp_path / "out"
     place = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(out), "--val-fraction", "0"]
-    prepare_command.main([str(folder), *place, "--strip-gutenberg"], standalone_mode=False)
+    prepare_command.main([str(folder), *place], standalone_mode=False)
     assert texts_of(out, "train") == [_BOOK + "\n", "A letter.\n"]
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["gutenberg_stripped"] == 1
+    one = {"documents": 1, "files": 1}
+    assert manifest["cleaned"] == {"crlf": one, "gutenberg": one}
     assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"empty": 1}}
     said = capsys.readouterr().err
-    assert "1 of 2 documents had Project Gutenberg's header or licence, which was left out" in said
+    assert "1 file: Project Gutenberg's header and licence left out (--as-is keeps them)" in said
+    options = ["--as-is", "--strip-gutenberg", "--overwrite"]
+    prepare_command.main([str(folder), *place, *options], standalone_mode=False)
+    assert len(texts_of(out, "train")) == 3
+    assert "cleaned" not in json.loads((out / "manifest.json").read_text())
+    assert json.loads((out / SOURCES_NAME).read_text())["options"] == ["--as-is"]
+
+
+# Validation texts of their own
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_validation_inputs_are_the_validation_split(tmp_path: Path, workers: int) -> None:
+    texts, held = tmp_path / "texts", tmp_path / "texts" / "held.txt"
+    texts.mkdir()
+    (texts / "a.txt").write_text("one two three\n<|endoftext|>\nheld out\n<|endoftext|>\nfour")
+    held.write_text("held out\n<|endoftext|>\nalso held out\n<|endoftext|>\nheld out")
+    options: dict[str, Any] = {"val_inputs": [held], "workers": workers}
+    manifest = prepare([texts], TOKENIZER, tmp_path / "out", **options)
+    assert texts_of(tmp_path / "out", "val") == ["held out", "also held out"]
+    assert texts_of(tmp_path / "out", "train") == ["one two three", "four"]
+    assert (manifest["split_by"], manifest["documents"]["rejected"]) == ("files", {"duplicate": 2})
+    read_by = json.loads((tmp_path / "out" / SOURCES_NAME).read_text())["options"]
+    assert read_by == ["--val-input", "held.txt"]
+    limits: dict[str, Any] = {"max_tokens": 2, "max_documents": 1, "overwrite": True}
+    prepare([texts], TOKENIZER, tmp_path / "out", **options, **limits)
+    assert texts_of(tmp_path / "out", "val") == ["held out", "also held out"]
+    assert len(texts_of(tmp_path / "out", "train")) == 1
+
+
+def test_validation_inputs_without_text_or_with_all_of_it_are_refused(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "a text"), ("b.txt", "a text"), ("c.txt", " ")):
+        (tmp_path / name).write_text(text)
+    for name, message in (("b.txt", "no text to train on"), ("c.txt", "validation inputs have no")):
+        with pytest.raises(InputError, match=message):
+            prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", val_inputs=[tmp_path / name])
 
 
 # Random tokens
@@ -333,9 +370,7 @@ def test_limits_are_given_as_people_write_them(tmp_path: Path, corpus: Path) -> 
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["max_documents"], manifest["max_tokens"]) == (200, 1000)
     assert sum(tokens_of(manifest).values()) in range(990, 1001)
-    with pytest.raises(
-        ConfigError, match="--max-documents, --max-tokens and --strip-gutenberg are"
-    ):
+    with pytest.raises(ConfigError, match="--max-documents, --max-tokens and --as-is are"):
         prepare_command.main(
             [str(corpus), *place, "--kind", "chat", "--max-tokens", "9"], standalone_mode=False
         )

@@ -14,12 +14,20 @@ import sysconfig
 import tracemalloc
 import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from firstlight.data.records import REASONS, Record, read_documents
+from firstlight.data.records import (
+    REASONS,
+    Record,
+    find_records,
+    kind_of_records,
+    read_documents,
+    read_records,
+)
 from firstlight.data.sources import (
     DataSource,
     by_ending,
@@ -113,8 +121,10 @@ def test_the_name_of_an_input_has_no_folder_of_this_machine_and_no_secret() -> N
 def test_a_folder_gives_its_text_files_in_one_order(tmp_path: Path) -> None:
     wanted = ["B.TXT", "a-b/z.txt", "a.md", "a/b.py", "a/c/d.jsonl", "a/c/d.jsonl.gz", "b.parquet"]
     make_tree(tmp_path, *reversed(wanted))
-    make_tree(tmp_path, "a/data.pdf", "notes", "a/.hidden.txt", ".git/x.txt", "a/__pycache__/x.py")
-    make_tree(tmp_path, "node_modules/m/readme.md", "x.txt.bak", "x.parquet.gz")
+    make_tree(tmp_path, "a/data.pdf", "a/.hidden.txt", ".git/x.txt", "a/__pycache__/x.py")
+    make_tree(tmp_path, "node_modules/m/readme.md", "x.parquet.gz")
+    for name in ("notes", "x.txt.bak"):
+        (tmp_path / name).write_bytes(bytes(range(32)))
     assert names(tmp_path) == [str(tmp_path / name) for name in wanted]
     assert by_ending(unread_files([tmp_path])) == {"": 1, ".bak": 1, ".parquet.gz": 1, ".pdf": 1}
 
@@ -122,8 +132,9 @@ def test_a_folder_gives_its_text_files_in_one_order(tmp_path: Path) -> None:
 def test_files_of_other_kinds_are_counted_by_ending_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tree(tmp_path, "a.txt", "a.PDF", "b.pdf", "c.tar.gz", "d/e.png", "d/notes 1. draft")
+    make_tree(tmp_path, "a.txt", "a.PDF", "b.pdf", "c.tar.gz", "d/e.png")
     make_tree(tmp_path, ".x.png", "d/.git/y.png")
+    (tmp_path / "d" / "notes 1. draft").write_bytes(bytes(range(32)))
     monkeypatch.chdir(tmp_path)
     counts = {".pdf": 2, "": 1, ".png": 1, ".tar.gz": 1}
     assert list(by_ending(unread_files([".", "*", tmp_path / "d", "stdlib"])).items()) == list(
@@ -233,14 +244,16 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         ("corpsu", r"corpsu does not exist \(did you mean 'corpus'\?\)"),
         ("stdlb", r"stdlb does not exist \(did you mean 'stdlib'\?\)"),
         ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist$"),
-        ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(\.txt, \.md, \.py, "),
+        ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(firstlight reads text "),
         ("no[xyz]", r"matches no text files"),
         ("empty", r"folder empty holds no text files .*\): put some there$"),
         (
             "corpus",
-            r"folder corpus holds no text files .*; it has 1 \.odt: corpus/table\.odt is an ",
+            r"folder corpus holds no text files; it has 1 \.odt: corpus/table\.odt is an .*"
+            r"\(firstlight reads text and code with any ending or none, \.jsonl, \.ndjson, ",
         ),
         ("corpus/table.odt", r"table\.odt is an OpenDocument text: make text of it with pandoc "),
+        ("https://a.org/b.txt", r"https://a\.org/b\.txt is a URL: download it, with curl -LO "),
         ("pipe.txt", r"pipe\.txt is neither a file nor a folder"),
         ("hf:", r"hf: needs a dataset's name"),
         ("hf::x", r"hf: needs a dataset's name"),
@@ -292,9 +305,97 @@ def test_the_size_of_a_source_is_its_bytes(tmp_path: Path) -> None:
 
 
 def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
-    text = "erste\r\nzweite\rdritte\x00\u2028vierte\n\n "
+    text = "erste\r\nzweite\rdritte\x00\u2028vierte <|endoftext|>\n\n "
     (tmp_path / "a.md").write_bytes(text.encode())
+    as_is = find_sources([tmp_path], as_is=True)
+    assert seen(list(read_documents(as_is))) == [(text, str(tmp_path / "a.md"), 1)]
+    text = "erste\nzweite\rdritte\x00\u2028vierte"
     assert seen(read(tmp_path)) == [(text, str(tmp_path / "a.md"), 1)]
+
+
+def test_a_text_file_ends_documents_at_separators(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\r\n<|endoftext|>\nnot \xff UTF-8\n<|endoftext|>\n\n three\nlines\n")
+    first, bad, last = read(path)
+    assert (first.value, first.line, first.changes) == ("one", 1, ("<|endoftext|>",))
+    assert (bad.error and bad.error.reason, bad.line) == ("bad_utf8", 3)
+    assert (last.value, last.line) == (" three\nlines", 6)
+    limited = [replace(find_sources([path])[0], most_bytes=20)]
+    assert [record.value for record in read_documents(limited)] == ["one"]
+
+
+def test_records_are_cleaned_and_split_as_text_files_are(tmp_path: Path) -> None:
+    texts = ["a\r\nb", "One.<|endoftext|>Two.<|endoftext|>", "<|endoftext|> is a token"]
+    (tmp_path / "a.ndjson").write_bytes(jsonl(*texts))
+    found = read(tmp_path)
+    assert [(one.value, one.line, one.changes) for one in found] == [
+        ("a\nb", 1, ("crlf",)),
+        ("One.", 2, ("<|endoftext|>",)),
+        ("Two.", 2, ("<|endoftext|>",)),
+        ("<|endoftext|> is a token", 3, ("kept <|endoftext|>",)),
+    ]
+
+
+def test_text_of_any_ending_is_read_and_other_files_are_counted(tmp_path: Path) -> None:
+    texts = ["LICENSE", "README", "a.abc", "b.SRT", "c.log.gz", "d.yaml"]
+    make_tree(tmp_path, *texts, "e.json", "f.html", "g.ipynb")
+    (tmp_path / "c.log.gz").write_bytes(gzip.compress(b"a line"))
+    (tmp_path / "README").write_text("wide", encoding="utf-16")
+    (tmp_path / "h.dat").write_bytes(bytes(range(256)))
+    (tmp_path / "i").write_bytes(gzip.compress(b"text" * 100))
+    assert [Path(name).name for name in names(tmp_path)] == texts
+    unread = {"": 1, ".dat": 1, ".html": 1, ".ipynb": 1, ".json": 1}
+    assert by_ending(unread_files([tmp_path])) == unread
+    assert names(tmp_path / "a.abc") == [str(tmp_path / "a.abc")]
+    with pytest.raises(
+        InputError, match=r"h\.dat is a binary file: leave it out \(firstlight reads"
+    ):
+        find_sources([tmp_path / "h.dat"])
+
+
+def test_compressed_content_under_another_ending_gets_a_command_that_unpacks_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(gzip.compress(b"text" * 100))
+    (record,) = read(path)
+    command = str(record.error).partition("unpack it with ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert (tmp_path / "a.plain.txt").read_bytes() == b"text" * 100
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ({"name": "A", "type": "private_group", "messages": [{"text": "a"}]}, "Telegram"),
+        ([{"title": "a", "mapping": {"b": {"message": None}}}], "ChatGPT"),
+        ([{"uuid": "a", "chat_messages": [{"text": "b", "sender": "human"}]}], "Claude"),
+    ],
+)
+def test_exported_chats_are_refused_by_their_program_everywhere(
+    tmp_path: Path, content: Any, name: str
+) -> None:
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps(content))
+    message = rf"export\.json is {name}'s export of .* jq -c '.*' .*export\.json > .*export\.jsonl"
+    with pytest.raises(InputError, match=message):
+        find_sources([path])
+    (source,) = find_records([path])
+    assert kind_of_records(source) is None
+    with pytest.raises(InputError, match=message):
+        list(read_records([source]))
+
+
+def test_a_table_that_is_not_read_to_its_end_leaves_no_error_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    (tmp_path / "a.csv").write_text("text\n" + "a\n" * 10)
+    records = read_documents(find_sources([tmp_path]))
+    assert next(records).value == "a"
+    records.close()
+    assert unraisable == []
 
 
 # A mark is text of nobody, wherever the file has it from.
@@ -317,7 +418,8 @@ def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
     ):
         path = tmp_path / f"a.{kind}{suffix}"
         path.write_bytes(COMPRESSORS[suffix]((mark + content).encode(encoding)))
-        assert set(texts_of(path)) == {text}, kind
+        documents = read_documents(find_sources([path], as_is=True))
+        assert {one.value for one in documents} == {text}, kind
         assert len(read(path)) == (1 if content == text else 2)
 
 
@@ -728,7 +830,7 @@ def fake_datasets(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_a_dataset_is_streamed_row_by_row(fake_datasets: types.SimpleNamespace) -> None:
     fake_datasets.rows = [{"text": "a"}, {"text": None}, {"title": "b"}, {"text": "c"}]
     found = read_documents(find_sources(["hf:owner/name"]))
-    assert next(found) == Record("hf:owner/name", 1, "a")
+    assert next(found) == Record("hf:owner/name", 1, "a", is_line=False)
     assert [(r.line, r.error is None) for r in found] == [
         (2, False),
         (3, False),

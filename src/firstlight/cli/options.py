@@ -151,6 +151,11 @@ out_option = path_option("--out", required=True, help="Folder to write.")
 text_key_option = click.option(
     "--text-key", default="text", show_default=True, help="Field of JSONL, CSV, Parquet."
 )
+as_is_option = click.option(
+    "--as-is",
+    is_flag=True,
+    help="Texts: unchanged, with separators such as <|endoftext|>, CRLF and Gutenberg's licence.",
+)
 device_option = click.option(
     "--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps."
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from firstlight.cli.options import out_option, text_key_option
+from firstlight.cli.options import as_is_option, out_option, text_key_option
 from firstlight.cli.output import counted, show, with_json
 from firstlight.console import human_bytes, parse_count, say
 from firstlight.errors import ConfigError
@@ -23,7 +23,7 @@ _OF_TEXT = {
     "text_key": "text",
     "max_documents": None,
     "max_tokens": None,
-    "strip_gutenberg": False,
+    "as_is": False,
 }
 
 
@@ -63,11 +63,9 @@ _OF_TEXT = {
     help="Stop reading at N tokens of both splits together, for instance 10M. Each split's last "
     "document is cut between two characters, so the split can be a few tokens short.",
 )
-@click.option(
-    "--strip-gutenberg",
-    is_flag=True,
-    help="Leave out the header and licence of Project Gutenberg around texts that have them.",
-)
+@as_is_option
+# Texts are read so by default; commands that were written before keep working.
+@click.option("--strip-gutenberg", is_flag=True, expose_value=False, hidden=True)
 @click.option(
     "--kind",
     type=click.Choice(["text", "chat", "preference"]),
@@ -81,7 +79,7 @@ _OF_TEXT = {
     "val_inputs",
     multiple=True,
     metavar="INPUT",
-    help="With --kind chat: conversations to validate on, instead of --val-fraction.",
+    help="Texts or conversations to validate on, instead of --val-fraction.",
 )
 @click.option(
     "--template",
@@ -113,6 +111,7 @@ def prepare_command(
     tokenizer: str,
     out: Path,
     val_fraction: float,
+    val_inputs: tuple[str, ...],
     kind: str,
     overwrite: bool,
     as_json: bool,
@@ -120,14 +119,15 @@ def prepare_command(
 ) -> dict[str, Any]:
     """Turn a corpus into token shards in --out.
 
-    INPUT is a file, folder or glob of .txt, .md, .py and other text and code, .jsonl[.gz|.zst],
-    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]], whose split is "train"
-    if none is named (hf:NAME::validation). A text file is one document, as is each line of a JSONL
-    file and each row of a table. Text is UTF-8, or UTF-16 or UTF-32 with a byte-order mark.
-    Documents that can't be read are listed in OUT/rejected.jsonl; files of other kinds are counted.
-    random:TOKENS[:SEED], alone, is uniformly random tokens, for measurements.
+    INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
+    .tsv (each may end in .gz, .bz2 or .zst, too) or .parquet, the word `stdlib`, or
+    hf:NAME[:CONFIG[:SPLIT]], whose split is "train" if none is named (hf:NAME::validation). A text
+    file is one document, as is each line of a JSONL file and each row of a table; <|endoftext|> and
+    similar separators end a document within them. Text is UTF-8, or UTF-16 or UTF-32 with a
+    byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of other
+    kinds are counted. random:TOKENS[:SEED], alone, is uniformly random tokens, for measurements.
 
-    With --kind chat, INPUT is .jsonl[.gz|.zst], .json, .parquet or hf:NAME[:CONFIG[:SPLIT]], and
+    With --kind chat, INPUT is .jsonl, .ndjson, .json, .parquet or hf:NAME[:CONFIG[:SPLIT]], and
     each record a conversation: {instruction, input, output}, {messages} or {conversations}. With
     --kind preference, each is {prompt, chosen, rejected}.
     """
@@ -136,19 +136,20 @@ def prepare_command(
     from firstlight.checkpoint.selection import resolve_tokenizer
 
     folders = (resolve_tokenizer(tokenizer), out)
-    shared: dict[str, Any] = {"val_fraction": val_fraction, "overwrite": overwrite}
+    shared: dict[str, Any] = {"val_fraction": val_fraction, "val_inputs": val_inputs}
+    shared["overwrite"] = overwrite
     if kind == "text":
         if of_chat:
             raise ConfigError(
-                "--val-input, --template, --format, --train-on and --on-bad are for conversations: "
-                "add --kind chat"
+                "--template, --format, --train-on and --on-bad are for conversations: add --kind "
+                "chat"
             )
         manifest = _prepare_text(inputs, *folders, **shared, **of_text)
     else:
         if of_text != _OF_TEXT:
             raise ConfigError(
                 "--workers, --engine, --ray-address, --text-key, --max-documents, --max-tokens and "
-                "--strip-gutenberg are for text: leave them out with --kind chat"
+                "--as-is are for text: leave them out with --kind chat"
             )
         manifest = _prepare_chat(inputs, *folders, kind=kind, **shared, **of_chat)
     _show_summary(out, manifest)
@@ -180,6 +181,7 @@ def _prepare_chat(inputs: tuple[str, ...], *folders: Path, **options: Any) -> di
 
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data import conversations, records, sources
+    from firstlight.data.cleaning import change_lines
     from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 
     documents, chat = manifest["documents"], manifest.get("chat")
@@ -200,11 +202,8 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
             f"{out}: {split}: {counted(entry['documents'], part)}, {entry['tokens']:,} tokens, "
             f"{human_bytes(entry['text_bytes'])} of text, {counted(len(entry['shards']), 'shard')}"
         )
-    if "gutenberg_stripped" in manifest:
-        say(
-            f"{manifest['gutenberg_stripped']:,} of {counted(documents['written'], 'document')} "
-            "had Project Gutenberg's header or licence, which was left out"
-        )
+    for line in change_lines(manifest.get("cleaned", {})):
+        say(line)
     for reason, count in documents["rejected"].items():
         say(f"{count:,} of {documents['read']:,} documents rejected: {reasons[reason]}")
     if documents["rejected"]:

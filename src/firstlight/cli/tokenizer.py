@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import out_option, text_key_option
+from firstlight.cli.options import as_is_option, out_option, text_key_option
 from firstlight.cli.output import counted, show, with_json
 from firstlight.console import human_bytes, say
 
 if TYPE_CHECKING:
+    from firstlight.data.cleaning import ChangeCounts
     from firstlight.data.records import Record
     from firstlight.tokenizer import Tokenizer
 
@@ -29,28 +30,34 @@ def tokenizer_group() -> None:
 @click.option("--vocab-size", type=int, required=True, help="Number of tokens, 257 at least.")
 @out_option
 @text_key_option
+@as_is_option
 @with_json
 def train_command(
-    inputs: tuple[str, ...], vocab_size: int, out: Path, text_key: str, as_json: bool
+    inputs: tuple[str, ...], vocab_size: int, out: Path, text_key: str, as_is: bool, as_json: bool
 ) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on a corpus and write tokenizer.json into --out.
 
-    INPUT is a file, folder or glob of .txt, .md, .py and other text and code, .jsonl[.gz|.zst],
-    .csv, .tsv or .parquet, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]].
+    INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
+    .tsv (each may end in .gz, .bz2 or .zst, too) or .parquet, the word `stdlib`, or
+    hf:NAME[:CONFIG[:SPLIT]].
     """
+    from firstlight.data.cleaning import ChangeCounts, change_lines
     from firstlight.data.records import read_documents
     from firstlight.data.sources import find_sources
     from firstlight.files.atomic import new_folder, require_free
     from firstlight.tokenizer import train_tokenizer
 
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, as_is=as_is)
     require_free(out, "choose another --out")
     counts = {"documents": 0, "rejected": 0, "text_bytes": 0}
     rejections: list[str] = []
-    texts = _count_texts(read_documents(sources, text_key), counts, rejections)
+    changes = ChangeCounts()
+    texts = _count_texts(read_documents(sources, text_key), counts, rejections, changes)
     with new_folder(out) as folder:
         tokenizer = train_tokenizer(texts, vocab_size)
         tokenizer.save_pretrained(folder)
+    for line in change_lines(changes.record(), changes.names()):
+        say(line)
     if rejections:
         number = counted(counts["rejected"], "document")
         say(f"{number} not used (firstlight prepare lists them); first: {rejections[0]}")
@@ -69,7 +76,10 @@ def train_command(
 
 
 def _count_texts(
-    records: Iterable[Record], counts: dict[str, int], rejections: list[str]
+    records: Iterable[Record],
+    counts: dict[str, int],
+    rejections: list[str],
+    changes: ChangeCounts,
 ) -> Iterator[str]:
     """The texts of the valid documents, counted while they are read.
 
@@ -77,6 +87,7 @@ def _count_texts(
         records: the documents.
         counts: numbers of "documents", "rejected" and "text_bytes", which are increased.
         rejections: list to which place and error of the first rejected document are added.
+        changes: counts of the changes made to the documents, which are increased.
 
     Raises:
         InputError: there is no valid document.
@@ -89,6 +100,7 @@ def _count_texts(
         if record.error is None:
             counts["documents"] += 1
             counts["text_bytes"] += len(record.value.encode("utf-8"))
+            changes.add(record.origin, record.changes)
             yield record.value
         else:
             counts["rejected"] += 1

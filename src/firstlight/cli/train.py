@@ -182,8 +182,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
         _check_that_input_exists(paths)
     path, overrides = split_arguments(arguments, "train", is_run=options["cooldown"] is not None)
     for name in TEXT_OPTIONS:
-        if options.pop(name) not in (None, False):
-            option = name.replace("_", "-")
+        if options.pop(name) not in (None, False, ()):
+            option = name.removesuffix("s" if name == "val_inputs" else "").replace("_", "-")
             raise ConfigError(f"--{option} is for texts: leave it out with {path}")
     return _train_recipe(path, overrides, **options)
 
@@ -194,12 +194,17 @@ def _check_that_input_exists(paths: Sequence[str]) -> None:
     Raises:
         ConfigError: a path does not exist, and is not named like a recipe.
     """
-    for path in map(Path, paths):
+    from firstlight.data.sources import url_input
+
+    for name in paths:
+        path = Path(name)
         if path.suffix.lower() in (".yaml", ".yml") or path.expanduser().exists():
             continue
+        if "://" in name:
+            raise ConfigError(url_input(name))
         siblings = [str(sibling) for sibling in path.expanduser().parent.glob("*")]
         raise ConfigError(
-            f"{path} does not exist{nearest(str(path), siblings)}: name files or folders of texts, "
+            f"{name} does not exist{nearest(str(path), siblings)}: name files or folders of texts, "
             "`stdlib`, hf:NAME, or a recipe (.yaml)"
         )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import psutil
 
-from firstlight.cli.options import grouped
+from firstlight.cli.options import as_is_option, grouped
 from firstlight.cli.output import show
 from firstlight.console import console, parse_time, say, time_text
 from firstlight.errors import ConfigError
@@ -34,7 +34,10 @@ _OTHER_FOLDERS = {
 _HEAD_BYTES = 1 << 20
 
 #: Parameters of the options that are only for texts.
-TEXT_OPTIONS = ("budget", "tokens", "steps", "size", "plan_only", "gpu", "text_key")
+TEXT_OPTIONS = (
+    *("budget", "tokens", "steps", "size", "plan_only", "gpu"),
+    *("text_key", "val_inputs", "as_is"),
+)
 
 
 #: The options that are only for texts.
@@ -50,6 +53,14 @@ text_options = grouped(
     click.option("--plan-only", is_flag=True, help="Texts: show what would be trained, and end."),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
     click.option("--text-key", metavar="KEY", help="Texts: field of JSONL, CSV, Parquet."),
+    click.option(
+        "--val-input",
+        "val_inputs",
+        multiple=True,
+        metavar="INPUT",
+        help="Texts: texts to validate on; nothing of the others is held out then.",
+    ),
+    as_is_option,
 )
 
 
@@ -104,7 +115,7 @@ def train_texts_command(
             "texts are prepared by one process: leave out --nproc and stop the run once it trains, "
             "then firstlight train RUN_FOLDER/recipe.yaml --resume --nproc N"
         )
-    names = ("budget", "tokens", "steps", "size", "init_from")
+    names = ("budget", "tokens", "steps", "size", "init_from", "val_inputs", "as_is")
     asked = {name: options[name] for name in names}
     asked |= {"overrides": overrides, "text_key": options["text_key"] or "text"}
     if options["plan_only"]:

@@ -1,5 +1,5 @@
-"""Ways to cut documents: a tail for validation, pieces to encode, the text between Project
-Gutenberg's header and licence, and a limited number of first tokens.
+"""Ways to cut documents: a tail for validation, pieces to encode, and a limited number of first
+tokens.
 """
 
 from __future__ import annotations
@@ -17,31 +17,6 @@ from firstlight.errors import ConfigError
 _PIECE_CHARACTERS = 1 << 18
 
 _SPACE_AFTER_LETTER = re.compile(r"(?<=[^\W\d_])[ \n]")
-
-#: Project Gutenberg's lines around the text of a book:
-#: - start, since 2003: "*** START OF THE PROJECT GUTENBERG EBOOK TITLE ***", where the title may
-#:   take several lines. Some years have THIS instead of THE, ETEXT instead of EBOOK, or no blanks
-#:   after the asterisks.
-#: - print, before 2003, the end of the header: "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN
-#:   ETEXTS*Ver.04.29.93*END*".
-#: - end: "*** END OF THE PROJECT GUTENBERG EBOOK ..." or "End of (the|this) Project Gutenberg('s)
-#:   ...", or both.
-_MARKS = re.compile(
-    r"^[ \t\[]*(?:"
-    r"(?P<start>\*+[ \t]*START[ \t]+OF[ \t]+(?:TH(?:E|IS)[ \t]+)?PROJECT[ \t]+GUTENBERG"
-    r"(?:(?:[^\n]|\n(?![ \t\r]*\n)){0,600}?\*{3}[^\n]*|[^\n]*))"
-    r"|(?P<print>\*+[ \t]*END[ \t]*(?:\*[ \t]*)?THE[ \t]+SMALL[ \t]+PRINT[^\n]*)"
-    r"|(?P<end>(?:\*+[ \t]*)?(?:END|ENDE|FIN)[ \t]+(?:(?:OF|DIESES|DE)[ \t]+)?"
-    r"(?:TH(?:E|IS)[ \t]+)?PROJE[CK]T[ \t]+GUTENBERG[^\n]*)"
-    r")",
-    re.IGNORECASE | re.MULTILINE,
-)
-#: The paragraph of credits after the start line, in books released before 2020.
-_CREDITS = re.compile(
-    r"\s*(?:This )?(?:e-?(?:text|book) )?(?:was )?(?:produced|prepared|transcribed) (?:by|from)\b"
-    r"(?:[^\n]|\n(?![ \t\r]*\n)){0,2000}",
-    re.IGNORECASE,
-)
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
@@ -76,34 +51,6 @@ def cut_long(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def without_gutenberg(text: str) -> str:
-    """The text without Project Gutenberg's header, credits and licence (see `_MARKS`).
-
-    Of a file with several books, every book is kept. A text in which no line begins with such a
-    mark is returned unchanged; "" is returned if there is no text between the marks.
-    """
-    books, begin, is_inside, is_marked = [], 0, True, False
-    for mark in _MARKS.finditer(text):
-        if mark["print"] is not None and not text[mark.end() :].strip():
-            continue  # a few books have the small print after the text
-        if mark["end"] is not None:
-            if is_inside:
-                books.append(text[begin : mark.start()])
-            is_inside = False
-        else:
-            if is_inside and is_marked and mark["print"] is None:
-                books.append(text[begin : mark.start()])  # a book without a line at its end
-            begin, is_inside = mark.end(), True
-        is_marked = True
-    if not is_marked:
-        return text
-    if is_inside:
-        books.append(text[begin:])
-    bodies = (_CREDITS.sub("", book, count=1) if _CREDITS.match(book) else book for book in books)
-    kept = [body for body in (body.strip() for body in bodies) if body]
-    return "\n\n\n".join(kept) + "\n" if kept else ""
-
-
 def within_tokens(
     encoded: Iterable[tuple[TextPiece, TokenArray]],
     max_tokens: int,
@@ -116,7 +63,8 @@ def within_tokens(
     Args:
         encoded: each piece with its tokens, in order.
         max_tokens: largest number of tokens of both splits together, separators included.
-        val_fraction: share of `max_tokens` for the validation split.
+        val_fraction: share of `max_tokens` for the validation split; with 0, that split has no
+            limit.
         separators: number of separator tokens (bos, eos) that each document gets.
         encode: the tokens of a text.
 
@@ -134,6 +82,9 @@ def within_tokens(
         raise ConfigError(f"max_tokens {max_tokens} has no room for text: give more")
     for piece, tokens in encoded:
         split = piece.split
+        if split == "val" and not val_fraction:
+            yield piece, tokens
+            continue
         if split not in open_splits:
             continue
         room = left[split] - separators

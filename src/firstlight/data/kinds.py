@@ -4,6 +4,7 @@ with the command that extracts its text.
 
 from __future__ import annotations
 
+import codecs
 import re
 import shlex
 from collections.abc import Collection
@@ -27,7 +28,7 @@ class FileKind(NamedTuple):
     Attributes:
         name: name of the kind with its article, for messages.
         remedy: advice on how to get a text file, with the placeholders {file} (the file), {text} (a
-            text file beside it) and {folder} (a folder beside it).
+            text file beside it), {lines} (a JSONL file) and {folder} (a folder beside it).
     """
 
     name: str
@@ -40,6 +41,7 @@ class FileKind(NamedTuple):
         # The command must not write over the file that it reads.
         text = stem.with_name(f"{stem.name}.plain.txt") if text == path else text
         names = {"file": path, "text": text, "folder": stem}
+        names["lines"] = stem.with_name(f"{stem.name}.jsonl")
         return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
 
 
@@ -73,7 +75,7 @@ _ZIP, _TAR, _7Z, _RAR = (
     )
 )
 _GZIP, _BZIP2, _ZSTD, _XZ = (
-    FileKind("a compressed file", f"unpack it with {tool} -d {{file}}, and name what comes out")
+    FileKind("a compressed file", f"unpack it with {tool} -dc < {{file}} > {{text}}")
     for tool in ("gzip", "bzip2", "zstd", "xz")
 )
 _IMAGE = FileKind("an image", "leave it out, or have its letters read by tesseract {file} {folder}")
@@ -86,7 +88,9 @@ _PARQUET = FileKind("a Parquet table", "let its name end in .parquet")
 _ARRAY, _PROGRAM, _BINARY = (
     FileKind(name, "leave it out") for name in ("a file of numbers", "a program", "a binary file")
 )
-_TEXT = FileKind("a text under another ending", "let its name end in .txt: cp {file} {text}")
+#: The kind of text files with any ending that is not of another kind.
+OTHER_TEXT = FileKind("text", "")
+_NOTEBOOK = FileKind("a notebook", "make text of it with jupyter nbconvert --to markdown {file}")
 _LINES = FileKind("JSON with one record a line", "let its name end in .jsonl")
 _JSON = FileKind(
     "JSON, of which texts are read one a line",
@@ -136,6 +140,7 @@ _IN_ZIP = (
 
 _ENDINGS = {
     _PDF: ".pdf",
+    _NOTEBOOK: ".ipynb",
     _DOCX: ".docx .docm",
     _ODT: ".odt",
     _EPUB: ".epub",
@@ -159,6 +164,47 @@ _ENDINGS = {
     _PROGRAM: ".exe .dll .so .o .pyc .class",
 }
 _BY_ENDING = {ending: kind for kind, names in _ENDINGS.items() for ending in names.split()}
+
+#: End of a jq program: conversations whose roles take turns and that end with an answer.
+_UNTIL_ANSWER = (
+    """ | .messages |= (reduce .[] as $m ([]; if .[-1].role == $m.role then """
+    """.[-1].content += "\\n" + $m.content else . + [$m] end) | """
+    """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
+    """{file} > {lines}, and name that file"""
+)
+#: (pattern in the first bytes, kind) of the chats that other programs export as JSON.
+_EXPORTS = (
+    (
+        rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
+        rb'|"about":\s*"Here is the data you requested',
+        FileKind(
+            "Telegram's export of chats",
+            """make one text of each chat with jq -c '[.. | .messages? | arrays][] | {{text: """
+            """[.[] | [.text | arrays[], strings | .text? // .] | add | strings | """
+            """select(. != "")] | join("\\n")}}' {file} > {lines}, and name that file""",
+        ),
+    ),
+    (
+        rb'"mapping":\s*\{',
+        FileKind(
+            "ChatGPT's export of conversations",
+            """make conversations of it with jq -c '.[] | {{messages: [[.mapping[].message | """
+            """select(.author.role == "user" or .author.role == "assistant")] | """
+            """sort_by(.create_time)[] | {{role: .author.role, content: """
+            """([.content.parts[]? | strings] | join(""))}} | select(.content != "")]}}"""
+            + _UNTIL_ANSWER,
+        ),
+    ),
+    (
+        rb'"chat_messages":\s*\[',
+        FileKind(
+            "Claude's export of conversations",
+            """make conversations of it with jq -c '.[] | {{messages: [.chat_messages[] | """
+            """{{role: (if .sender == "human" then "user" else .sender end), content: .text}} | """
+            """select(.content != "")]}}""" + _UNTIL_ANSWER,
+        ),
+    ),
+)
 
 _KEYS = re.compile(rb'"([a-z]{4,20})"\s*:')
 _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
@@ -220,8 +266,15 @@ def kind_of(path: Path, ending: str) -> FileKind:
     if (found := kind_by_bytes(head)) is not None:
         return found
     if ending == ".json":
-        return _json_kind(head)
-    return _BINARY if is_binary(head) else _TEXT
+        return exported_chats(head) or _json_kind(head)
+    is_wide = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return _BINARY if is_binary(head) and not is_wide else OTHER_TEXT
+
+
+def exported_chats(head: bytes) -> FileKind | None:
+    """The kind of a JSON file that another program exported its chats to, by its first bytes; None
+    if it is not known to be one."""
+    return next((kind for sign, kind in _EXPORTS if re.search(sign, head)), None)
 
 
 def _json_kind(head: bytes) -> FileKind:

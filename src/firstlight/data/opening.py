@@ -34,7 +34,7 @@ _PIECE_BYTES = 1 << 17
 _ZST_PIECE_BYTES = 1 << 11
 #: One document may have the larger of this number of bytes and this multiple of its file's size.
 _LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES = 1 << 26, 10
-#: Bytes that `read_at_most` reads at a time.
+#: Bytes that are read of a file at a time.
 _BLOCK_BYTES = 1 << 20
 #: Byte-order marks. UTF-32's come first, because that of little-endian UTF-32 begins with UTF-16's.
 _MARKS = (
@@ -146,13 +146,25 @@ def decoded(content: bytes, path: Path) -> str:
             invalid byte.
     """
     encoding = encoding_of(content, path)
+    if encoding == "utf-8-sig":
+        return decoded_utf8(content.removeprefix(codecs.BOM_UTF8), path)
+    return b"".join(_utf8_of_wide(io.BytesIO(content), encoding)).decode("utf-8")
+
+
+def decoded_utf8(content: bytes, path: Path) -> str:
+    """The text of a document in UTF-8.
+
+    Args:
+        content: the document.
+        path: the file that it is from, for the message.
+
+    Raises:
+        EncodingProblem: the document is not UTF-8; the message names the first invalid byte, and
+            the line is counted from the document's first one.
+    """
     try:
-        return content.decode(encoding)
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        if encoding != "utf-8-sig":
-            line = content[: error.start].decode(encoding, "replace").count("\n") + 1
-            detail = f"not valid {encoding.upper()} from byte {error.start:,} on: {error.reason}"
-            raise EncodingProblem("bad_utf16", detail, line) from error
         line = content.count(b"\n", 0, error.start) + 1
         advice = _advice(path, likely_encoding(content[: 1 << 20]))
         detail = f"byte 0x{content[error.start]:02x} is not UTF-8{advice}"
@@ -175,34 +187,35 @@ def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
     return content.getvalue()
 
 
-def first_bytes(file: IO[bytes], most_bytes: int | None, largest: int) -> bytes:
-    """The complete lines in the first `most_bytes` bytes of a file.
-
-    If the first line is longer, its first `most_bytes` bytes are returned, without an incomplete
-    character at their end. Read whole, as by `read_at_most(file, largest)`, are files without a
-    limit, and files in UTF-16 or UTF-32, whose line ends are not single bytes.
+def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
+    """The bytes of a file in blocks of any size; with a limit, the complete lines in its first
+    `most_bytes` bytes. If the first line is longer, its first `most_bytes` bytes are returned,
+    without an incomplete character at their end.
 
     Args:
-        file: the file from its beginning, decompressed.
+        stream: the file from its beginning, as `utf8_stream` returns it.
         most_bytes: the limit in bytes; None is no limit.
-        largest: largest size in bytes of one document.
     """
     if most_bytes is None:
-        return read_at_most(file, largest)
-    content = file.read(most_bytes)
-    wide = tuple(mark for mark, encoding in _MARKS if encoding != "utf-8-sig")
-    if content.startswith(wide):
-        return content + read_at_most(file, largest)
-    if not file.read(1):
-        return content
-    if end := content.rfind(b"\n") + 1:
-        return content[:end]
-    # The last character, which may be incomplete, begins at the last byte that is not one of
-    # UTF-8's continuation bytes (0x80 to 0xBF).
-    end = len(content) - 1
-    while end > 0 and 0x80 <= content[end] < 0xC0:
-        end -= 1
-    return content[: max(end, 0)]
+        yield from iter(lambda: stream.read(_BLOCK_BYTES), b"")
+        return
+    left, line, is_first = most_bytes, [b""], True
+    while left > 0 and (block := stream.read(min(left, _BLOCK_BYTES))):
+        left -= len(block)
+        if end := block.rfind(b"\n") + 1:
+            yield b"".join([*line, block[:end]])
+            line, is_first = [], False
+        line.append(block[end:])
+    rest = b"".join(line)
+    if not stream.read(1):
+        yield rest
+    elif is_first:
+        # The last character, which may be incomplete, begins at the last byte that is not one of
+        # UTF-8's continuation bytes (0x80 to 0xBF).
+        end = len(rest) - 1
+        while end > 0 and 0x80 <= rest[end] < 0xC0:
+            end -= 1
+        yield rest[: max(end, 0)]
 
 
 def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
@@ -231,15 +244,21 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
     first = file.read(4 if encoding == "utf-32" else 2)
     codec = f"{encoding}-{'le' if first.startswith(codecs.BOM_UTF16_LE) else 'be'}"
     decoder = codecs.getincrementaldecoder(codec)()
+    place, lines = len(first), 1
     while True:
         read = file.read(HEAD_BYTES)
+        waiting = len(decoder.getstate()[0])
         try:
-            yield decoder.decode(read, final=not read).encode("utf-8")
+            text = decoder.decode(read, final=not read)
         except UnicodeDecodeError as error:
             # The text before the invalid bytes is valid and passed on.
-            yield error.object[: error.start].decode(codec).encode("utf-8")
-            problem = f"not valid {encoding.upper()}: {error.reason}"
-            raise EncodingProblem("bad_utf16", problem) from None
+            text = error.object[: error.start].decode(codec)
+            yield text.encode("utf-8")
+            where = f"from byte {place - waiting + error.start:,} on"
+            problem = f"not valid {encoding.upper()} {where}: {error.reason}"
+            raise EncodingProblem("bad_utf16", problem, lines + text.count("\n")) from None
+        yield text.encode("utf-8")
+        place, lines = place + len(read), lines + text.count("\n")
         if not read:
             return
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,17 +23,20 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar
 from firstlight.data import ray_engine
+from firstlight.data.cleaning import ChangeCounts
 from firstlight.data.conversations import BadRecordError
-from firstlight.data.cutting import cut_long, cut_tail, within_tokens, without_gutenberg
+from firstlight.data.cutting import cut_long, cut_tail, within_tokens
 from firstlight.data.encoding import Encode, Encoded, TextPiece, encode, encode_in_order
 from firstlight.data.random_tokens import prepare_random, requested_tokens
-from firstlight.data.records import REASONS, Record, nothing_read, read_documents
+from firstlight.data.records import REASONS, Record, digest_of, nothing_read, read_documents
 from firstlight.data.shards import TokenArray
 from firstlight.data.sources import (
     DataSource,
     find_sources,
+    neutral_name,
     text_bytes,
     unread_files,
+    without,
     write_sources,
 )
 from firstlight.data.writer import CorpusWriter, require_replaceable
@@ -67,7 +70,8 @@ def prepare(
     text_key: str = "text",
     max_documents: int | None = None,
     max_tokens: int | None = None,
-    strip_gutenberg: bool = False,
+    val_inputs: Sequence[str | Path] = (),
+    as_is: bool = False,
     overwrite: bool = False,
     shard_tokens: int = 100_000_000,
     progress: bool = False,
@@ -89,7 +93,11 @@ def prepare(
         max_documents: number of documents after which nothing further is read; None is no limit.
         max_tokens: largest number of tokens, separators included, `val_fraction` of them for
             validation; each split's last document is cut between two characters. None: no limit.
-        strip_gutenberg: leave out Project Gutenberg's header, credits and licence around a text.
+        val_inputs: INPUTs whose documents are the validation split; of `inputs`, nothing is held
+            out then, and documents that are also among them are left out. The limits above are for
+            `inputs` alone.
+        as_is: read texts unchanged. Otherwise, documents end at separators such as <|endoftext|>,
+            CRLF becomes LF, and Project Gutenberg's header and licence are left out.
         overwrite: replace `out` if it is a prepared corpus.
         shard_tokens: tokens after which the next shard begins.
         progress: show a progress bar on stderr.
@@ -100,30 +108,39 @@ def prepare(
         DataError, StorageError: encoding or writing failed; nothing is left behind.
     """
     _require_valid(engine, ray_address, workers=workers, shard_tokens=shard_tokens)
-    chosen = _Selection(val_fraction, split_of, max_documents, max_tokens, strip_gutenberg)
+    fraction = 0.0 if val_inputs else val_fraction
+    chosen = _Selection(fraction, split_of, max_documents, max_tokens)
     out, drawn = Path(out).expanduser(), requested_tokens(inputs)
-    names, sources = ([], []) if drawn else _sources_of(inputs)
+    names, sources = ([], []) if drawn else _sources_of(inputs, as_is=as_is)
+    held_out = find_sources(val_inputs, as_is=as_is) if val_inputs else []
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_pretrained(tokenizer)
     require_replaceable(out, overwrite)
     if drawn is not None:
         chosen.require_all_of(drawn.name)
+        if val_inputs:
+            raise ConfigError(f"{drawn.name} has no texts to validate on: leave out val_inputs")
         return prepare_random(drawn, tokenizer, out, chosen.fraction, overwrite, shard_tokens)
     encoder = _encoder(tokenizer, sources, workers, engine, ray_address, max_tokens)
     with encoder as encode, new_folder(out, replace=overwrite, synced=True) as folder:
         preparation = _Preparation(CorpusWriter(folder, tokenizer, shard_tokens), chosen)
-        preparation.run(sources, text_key, encode, progress=progress)
-        return preparation.finish(folder, names, text_key)
+        sources = without(sources, held_out)
+        preparation.run(sources, text_key, encode, progress=progress, held_out=held_out)
+        options = [word for one in val_inputs for word in ("--val-input", neutral_name(str(one)))]
+        options += ["--text-key", text_key] if text_key != "text" else []
+        options += ["--as-is"] if as_is else []
+        write_sources(folder, names, options)
+        return preparation.finish(unread_files([*names, *val_inputs]))
 
 
 def _sources_of(
-    inputs: Sequence[str | Path | DataSource],
+    inputs: Sequence[str | Path | DataSource], *, as_is: bool
 ) -> tuple[list[str | Path], list[DataSource]]:
     """(the inputs that are names, the sources of all inputs)."""
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
     if names or not sources:  # without any input, `find_sources` raises the error
-        sources += find_sources(names)
+        sources += find_sources(names, as_is=as_is)
     return names, sources
 
 
@@ -183,14 +200,13 @@ class _Selection:
     """Options that select the documents to write, and their splits.
 
     Attributes:
-        val_fraction, split_of, max_documents, max_tokens, strip_gutenberg: see `prepare`.
+        val_fraction, split_of, max_documents, max_tokens: see `prepare`.
     """
 
     val_fraction: float
     split_of: SplitOf | None = None
     max_documents: int | None = None
     max_tokens: int | None = None
-    strip_gutenberg: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
@@ -220,13 +236,13 @@ class _Preparation:
         self.writer, self.tokenizer, self.dtype = writer, writer.tokenizer, writer.dtype
         self.fraction, self.split_of = chosen.fraction, chosen.split_of
         self.max_documents, self.max_tokens = chosen.max_documents, chosen.max_tokens
-        self.strip_gutenberg = chosen.strip_gutenberg
+        self.has_val_inputs = False
         self.separators = len(self._with_separators([]))
         #: Documents read so far, documents written, number of the document written last.
         self.accepted = self.written = self.last_written = 0
-        #: Numbers of the documents with a Gutenberg header, and how many of them were written.
-        self.with_header: set[int] = set()
-        self.stripped = 0
+        #: File and changes of each document that was changed and is not written yet, by number.
+        self.changed: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self.changes = ChangeCounts()
         #: Rejected records that are not counted yet (with `max_tokens`), each with the number of
         #: the document before it.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
@@ -234,7 +250,13 @@ class _Preparation:
         self.gzip_bytes = 0
 
     def run(
-        self, sources: Sequence[DataSource], text_key: str, encode: Encode, *, progress: bool
+        self,
+        sources: Sequence[DataSource],
+        text_key: str,
+        encode: Encode,
+        *,
+        progress: bool,
+        held_out: Sequence[DataSource] = (),
     ) -> None:
         """Write all documents.
 
@@ -242,21 +264,28 @@ class _Preparation:
             sources: the sources of the texts.
             text_key, progress: see `prepare`.
             encode: encodes pieces of text, in their order.
+            held_out: sources of validation texts; without any, a part of the texts is held out.
 
         Raises:
             InputError: there is no text.
             ConfigError: `max_tokens` is too small for any text.
         """
+        self.has_val_inputs = bool(held_out)
         # The size after gzip -9 is a baseline for a model's bits per byte; wbits 31 is gzip.
         compressor = zlib.compressobj(9, wbits=31)
         with (
             progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
             closing(read_documents(sources, text_key)) as records,
+            closing(read_documents(held_out, text_key)) as others,
+            closing(self._accepted(records, self.max_documents)) as documents,
+            closing(self._accepted(others if held_out else ())) as validation,
             self.writer.open(),
             # Closed after an error, too: other processes end before the folder is removed.
-            closing(encode(self._pieces(self._accepted(records)))) as encoded,
+            closing(encode(self._pieces(documents, validation))) as encoded,
         ):
-            total = None if self.max_documents or self.max_tokens else text_bytes(sources)
+            total = None
+            if not (self.max_documents or self.max_tokens):
+                total = text_bytes([*sources, *held_out])
             task = bar.add_task("tokenizing", total=total, done="")
             parts: list[TokenArray] = []
             for piece, tokens in self._within_limits(encoded):
@@ -276,43 +305,45 @@ class _Preparation:
             if self.max_tokens is not None and self.accepted:
                 raise ConfigError(f"max_tokens {self.max_tokens} has no room for text: give more")
             raise InputError(nothing_read(self.writer.rejected, self.writer.first_rejected))
+        if held_out and not self.writer.counts["train"]["documents"]:
+            raise InputError("the inputs have no text to train on that val_inputs don't have, too")
 
-    def finish(self, folder: Path, names: Sequence[str | Path], text_key: str) -> dict[str, Any]:
-        """Complete the folder; return its manifest."""
-        write_sources(folder, names, [] if text_key == "text" else ["--text-key", text_key])
-        limits: dict[str, Any] = {
+    def finish(self, unread: Sequence[Path]) -> dict[str, Any]:
+        """Complete the folder; return its manifest.
+
+        Args:
+            unread: files of the inputs that were not read, because of their kind.
+        """
+        further: dict[str, Any] = {
             "max_documents": self.max_documents,
             "max_tokens": self.max_tokens,
-            "gutenberg_stripped": self.stripped if self.strip_gutenberg else None,
+            "cleaned": self.changes.record() or None,
         }
         return self.writer.finish(
-            *(self.written, self.fraction, self.split_by, unread_files(names)),
+            *(self.written, self.fraction, self.split_by, unread),
             gzip_bytes=self.gzip_bytes,
-            **{name: number for name, number in limits.items() if number is not None},
+            **{name: value for name, value in further.items() if value is not None},
         )
 
-    def _accepted(self, records: Iterable[Record]) -> Iterator[Record]:
+    def _accepted(
+        self, records: Iterable[Record], most: int | None = None
+    ) -> Generator[Record, None, None]:
+        """The records that can be read, at most `most`."""
+        for number, record in enumerate(self._readable(records), start=1):
+            yield record
+            # Checked before the next record is read, because reading it may need a download.
+            if number == most:
+                return
+
+    def _readable(self, records: Iterable[Record]) -> Iterator[Record]:
         for record in records:
-            if self.strip_gutenberg and record.error is None:
-                record = self._without_header(record)
             if record.error is not None:
                 self._reject(record, record.error)
                 continue
             self.accepted += 1
+            if record.changes:
+                self.changed[self.accepted] = record.origin, record.changes
             yield record
-            # Checked before the next record is read, because reading it may need a download.
-            if self.accepted == self.max_documents:
-                return
-
-    def _without_header(self, record: Record) -> Record:
-        text = without_gutenberg(record.value)
-        if text == record.value:
-            return record
-        if not text:
-            error = BadRecordError("empty", "Project Gutenberg's header and licence without a text")
-            return record._replace(value=None, error=error)
-        self.with_header.add(self.accepted + 1)
-        return record._replace(value=text)
 
     def _reject(self, record: Record, error: BadRecordError) -> None:
         """Count a record as rejected; with max_tokens, only once a later document is written."""
@@ -345,13 +376,22 @@ class _Preparation:
                 self._reject_before(piece.document)
                 self.last_written = piece.document
                 self.written += 1
-                self.stripped += piece.document in self.with_header
+                if piece.document in self.changed:
+                    self.changes.add(*self.changed.pop(piece.document))
             yield piece, tokens
 
-    def _pieces(self, documents: Iterator[Record]) -> Iterator[TextPiece]:
-        """The documents in pieces: each is assigned to a split, and a long one is cut."""
+    def _pieces(
+        self, documents: Iterator[Record], held_out: Iterable[Record] = ()
+    ) -> Iterator[TextPiece]:
+        """The documents in pieces: each is assigned to a split, and a long one is cut.
+
+        Args:
+            documents: documents to train on, or to split.
+            held_out: documents to validate on, which come first.
+        """
+        assigned = self._assigned(documents, held_out)
         cuttable = self.tokenizer.splits_at_space_after_letter
-        for number, (document, split) in enumerate(self._assigned(documents), start=1):
+        for number, (document, split) in enumerate(assigned, start=1):
             if split is None:
                 self._reject(document, BadRecordError("duplicate", REASONS["duplicate"]))
                 continue
@@ -365,8 +405,23 @@ class _Preparation:
                 for place, part in enumerate(texts if text else []):
                     yield TextPiece(part, name, place == 0, place == len(texts) - 1, number)
 
-    def _assigned(self, documents: Iterator[Record]) -> Iterator[tuple[Record, str | None]]:
+    def _assigned(
+        self, documents: Iterator[Record], others: Iterable[Record]
+    ) -> Iterator[tuple[Record, str | None]]:
         """Each document with its split; None for a duplicate."""
+        validated: set[bytes] = set()
+        for document in others:
+            digest = digest_of(document.value)
+            yield document, None if digest in validated else "val"
+            validated.add(digest)
+        if self.has_val_inputs:
+            if not validated:
+                reason = nothing_read(self.writer.rejected, self.writer.first_rejected)
+                raise InputError(f"the validation inputs have no text: {reason}")
+            self.split_by = "files"
+            for document in documents:
+                yield document, None if digest_of(document.value) in validated else "train"
+            return
         if self.split_of is not None:
             for document in documents:
                 split = self.split_of(document.value)

@@ -1,15 +1,17 @@
 """Readers of text, JSONL, JSON, CSV and Parquet files and of Hugging Face datasets: `read_records`
 gives conversations and preference pairs, `read_documents` gives texts, each with file and line.
 
-A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet). A
-document that cannot be read is a `Record` with an error, so that the number of documents read is
-that of the accepted plus that of the rejected documents.
+A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet), or a
+part of one that ends at a separator (see `cleaning`). A document that cannot be read is a `Record`
+with an error, so that the number of documents read is that of the accepted plus that of the
+rejected documents.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import itertools
 import json
 import math
@@ -21,14 +23,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from firstlight.data.cleaning import cleaned, split_documents
 from firstlight.data.conversations import BadRecordError
-from firstlight.data.kinds import conversation_kind
+from firstlight.data.kinds import HEAD_BYTES, conversation_kind, exported_chats
 from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
+    blocks_of,
     decoded,
+    decoded_utf8,
     encoding_of,
-    first_bytes,
     largest_document,
     open_compressed,
     optional,
@@ -42,12 +46,15 @@ from firstlight.data.sources import (
     TABLE_FILE_SUFFIXES,
     DataSource,
     find_sources,
+    holds_one_document,
+    is_code,
 )
 from firstlight.data.tables import read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
 
 RECORD_SUFFIXES = (
-    *(suffix + compression for suffix in (".jsonl", ".json") for compression in COMPRESSIONS),
+    *LINES_SUFFIXES,
+    *(".json" + compression for compression in COMPRESSIONS),
     ".parquet",
 )
 
@@ -66,6 +73,7 @@ _REJECTED_BYTES = 1000
 #: Number of first records in which the kind of a source is looked for: some may be damaged.
 _TOLD_BY = 10
 
+_ONLY_LICENCE = "Project Gutenberg's header and licence without a text"
 _REPLACE = "replace it, or leave it out"
 
 REASONS = {
@@ -91,6 +99,7 @@ class Record(NamedTuple):  # creating a tuple takes a quarter of the time of a f
         value: the JSON value, or the text of a document; None if there is an error.
         error: the reason why the record cannot be read; None if it can.
         is_line: True if `line` is a line of the file, False if it is the number of a record.
+        changes: keys of the changes that were made to the text: see `cleaning`.
     """
 
     origin: str
@@ -98,6 +107,7 @@ class Record(NamedTuple):  # creating a tuple takes a quarter of the time of a f
     value: Any
     error: BadRecordError | None = None
     is_line: bool = True
+    changes: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -147,15 +157,14 @@ def read_records(
                     yield from _read_lines(file, path, name, text_key)
                 elif text_key is None:
                     yield from _read_list(file, path, name)
+                elif ending.endswith(TABLE_FILE_SUFFIXES):
+                    # The reader ends before the file is closed, even if its caller stops earlier.
+                    with closing(read_table(file, path, text_key)) as rows:
+                        for line, found in rows:
+                            error = found if isinstance(found, BadRecordError) else None
+                            yield Record(name, line, None if error else {text_key: found}, error)
                 else:
-                    texts = (
-                        read_table(file, path, text_key)
-                        if ending.endswith(TABLE_FILE_SUFFIXES)
-                        else _read_text(file, path, source.most_bytes)
-                    )
-                    for line, found in texts:
-                        error = found if isinstance(found, BadRecordError) else None
-                        yield Record(name, line, None if error else {text_key: found}, error)
+                    yield from _read_text(file, path, source, text_key)
         except OSError as error:
             raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
         except (EOFError, zlib.error) as error:
@@ -174,6 +183,8 @@ def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
                 head = file.read(_JSON_HEAD_BYTES)
             if len(head) == _JSON_HEAD_BYTES:
                 text = head.decode(encoding_of(head, path), "ignore").lstrip()
+                if exported_chats(head[:HEAD_BYTES]) is not None:
+                    return None
                 return conversation_kind(_first_fields(text))
         with closing(read_records([source])) as records:
             for record in itertools.islice(records, _TOLD_BY):
@@ -230,20 +241,16 @@ def read_documents(
         MissingDependencyError: see `read_records`.
     """
     for source in sources:
-        before = _mark_of(source)
+        before, code = _mark_of(source), is_code(source)
         left = math.inf if source.most_bytes is None else source.most_bytes
         with closing(read_records([source], text_key)) as records:
-            for origin, line, value, error, _ in records:
-                try:
-                    text = _text_of(value, text_key) if error is None else None
-                    yield Record(origin, line, text, error)
-                except BadRecordError as bad:
-                    yield Record(origin, line, None, bad)
+            for record in records:
+                for document in _documents_of(record, source, text_key, code=code):
+                    yield document
                     # So that a dataset without the field is not read to its end.
-                    left -= _REJECTED_BYTES
-                    text = None
-                if source.most_bytes is not None and text is not None:
-                    left -= len(text.encode("utf-8"))
+                    left -= _REJECTED_BYTES if document.error is not None else 0
+                    if source.most_bytes is not None and document.error is None:
+                        left -= len(document.value.encode("utf-8"))
                 if left <= 0:
                     break
         if _mark_of(source) != before:
@@ -260,6 +267,31 @@ def _mark_of(source: DataSource) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     return None if found is None else (found.st_ino, found.st_size, found.st_ctime_ns)
+
+
+def _documents_of(
+    record: Record, source: DataSource, text_key: str, *, code: bool
+) -> Iterator[Record]:
+    """The documents of a record: its text, split at separators and cleaned."""
+    try:
+        if record.error is not None:
+            raise record.error
+        text = _text_of(record.value, text_key)
+    except BadRecordError as error:
+        yield record._replace(value=None, error=error)
+        return
+    if source.as_is:
+        yield record._replace(value=text)
+        return
+    parts = [(text, record.changes)]
+    # Text files were split while they were read.
+    if "<" in text and not holds_one_document(source):
+        found = split_documents([text.encode("utf-8")])
+        parts = [(one.content.decode("utf-8"), one.changes) for one in found if one.content]
+    for part, changes in parts:
+        text, made = cleaned(part, is_code=code)
+        problem = BadRecordError("empty", _ONLY_LICENCE) if not text else None
+        yield record._replace(value=text or None, error=problem, changes=changes + made)
 
 
 def _text_of(record: object, text_key: str) -> str:
@@ -284,6 +316,11 @@ def _text_of(record: object, text_key: str) -> str:
     return text
 
 
+def digest_of(text: str) -> bytes:
+    """A hash of a document's text."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+
+
 def nothing_read(rejected: Counter[str], first: str) -> str:
     """The message about inputs without a usable document, from the number of rejected documents
     for each reason, and the place and reason of the first rejected one."""
@@ -291,25 +328,34 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
         return "the corpus is empty: the inputs hold no documents"
     if rejected.total() == 1:
         return f"the corpus is empty: {first}"
-    reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in rejected.items())
+    reasons = ", ".join(f"{count:,} {REASONS[reason]}" for reason, count in rejected.items())
     return (
-        f"the corpus is empty: all {rejected.total()} documents were rejected ({reasons}); "
+        f"the corpus is empty: all {rejected.total():,} documents read were rejected ({reasons}); "
         f"first: {first}"
     )
 
 
-def _read_text(
-    file: IO[bytes], path: Path, most_bytes: int | None
-) -> Iterator[tuple[int, str | BadRecordError]]:
+def _read_text(file: IO[bytes], path: Path, source: DataSource, text_key: str) -> Iterator[Record]:
+    """The documents of a text file, split at separators but not cleaned."""
     largest = largest_document(path)
-    content = first_bytes(file, most_bytes, largest)
-    if len(content) > largest:
-        yield 1, BadRecordError("too_long", f"the text has more than {largest:,} bytes")
-        return
+    name, is_whole = source.name, source.as_is
     try:
-        yield 1, decoded(content, path)
-    except EncodingProblem as problem:
-        yield problem.line, BadRecordError(problem.reason, str(problem))
+        blocks = blocks_of(utf8_stream(file, path), source.most_bytes)
+        parts = split_documents(blocks, largest, is_code=is_code(source), is_whole=is_whole)
+        for line, content, changes in parts:
+            if content is None:
+                problem = f"the text has more than {largest:,} bytes"
+                yield Record(name, line, None, BadRecordError("too_long", problem))
+                continue
+            try:
+                text = decoded_utf8(content, path)
+            except EncodingProblem as bad:
+                error = BadRecordError(bad.reason, str(bad))
+                yield Record(name, line + bad.line - 1, None, error)
+            else:
+                yield Record(name, line, {text_key: text}, changes=changes)
+    except EncodingProblem as bad:
+        yield Record(name, bad.line, None, BadRecordError(bad.reason, str(bad)))
 
 
 def _read_lines(file: IO[bytes], path: Path, origin: str, text_key: str | None) -> Iterator[Record]:
@@ -366,6 +412,8 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
             f"{origin} has more than {most:,} bytes, and JSON has to be read as a whole: make it "
             "JSONL, with one record a line"
         )
+    if (kind := exported_chats(content[:HEAD_BYTES])) is not None:
+        raise InputError(f"{origin} is {kind.name}: {kind.advice(path)}")
     try:
         _require_few_values(content)
         values = json.loads(decoded(content, path))

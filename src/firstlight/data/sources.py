@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 import sysconfig
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,28 +16,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from firstlight.data.kinds import kind_by_ending, kind_of
+from firstlight.data.kinds import OTHER_TEXT, kind_by_ending, kind_of
 from firstlight.errors import InputError, describe_read_error, nearest
 from firstlight.files.atomic import read_json, write_json
 
-#: Endings of files that are one document each: text and source code.
-TEXT_SUFFIXES = tuple(
-    ".txt .md .py .text .markdown .rst .adoc .org .tex .pyi .c .h .cc .cpp .hpp .cs .f90 .go .hs "
-    ".java .jl .js .jsx .kt .lua .ml .php .pl .r .rb .rs .scala .sh .sql .swift .ts .tsx".split()
+#: Endings of texts and of source code. Files with other endings are read if they are text.
+_CODE_SUFFIXES = tuple(
+    ".py .pyi .c .h .cc .cpp .hpp .cs .f90 .go .hs .java .jl .js .jsx .kt .lua .ml .php .pl .r .rb "
+    ".rs .scala .sh .sql .swift .ts .tsx".split()
+)
+TEXT_SUFFIXES = (
+    *".txt .md .text .markdown .rst .adoc .org .tex .log .srt".split(),
+    *_CODE_SUFFIXES,
 )
 TABLE_SUFFIXES = (".csv", ".tsv")
 COMPRESSIONS = ("", ".gz", ".zst", ".bz2")
+#: Endings of files with one record per line.
+LINES_SUFFIXES = tuple(
+    suffix + compression for suffix in (".jsonl", ".ndjson") for compression in COMPRESSIONS
+)
 SUFFIXES = (
     *(
         suffix + compression
-        for suffix in (*TEXT_SUFFIXES, ".jsonl", *TABLE_SUFFIXES)
+        for suffix in (*TEXT_SUFFIXES, *TABLE_SUFFIXES)
         for compression in COMPRESSIONS
     ),
+    *LINES_SUFFIXES,
     ".parquet",
 )
-#: Endings of files with one record a line.
-LINES_SUFFIXES = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
+#: The kinds of files that are read as texts, and as records, for messages.
+READ_KINDS = (
+    "text and code with any ending or none, .jsonl, .ndjson, .csv, .tsv (each may end in .gz, .bz2 "
+    "or .zst, too) and .parquet"
+)
+_RECORD_KINDS = ".jsonl, .ndjson, .json (each may end in .gz, .bz2 or .zst, too) and .parquet"
 #: File in a prepared corpus with the names of the corpus's inputs.
 SOURCES_NAME = "sources.json"
 #: The input that means the source code of the running Python's standard library.
@@ -68,12 +82,14 @@ class DataSource:
         path: the file; None for a dataset.
         dataset: NAME[:CONFIG[:SPLIT]] of the dataset; None for a file.
         most_bytes: UTF-8 bytes of text after which no further document is read; None is no limit.
+        as_is: texts are neither split at separators nor cleaned: see `cleaning`.
     """
 
     name: str
     path: Path | None = None
     dataset: str | None = None
     most_bytes: int | None = None
+    as_is: bool = False
 
     @property
     def size(self) -> int:
@@ -82,7 +98,7 @@ class DataSource:
 
 
 def find_sources(
-    inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES
+    inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES, *, as_is: bool = False
 ) -> list[DataSource]:
     """Resolve INPUTs to files and datasets, in a deterministic order, each file once.
 
@@ -98,7 +114,9 @@ def find_sources(
 
     Args:
         inputs: the INPUTs.
-        suffixes: endings of the files to find; `stdlib` is known with the default endings only.
+        suffixes: endings of the files to find; with the default endings, also `stdlib` and text
+            files with other endings are found.
+        as_is: see `DataSource`.
 
     Raises:
         InputError: an input does not exist, matches nothing, or is of an unknown kind.
@@ -114,8 +132,7 @@ def find_sources(
             reason = describe_read_error(error) if isinstance(error, OSError) else error
             raise InputError(f"input {item} can't be found: {reason}") from error
         for source in found:
-            key = str(source.path.resolve()) if source.path is not None else source.name
-            sources.setdefault(key, source)
+            sources.setdefault(_key(source), replace(source, as_is=as_is))
     return list(sources.values())
 
 
@@ -149,24 +166,32 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
         )
     path = Path(item).expanduser()
     if path.is_dir():
-        found = sorted(_files_under(path, suffixes), key=lambda f: f.relative_to(path).as_posix())
+        read = (file for file in _files_under(path) if _is_read(file, suffixes))
+        found = sorted(read, key=lambda file: file.relative_to(path).as_posix())
         if not found:
             raise InputError(_nothing_in(item, path, suffixes))
         return [DataSource(name=str(file), path=file) for file in found]
     if path.is_file():
-        if not path.name.lower().endswith(suffixes):
+        if not _is_read(path, suffixes):
             raise InputError(_unread(path, suffixes))
         return [DataSource(name=item, path=path)]
     if path.exists():
         raise InputError(f"{item} is neither a file nor a folder")
     if any(character in item for character in "*?["):
         names = [name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
-        files = [Path(name) for name in sorted(names) if name.lower().endswith(suffixes)]
+        files = [path for path in map(Path, sorted(names)) if _is_read(path, suffixes)]
         if not files:
             raise InputError(f"{item} matches no {_kinds(suffixes)}")
         return [DataSource(name=str(file), path=file) for file in files]
+    if "://" in item:
+        raise InputError(url_input(item))
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}")
+
+
+def url_input(item: str) -> str:
+    """The message about an INPUT that is a URL."""
+    return f"{item} is a URL: download it, with curl -LO {shlex.quote(item)}, and name the file"
 
 
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
@@ -176,28 +201,22 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
         return f"folder {item} holds no {_kinds(suffixes)}: put some there"
     counts = by_ending(others)
     first = next(file for file in others if _ending(file.name.lower()) == next(iter(counts)))
-    there = f"folder {item} holds no {_kinds(suffixes)}; it has {_counted(counts)}"
+    what = _kinds(suffixes).partition(" (")[0]
+    there = f"folder {item} holds no {what}; it has {_counted(counts)}"
     return f"{there}: {_unread(first, suffixes)}"
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
     """The kind of a file that can't be read, and advice on how to convert it, for a message."""
     if suffixes != SUFFIXES:
-        return f"{path} is of an unknown kind: known are {', '.join(_main_suffixes(suffixes))}"
+        return f"{path} is of an unknown kind: known are {_RECORD_KINDS}"
     kind = kind_of(path, _ending(path.name.lower()))
-    return f"{path} is {kind.name}: {kind.advice(path)}"
-
-
-def _main_suffixes(suffixes: tuple[str, ...]) -> list[str]:
-    if suffixes == SUFFIXES:
-        text = (*TEXT_SUFFIXES[:3], "other text and code")
-        return [*text, ".jsonl[.gz|.zst]", *TABLE_SUFFIXES, ".parquet"]
-    return [".jsonl[.gz|.zst]", ".json", ".parquet"]
+    return f"{path} is {kind.name}: {kind.advice(path)} (firstlight reads {READ_KINDS})"
 
 
 def _kinds(suffixes: tuple[str, ...]) -> str:
-    what = "text files" if suffixes == SUFFIXES else "files of records"
-    return f"{what} ({', '.join(_main_suffixes(suffixes))})"
+    texts = f"text files (firstlight reads {READ_KINDS})"
+    return texts if suffixes == SUFFIXES else f"files of records ({_RECORD_KINDS})"
 
 
 def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
@@ -209,11 +228,11 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
     found: set[Path] = set()
     for path in (Path(item).expanduser() for item in inputs if str(item) != STANDARD_LIBRARY):
         if path.is_dir():
-            found.update(_files_under(path, ("",)))
+            found.update(_files_under(path))
         elif not path.exists() and any(character in str(path) for character in "*?["):
             names = glob.glob(str(path), recursive=True)
             found.update(Path(name) for name in names if os.path.isfile(name))
-    others = {file.resolve(): file for file in found if not file.name.lower().endswith(suffixes)}
+    others = {file.resolve(): file for file in found if not _is_read(file, suffixes)}
     return sorted(others.values())
 
 
@@ -302,7 +321,18 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join([*shown[:_SHOWN_ENDINGS], *rest])
 
 
-def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """True if a file has one of the endings or, with the default endings, if it is text."""
+    name = path.name.lower()
+    if name.endswith(suffixes):
+        return True
+    try:
+        return suffixes == SUFFIXES and kind_of(path, _ending(name)) is OTHER_TEXT
+    except OSError:
+        return False
+
+
+def _files_under(folder: Path) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         raise InputError(f"folder {folder} can't be read: {describe_read_error(error)}")
 
@@ -315,7 +345,7 @@ def _files_under(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         for name in names:
             file = Path(root) / name
             # `is_file` excludes broken links, and named pipes, which a read would wait for forever.
-            if name.lower().endswith(suffixes) and not name.startswith(".") and file.is_file():
+            if not name.startswith(".") and file.is_file():
                 yield file
 
 
@@ -353,6 +383,22 @@ def holds_one_document(source: DataSource) -> bool:
     return source.path is not None and not source.name.lower().endswith(_MANY_DOCUMENTS)
 
 
+def without(sources: Sequence[DataSource], others: Sequence[DataSource]) -> list[DataSource]:
+    """The sources that are not among `others`: a file may be named in several ways."""
+    known = {_key(source) for source in others}
+    return [source for source in sources if _key(source) not in known]
+
+
+def _key(source: DataSource) -> str:
+    return source.name if source.path is None else str(source.path.resolve())
+
+
+def is_code(source: DataSource) -> bool:
+    """True if a source is a file of source code."""
+    name = source.name.lower().removesuffix(".gz").removesuffix(".zst").removesuffix(".bz2")
+    return source.path is not None and name.endswith(_CODE_SUFFIXES)
+
+
 def limited_sources(
     sources: Sequence[DataSource], most_bytes: int, kept: Sequence[DataSource] = ()
 ) -> list[DataSource]:
@@ -362,11 +408,11 @@ def limited_sources(
     file whole, and the same fraction of every other file. A dataset, whose size is unknown, gets
     the whole limit. The files among `kept` are taken in any case, with the limits they have there.
     """
-    as_kept = {source.path: source for source in kept}
+    as_kept = {source.name: source for source in kept}
     known = [text_size(source) for source in sources]
     total = sum(known)
     if total <= most_bytes and all(source.dataset is None for source in sources):
-        return [as_kept.get(source.path, source) for source in sources]
+        return [as_kept.get(source.name, source) for source in sources]
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
     # If the share is a fifth, every fifth small file is taken, beginning with the first file.
@@ -374,11 +420,11 @@ def limited_sources(
     for source, size in zip(sources, known, strict=True):
         if holds_one_document(source) and 0 < size <= _WHOLE_BYTES:
             due += share
-            if due >= 1.0 or source.path in as_kept:
-                limited.append(as_kept.get(source.path, source))
+            if due >= 1.0 or source.name in as_kept:
+                limited.append(as_kept.get(source.name, source))
             due %= 1.0
-        elif source.path in as_kept:
-            limited.append(as_kept[source.path])
+        elif source.name in as_kept:
+            limited.append(as_kept[source.name])
         else:
             limit = max(int(size * share), 1) if size else most_bytes
             limited.append(replace(source, most_bytes=limit))

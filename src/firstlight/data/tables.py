@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -43,7 +43,7 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
 
 def read_table(
     file: IO[bytes], path: Path, text_key: str
-) -> Iterator[tuple[int, str | BadRecordError]]:
+) -> Generator[tuple[int, str | BadRecordError], None, None]:
     """The rows of a table (RFC 4180) below its header.
 
     Args:

@@ -66,8 +66,8 @@ class NearDuplicates:
             if similarity(found, self._sketches[other]) >= _SIMILAR
         ]
         if similar:
-            # The document joins the group of the first similar one.
-            self.groups[number] = similar[0]
+            # The document joins the earliest group, that of a validation document if there is one.
+            self.groups[number] = min(similar)
         if len(set(similar)) > 1:
             self.bridged.update(similar)
         if len(found):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firstlight.pipeline import settings
-from firstlight.pipeline.held_out import held_out_share
 from firstlight.pipeline.ngrams import Hardness
 from firstlight.pipeline.scan import CorpusFacts
 
@@ -199,19 +198,24 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     return min(bits / size, 8.0)
 
 
-def estimated_text(facts: CorpusFacts, vocab_size: int) -> TextFacts:
-    """Estimated facts about the text as tokens, before it has a tokenizer."""
+def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> TextFacts:
+    """Estimated facts about the text as tokens, before it has a tokenizer.
+
+    Args:
+        facts: facts about the corpus.
+        vocab_size: vocabulary size of the tokenizer.
+        held_out: bytes of text that are held out.
+    """
     sizes = settings.BYTES_PER_TOKEN
     known = min(sizes, key=lambda size: abs(math.log(size / vocab_size)))
     # Other scripts have more bytes per character and about as many characters per token as Latin.
     # The exponent 0.8 takes somewhat fewer characters per token.
     per_token = sizes[known] * facts.bytes_per_character**0.8
-    held = held_out_share(facts.text_bytes) * facts.text_bytes
     return TextFacts(
         vocab_size,
-        (facts.total_bytes - held) / per_token,
+        (facts.total_bytes - held_out) / per_token,
         per_token,
         facts.hardness,
-        held / per_token,
+        held_out / per_token,
         facts.bytes_per_character,
     )

@@ -7,6 +7,7 @@ the run folder with the model's own tokenizer.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from firstlight.data.kinds import START_FROM
 from firstlight.data.records import kind_of_records
 from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline.chosen import Choice
-from firstlight.pipeline.facts import estimated_text
+from firstlight.pipeline.facts import TextFacts, estimated_text
 from firstlight.pipeline.inputs import conversations_in, other_files_line
 from firstlight.pipeline.plan import RunPlan, reading_line, scan_texts
 from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
@@ -62,6 +63,9 @@ class FineTuning:
 
     def __init__(self, request: Request, tell: Callable[[str], None], *, progress: bool) -> None:
         found = conversations_in(request.inputs)
+        if found and request.val_inputs:
+            names = shlex.join(["--data.val_files", *request.val_inputs])
+            raise ConfigError(f"--val-input is for texts: for conversations, use {names}")
         for source in found:
             if kind_of_records(source) == "preference":
                 raise InputError(
@@ -151,8 +155,11 @@ class FineTuning:
         if self._chats is not None:
             return self._chats.tokens(seq_len)
         assert self._scan is not None
-        text = estimated_text(self._scan.facts, self._tokenizer.vocab_size)
+        text = self._estimated(self._scan)
         return text.train_tokens, text.val_tokens
+
+    def _estimated(self, scan: Scan) -> TextFacts:
+        return estimated_text(scan.facts, self._tokenizer.vocab_size, scan.val_bytes)
 
     def _fitting_method(
         self, request: Request, machine: Machine, row: Choice
@@ -263,7 +270,7 @@ class FineTuning:
         section `data`."""
         from firstlight.data.shards import read_manifest
 
-        text = estimated_text(scan.facts, self._tokenizer.vocab_size)
+        text = self._estimated(scan)
         needed = plan.choices.tokens * text.bytes_per_token
         key = self._tokenizer.fingerprint[:16]
         texts = Preparation(scan, request.text_key, needed, key, lambda: self._tokenizer)

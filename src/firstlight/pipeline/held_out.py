@@ -3,12 +3,12 @@ split."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from firstlight.data.records import digest_of
 from firstlight.pipeline.duplicates import NearDuplicates
 
 if TYPE_CHECKING:
@@ -31,12 +31,15 @@ class HeldOut:
         whole: hashes of the documents of which no end is held out, because it may be in a document
             that is similar.
         similar: number of held-out documents that are similar to an earlier held-out one.
+        left_out: hashes of the documents that are not trained on, because they are similar to
+            validation texts that were given.
     """
 
     digests: frozenset[bytes] | None
     fraction: float
     whole: frozenset[bytes] = frozenset()
     similar: int = 0
+    left_out: frozenset[bytes] = frozenset()
 
     def splitter(self) -> SplitOf:
         """A function from a document's text to its split, for one pass over the documents in order:
@@ -45,7 +48,7 @@ class HeldOut:
 
         def split_of(text: str) -> Literal["train", "val", "tail"] | None:
             digest = digest_of(text)
-            if digest in seen:
+            if digest in seen or digest in self.left_out:
                 return None
             seen.add(digest)
             if self.digests is None:
@@ -74,6 +77,24 @@ def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
     # Without most of the text, too little would be left to hold out.
     is_most = 2 * sum(counts[number] for number in alike) > sum(counts)
     return HeldOut(None, share, frozenset(() if is_most else (digests[n] for n in alike)))
+
+
+def hold_out_given(near: NearDuplicates, sizes: Mapping[bytes, int], count: int) -> HeldOut:
+    """The split if the first `count` documents were given for validation.
+
+    Args:
+        near, sizes: see `hold_out`.
+        count: number of these documents, without duplicates.
+    """
+    digests, counts = list(sizes), list(sizes.values())
+    given = set(near.groups[:count])
+    alike = [n for n, group in enumerate(near.groups) if n >= count and group in given]
+    return HeldOut(
+        frozenset(digests[:count]),
+        sum(counts[:count]) / max(sum(counts), 1),
+        similar=count - len(given),
+        left_out=frozenset(digests[n] for n in alike),
+    )
 
 
 def held_out_groups(
@@ -117,8 +138,3 @@ def held_out_share(text_bytes: int) -> float:
     """The fraction of a corpus' bytes that is held out, rounded to four significant digits."""
     share = min(HELD_OUT_SHARE, HELD_OUT_BYTES / max(text_bytes, 1))
     return float(f"{share:.4g}")
-
-
-def digest_of(text: str) -> bytes:
-    """A hash of a document's text."""
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()

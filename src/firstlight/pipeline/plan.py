@@ -16,6 +16,7 @@ from firstlight.data.sources import (
     listed,
     note_on_inputs,
     unread_files,
+    without,
 )
 from firstlight.errors import InputError
 from firstlight.pipeline import settings
@@ -129,7 +130,9 @@ class TextPlan:
             yield f"more text: {choices.advice}"
         yield ""
         vocabulary = ("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)
-        yield from table_lines(self, vocabulary)
+        yield from table_lines(
+            self, vocabulary, *validation_rows(self.request, self.text.val_tokens)
+        )
 
     def record(self) -> dict[str, Any]:
         """See `RunPlan.record`."""
@@ -165,6 +168,17 @@ def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
         f"expected memory: {memory_bytes / 2**30:.2f} GiB for tensors, of "
         f"{speed.usable_bytes / 2**30:.1f} GiB"
     )
+
+
+def validation_rows(request: Request, tokens: float) -> list[tuple[str, str, str]]:
+    """The row of the table with the given texts to validate on; [] without any.
+
+    Args:
+        request: the request.
+        tokens: number of their tokens.
+    """
+    reason = f"of {shlex.join(request.val_inputs)}, instead of a part of the texts"
+    return [("validation", f"{rounded(tokens)} tokens", reason)] if request.val_inputs else []
 
 
 def table_lines(plan: RunPlan, *first: tuple[str, str, str]) -> Iterator[str]:
@@ -218,21 +232,27 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
         InputError: the inputs can't be read, or have too little text.
         ConfigError: an override is invalid.
     """
-    sources = find_sources(request.inputs)
-    tell(reading_line(request.inputs, sources))
-    if note := note_on_inputs(request.inputs):
+    named = [*request.inputs, *request.val_inputs]
+    val_sources = (
+        find_sources(request.val_inputs, as_is=request.as_is) if request.val_inputs else []
+    )
+    sources = without(find_sources(request.inputs, as_is=request.as_is), val_sources)
+    tell(reading_line(named, [*sources, *val_sources]))
+    if note := note_on_inputs(named):
         tell(note)
     # After the first message, because it imports torch, which takes seconds.
     request.check()
-    scan = scan_corpus(sources, request.text_key, progress=progress)
-    if scan.facts.text_bytes < LEAST_BYTES:
+    scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
+    trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
+    if trained < LEAST_BYTES:
+        beside = " that --val-input does not have" if scan.val_documents else ""
         raise InputError(
-            f"the inputs hold {scan.facts.text_bytes:,} bytes of text, too little to learn from: "
+            f"the inputs hold {trained:,.0f} bytes of text{beside}, too little to learn from: "
             f"give {LEAST_BYTES:,} at least, better a megabyte"
         )
     for line in described(scan):
         tell(line)
-    if unread := unread_files(request.inputs):
+    if unread := unread_files(named):
         tell(_unread_line(unread))
     return scan
 
@@ -260,7 +280,7 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     fixed = request.fixed
     machine, speed = machine_facts(gpu, fixed.get("run.device") or "auto")
     vocabulary = choose_vocabulary(scan.facts, fixed)
-    text = estimated_text(scan.facts, vocabulary.value)
+    text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
     length = request.training_length(scan.facts.total_bytes)
     choices = choose(text, speed, length, fixed, request.size)
     return TextPlan(request, scan, machine, speed, text, vocabulary.reason, choices)

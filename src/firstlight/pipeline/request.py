@@ -29,6 +29,9 @@ class Request:
         overrides: pairs (`section.key`, value as YAML text).
         text_key: field of the text in JSONL lines, tables and datasets.
         init_from: folder of the model to start from; None trains a new one.
+        val_inputs: texts to validate on, named as `inputs` are; without any, a part of the inputs
+            is held out.
+        as_is: read texts unchanged: see `prepare`.
     """
 
     inputs: Sequence[str]
@@ -39,6 +42,8 @@ class Request:
     overrides: Sequence[tuple[str, str]] = ()
     text_key: str = "text"
     init_from: str | None = None
+    val_inputs: Sequence[str] = ()
+    as_is: bool = False
 
     def __post_init__(self) -> None:
         given = {"--budget": self.seconds, "--tokens": self.tokens, "--steps": self.steps}
@@ -124,6 +129,9 @@ def request_of(
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
     text_key: str,
     init_from: str | Path | None = None,
+    val_inputs: str | Path | Sequence[str | Path] = (),
+    *,
+    as_is: bool = False,
 ) -> Request:
     """The request for the arguments of `train_texts`.
 
@@ -138,9 +146,8 @@ def request_of(
         pairs = override_pairs(pairs)
     if size is not None and size not in settings.SIZES:
         parameters_of(size)  # before any text is read
-    names = [inputs] if isinstance(inputs, str | Path) else inputs
     return Request(
-        tuple(str(name) for name in names),
+        _names(inputs),
         _parsed("--budget", parse_time, budget),
         _parsed("--tokens", parse_count, tokens),
         steps,
@@ -148,7 +155,14 @@ def request_of(
         tuple(pairs),
         text_key,
         None if init_from is None else str(init_from),
+        _names(val_inputs),
+        as_is,
     )
+
+
+def _names(inputs: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+    names = [inputs] if isinstance(inputs, str | Path) else inputs
+    return tuple(str(name) for name in names)
 
 
 def _parsed(option: str, parse: Callable[[str], float], value: str | float | None) -> float | None:

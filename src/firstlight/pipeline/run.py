@@ -95,6 +95,8 @@ def train_texts(
     run_dir: str | Path | None = None,
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
     text_key: str = "text",
+    val_inputs: str | Path | Sequence[str | Path] = (),
+    as_is: bool = False,
     resume: bool = False,
     on_step: Callable[[Mapping[str, Any]], None] | None = None,
     progress: bool = True,
@@ -118,6 +120,9 @@ def train_texts(
         run_dir: run folder; None is runs/NAME, with the name of the first input.
         overrides: values of the recipe by `section.key`; other settings are chosen to fit them.
         text_key: field of the text in JSONL lines, tables and datasets.
+        val_inputs: texts to validate on, named as `inputs` are; without any, a part of the inputs
+            is held out.
+        as_is: read texts unchanged; see `prepare`.
         resume: go on with the newest unfinished run of the inputs, without its other options; the
             newest complete one if all are complete.
         on_step: called with each step's metrics; see `train`.
@@ -133,7 +138,10 @@ def train_texts(
     """
     began = time.time() if began is None else began
     tell = say if progress else _silent
-    request = request_of(inputs, budget, tokens, steps, size, overrides, text_key, init_from)
+    request = request_of(
+        *(inputs, budget, tokens, steps, size, overrides, text_key, init_from, val_inputs),
+        as_is=as_is,
+    )
     work = work_of(request, tell, progress=progress)
     # After the first message, because they import torch, which takes seconds.
     from firstlight.checkpoint.run_folder import held

@@ -178,12 +178,14 @@ def command_of(request: Request, options: Sequence[str]) -> str:
     """The command of a run on the inputs of a request.
 
     Args:
-        request: inputs, model to start from, and field of the text.
+        request: inputs, model to start from, and the options for reading the inputs.
         options: further options, as words.
     """
     start = [] if request.init_from is None else ["--init-from", request.init_from]
-    key = [] if request.text_key == "text" else ["--text-key", request.text_key]
-    return shlex.join(["firstlight", "train", *request.inputs, *options, *start, *key])
+    reading = [] if request.text_key == "text" else ["--text-key", request.text_key]
+    reading += [word for name in request.val_inputs for word in ("--val-input", name)]
+    reading += ["--as-is"] if request.as_is else []
+    return shlex.join(["firstlight", "train", *request.inputs, *options, *start, *reading])
 
 
 def place_of_run(

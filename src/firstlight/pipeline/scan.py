@@ -8,17 +8,18 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, size_text
-from firstlight.data.records import REASONS, Record, nothing_read, read_documents
+from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
+from firstlight.data.records import REASONS, Record, digest_of, nothing_read, read_documents
 from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
-from firstlight.pipeline.held_out import HeldOut, digest_of, held_out_share, hold_out
+from firstlight.pipeline.held_out import HeldOut, held_out_share, hold_out, hold_out_given
 from firstlight.pipeline.ngrams import Hardness, TextSample
 
 #: Largest number of file names in a message.
@@ -58,6 +59,8 @@ class CorpusFacts:
         hardness: how hard the text is to learn.
         content_key: hash of all text that was read, and for a sample of the limits of each file.
         is_sampled: True if only a part of the corpus was read.
+        changes: numbers of documents and files by kind of change: see `cleaning`.
+        changed_files: name of the file for each change that only one file had.
     """
 
     documents: int
@@ -75,6 +78,8 @@ class CorpusFacts:
     hardness: Hardness
     content_key: str
     is_sampled: bool = False
+    changes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    changed_files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bytes_per_character(self) -> float:
@@ -92,6 +97,8 @@ class Scan:
         split: the documents that are held out.
         prompts: beginnings of held-out texts, for samples.
         held_out_files: text files that are held out, with the limits with which they were read.
+        val_documents: number of documents that were given for validation, without duplicates; 0 if
+            a part of the texts is held out.
     """
 
     sources: Sequence[DataSource]
@@ -99,6 +106,12 @@ class Scan:
     split: HeldOut
     prompts: Sequence[str]
     held_out_files: Sequence[DataSource] = ()
+    val_documents: int = 0
+
+    @property
+    def val_bytes(self) -> float:
+        """UTF-8 bytes of the text that was read and is held out."""
+        return self.split.fraction * self.facts.text_bytes
 
     def limited(self, most_bytes: int) -> list[DataSource]:
         """The sources from which about `most_bytes` bytes of text are read in all, among them all
@@ -114,6 +127,7 @@ def scan_corpus(
     sources: Sequence[DataSource],
     text_key: str = "text",
     *,
+    val_sources: Sequence[DataSource] = (),
     most_bytes: int = MOST_BYTES,
     progress: bool = False,
 ) -> Scan:
@@ -122,6 +136,7 @@ def scan_corpus(
     Args:
         sources: see `find_sources`.
         text_key: see `read_documents`.
+        val_sources: texts to validate on; without any, a part of `sources` is held out.
         most_bytes: number of bytes that are read of a larger corpus.
         progress: show a progress bar on stderr.
 
@@ -129,22 +144,28 @@ def scan_corpus(
         InputError: see `read_documents`; or there is no text.
         MissingDependencyError: see `read_documents`.
     """
-    limited = limited_sources(sources, most_bytes)
+    limited_val = limited_sources(val_sources, most_bytes)
+    limited = [*limited_val, *limited_sources(sources, most_bytes)]
+    sources = [*val_sources, *sources]
     counts = _Counts()
     with progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar:
         total = sum(source.most_bytes or source.size for source in limited) or None
         task = bar.add_task("reading", total=total, done="")
-        for source in limited:
+        for number, source in enumerate(limited):
             rejected = counts.rejected
             with closing(read_documents([source], text_key)) as records:
                 for record in records:
                     size = counts.add(record, source)
                     bar.update(task, advance=size, done=f"{counts.documents:,} documents")
-                    if not counts.documents and counts.rejected - rejected >= _HOPELESS:
+                    is_hopeless = counts.rejected - rejected >= _HOPELESS
+                    if source.dataset is not None and is_hopeless and not counts.documents:
                         break
+            if number + 1 == len(limited_val):
+                counts.end_validation()
     held = counts.held_out()
     facts = counts.facts(sources, limited, text_key, held)
-    return Scan(sources, facts, held, counts.prompts(held), counts.files(held))
+    kept = limited_val or counts.files(held)
+    return Scan(sources, facts, held, counts.prompts(held), kept, counts.val_documents)
 
 
 class _Counts:
@@ -152,6 +173,8 @@ class _Counts:
 
     def __init__(self) -> None:
         self.documents = self.text_bytes = self.duplicates = self.near = 0
+        self.val_documents = 0
+        self._changes = ChangeCounts()
         self._near = NearDuplicates()
         self._digests: dict[bytes, int] = {}
         self._files: dict[bytes, DataSource] = {}
@@ -179,6 +202,7 @@ class _Counts:
             return 0
         text: str = record.value
         self.documents += 1
+        self._changes.add(record.origin, record.changes)
         digest = digest_of(text)
         self._key.update(digest)
         if digest in self._digests:
@@ -186,7 +210,8 @@ class _Counts:
             return len(text)
         size = len(text.encode("utf-8"))
         self._digests[digest] = size
-        if holds_one_document(source):
+        # The hash of a whole file is found again only if the file is read as it was in the scan.
+        if holds_one_document(source) and not any(map(is_separator, record.changes)):
             self._files[digest] = source
         self.text_bytes += size
         self.near += self._near.add(text)
@@ -204,6 +229,17 @@ class _Counts:
         if self._waiting_characters >= _BLOCK_CHARACTERS:
             self._count_characters()
         return size
+
+    def end_validation(self) -> None:
+        """Take all documents so far for validation.
+
+        Raises:
+            InputError: there is none.
+        """
+        self.val_documents = len(self._digests)
+        if not self.val_documents:
+            reason = nothing_read(self._rejected, (self._first_rejected or [""])[0])
+            raise InputError(f"the validation inputs have no text: {reason}")
 
     def _count_characters(self) -> None:
         waiting = "".join(self._waiting)
@@ -237,6 +273,8 @@ class _Counts:
         is_sampled = list(limited) != list(sources)
         limits = [(s.name, s.size, s.most_bytes) for s in limited] if is_sampled else []
         self._key.update(repr((text_key, limits)).encode())
+        if self.val_documents:
+            self._key.update(f"{self.val_documents} for validation".encode())
         head = b"".join(self._head)[:_GZIP_BYTES]
         whole = int(sum(text_size(source) for source in sources))
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
@@ -254,6 +292,8 @@ class _Counts:
             compared=self._near.compared,
             rejected=dict(self._rejected),
             first_rejected=self._first_rejected,
+            changes=self._changes.record(),
+            changed_files=self._changes.names(),
             gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
             hardness=self._sample.hardness(held),
             content_key=self._key.hexdigest()[:16],
@@ -262,6 +302,8 @@ class _Counts:
 
     def held_out(self) -> HeldOut:
         """Select the documents to hold out."""
+        if self.val_documents:
+            return hold_out_given(self._near, self._digests, self.val_documents)
         return hold_out(self._near, self._digests)
 
     def files(self, held: HeldOut) -> list[DataSource]:
@@ -319,6 +361,17 @@ def described(scan: Scan) -> Iterator[str]:
         f"{size_text(facts.text_bytes)} of text, letters: {scripts}; "
         f"gzip -9 makes it {facts.gzip_bits_per_byte:.2f} bits for a byte"
     )
+    yield from change_lines(facts.changes, facts.changed_files)
+    if count := scan.val_documents:
+        yield (
+            f"validation: {count:,} document{'s' if count != 1 else ''} of --val-input; nothing of "
+            "the other texts is held out"
+        )
+        if left_out := len(scan.split.left_out):
+            yield (
+                f"{left_out:,} near-duplicate{'s' if left_out != 1 else ''} of the validation text "
+                "left out"
+            )
     if facts.is_sampled:
         yield (
             f"a sample: some of the files, and the first part of long ones, of "
@@ -326,7 +379,7 @@ def described(scan: Scan) -> Iterator[str]:
         )
     if count := facts.duplicates:
         yield f"{count:,} duplicate{'s' if count != 1 else ''} left out"
-    if count := facts.near_duplicates:
+    if count := facts.near_duplicates - len(scan.split.left_out):
         is_split = scan.split.digests is None and not scan.split.whole
         sides = "trained on or held out together with the similar documents"
         if is_split:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.pipeline.chosen import Choice, Choices
 from firstlight.pipeline.facts import Length, MachineFacts
-from firstlight.pipeline.plan import memory_line, run_lines, table_lines
+from firstlight.pipeline.plan import memory_line, run_lines, table_lines, validation_rows
 from firstlight.pipeline.request import Request
 from firstlight.pipeline.tuning_choices import Method, StartingModel, TuningData, choose_tuning
 
@@ -87,7 +87,7 @@ class TuningPlan:
         rows = [("method", self.method.name, self.method.reason)]
         if self.template is not None:
             rows.append(("template", *self.template))
-        yield from table_lines(self, *rows)
+        yield from table_lines(self, *rows, *validation_rows(self.request, self.val_tokens))
 
     def record(self) -> dict[str, Any]:
         """See `RunPlan.record`."""

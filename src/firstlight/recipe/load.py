@@ -65,10 +65,10 @@ def load_recipe(
         ConfigError: the file is missing or not YAML, or keys or values are invalid; one message
             has all mistakes.
     """
-    path = Path(path)
+    name, path = str(path), Path(path)
     if not path.exists():
         siblings = [str(p) for p in path.parent.glob("*.y*ml")]
-        raise ConfigError(f"recipe {path} does not exist{nearest(str(path), siblings)}")
+        raise ConfigError(f"recipe {name} does not exist{nearest(str(path), siblings)}")
     try:
         values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
     except InputError as error:

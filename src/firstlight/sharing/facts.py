@@ -293,7 +293,7 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
     for name in ("max_documents", "max_tokens"):
         if manifest.get(name) is not None:
             options += [f"--{name.replace('_', '-')}", str(manifest[name])]
-    return [*options, *(["--strip-gutenberg"] if "gutenberg_stripped" in manifest else [])]
+    return options
 
 
 def neutral_recipe(values: Any) -> Any:

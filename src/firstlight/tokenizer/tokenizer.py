@@ -91,10 +91,10 @@ class Tokenizer:
         Raises:
             TokenizerError: there is no readable tokenizer, or it is damaged.
         """
-        path = Path(path)
+        name, path = str(path), Path(path)
         if not path.exists():
             siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-            raise TokenizerError(f"tokenizer {path} does not exist{nearest(path.name, siblings)}")
+            raise TokenizerError(f"tokenizer {name} does not exist{nearest(path.name, siblings)}")
         if path.is_dir():
             path = find_tokenizer_file(path)
         return cls(**vars(read_tokenizer_file(path)))

@@ -1,0 +1,315 @@
+"""Cleaning of texts while they are read: `split_documents` ends documents at separators such as
+<|endoftext|>, and `cleaned` replaces CRLF line ends and leaves out Project Gutenberg's header and
+licence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+#: The spellings with which programs mark the beginning or the end of a document in a text file.
+_SEPARATOR = re.compile(
+    rb"<(?i:\|(?:end|start|begin)_?of_?text\||\|[be]o[sd]\||/?s|[be]o[sd]"
+    rb"|\xef\xbd\x9c(?:begin|end)\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c)>",
+)
+#: Bytes on each side of a separator by which it is told from a mention of it. A separator is at
+#: most half as long.
+_CONTEXT = 64
+#: The end of a text directly before a separator: a letter, a digit, punctuation or a closing quote.
+#: A quote is an opening one, as in source code, after a space, a bracket, an operator or the prefix
+#: of a string literal.
+_TEXT_BEFORE = re.compile(
+    rb"(?:[\w\x80-\xff.!?;)\]*_~]|(?<![\s(\[{=,:;+])(?<!\b[bfru])[\"'])\Z", re.IGNORECASE
+)
+#: The end of a sentence and spaces before a separator.
+_SENTENCE_END = re.compile(rb"(?:[.!?]|\xe2\x80\xa6|\xe3\x80\x82)[\"')\]*_\x80-\xff]*[ \t]*\Z")
+#: The beginning of a text after a separator: a letter or digit after any opening quotes; after
+#: spaces, it is not a small letter.
+_CAPITAL_AFTER = re.compile(rb"[ \t]*[\"'(\[*_#-]*[A-Z0-9\x80-\xff]")
+_TEXT_AFTER = re.compile(rb"[\"'(\[*_#-]*[\w\x80-\xff]")
+_LINE_START, _LINE_END = re.compile(rb"\n[ \t]*\Z"), re.compile(rb"[ \t\r]*(?:\n|\Z)")
+#: Blank lines at the beginning of a text, otherwise the spaces of its first line.
+_BLANK = re.compile(rb"(?:[ \t\r]*\n)+|[ \t]*")
+
+#: Project Gutenberg's lines around the text of a book:
+#: - start, since 2003: "*** START OF THE PROJECT GUTENBERG EBOOK TITLE ***", where the title may
+#:   take several lines. Some years have THIS instead of THE, ETEXT instead of EBOOK, or no blanks
+#:   after the asterisks.
+#: - print, before 2003, the end of the header: "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN
+#:   ETEXTS*Ver.04.29.93*END*".
+#: - end: "*** END OF THE PROJECT GUTENBERG EBOOK ..." or "End of (the|this) Project Gutenberg('s)
+#:   ...", or both.
+_MARKS = re.compile(
+    r"^[ \t\[]*(?:"
+    r"(?P<start>\*+[ \t]*START[ \t]+OF[ \t]+(?:TH(?:E|IS)[ \t]+)?PROJECT[ \t]+GUTENBERG"
+    r"(?:(?:[^\n]|\n(?![ \t\r]*\n)){0,600}?\*{3}[^\n]*|[^\n]*))"
+    r"|(?P<print>\*+[ \t]*END[ \t]*(?:\*[ \t]*)?THE[ \t]+SMALL[ \t]+PRINT[^\n]*)"
+    r"|(?P<end>(?:\*+[ \t]*)?(?:END|ENDE|FIN)[ \t]+(?:(?:OF|DIESES|DE)[ \t]+)?"
+    r"(?:TH(?:E|IS)[ \t]+)?PROJE[CK]T[ \t]+GUTENBERG[^\n]*)"
+    r")",
+    re.IGNORECASE | re.MULTILINE,
+)
+#: The paragraph of credits after the start line, in books released before 2020.
+_CREDITS = re.compile(
+    r"\s*(?:This )?(?:e-?(?:text|book) )?(?:was )?(?:produced|prepared|transcribed) (?:by|from)\b"
+    r"(?:[^\n]|\n(?![ \t\r]*\n)){0,2000}",
+    re.IGNORECASE,
+)
+
+#: Words of which a text with one of these marks has at least one.
+_OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
+#: Keys of the changes other than separators, see `DocumentPart` and `cleaned`.
+CRLF, GUTENBERG = "crlf", "gutenberg"
+#: Beginning of the key of a separator that is left in the text.
+_KEPT = "kept "
+
+
+class DocumentPart(NamedTuple):
+    """A document of a text.
+
+    Attributes:
+        line: line of the text in which the document begins, counted from 1.
+        content: the document in UTF-8, maybe invalid; None if it is too long.
+        changes: the separator beside the document, and "kept SEPARATOR" for each spelling inside it
+            that does not separate documents.
+    """
+
+    line: int
+    content: bytes | None
+    changes: tuple[str, ...] = ()
+
+
+def split_documents(
+    blocks: Iterable[bytes],
+    largest: float = math.inf,
+    *,
+    is_code: bool = False,
+    is_whole: bool = False,
+) -> Iterator[DocumentPart]:
+    """The documents of a text, which end at separators; the whole text without any.
+
+    A separator is alone on its line, or between the end of a text and the beginning of another. One
+    that is quoted, or mentioned within a sentence, is part of the text. White space around
+    separators is left out, and so are documents of nothing else, unless there is no other.
+
+    Args:
+        blocks: the text in UTF-8, in parts of any size.
+        largest: number of bytes above which a document is too long.
+        is_code: the text is source code, where only a separator alone on its line is one.
+        is_whole: the text is one document, whatever is in it.
+    """
+    document = _Document(largest)
+    rest, place, is_first = b"", 0, True
+    for block in itertools.chain(blocks, [None]):
+        text = rest + (block or b"")
+        begin, mark = 0, None
+        while not is_whole and (mark := _SEPARATOR.search(text, place)):
+            if block is not None and len(text) - mark.end() < _CONTEXT:
+                break
+            place = mark.end()
+            start = max(begin, mark.start() - _CONTEXT)
+            before, after = text[start : mark.start()], text[place : place + _CONTEXT]
+            # At the beginning of a document, a separator is at the beginning of a line.
+            before = before if start > begin or document.size else b"\n" + before
+            if not _separates(mark[0], before, after, is_code=is_code):
+                # <s> is frequent in code, with other meanings.
+                if not is_code or _is_long(mark[0]):
+                    document.kept[f"{_KEPT}{mark[0].decode()}"] = None
+                continue
+            document.add(text[begin : mark.start()])
+            parts = list(document.end(mark[0].decode()))
+            yield from parts
+            begin, is_first = place, is_first and not parts
+        if block is None:
+            document.add(text[begin:])
+            yield from document.end("", even_empty=is_first)
+            return
+        # A separator may begin in this block and end in the next one, or need more context.
+        place = max(place, len(text) - _CONTEXT // 2 if mark is None else mark.start())
+        end = max(begin, place - _CONTEXT)
+        document.add(text[begin:end])
+        rest, place = text[end:], place - end
+
+
+class _Document:
+    """The document that is being read.
+
+    Attributes:
+        size: bytes of the document so far.
+        kept: keys of the spellings in it that are not separators.
+    """
+
+    def __init__(self, largest: float) -> None:
+        self.size, self.kept = 0, dict[str, None]()
+        self._largest = largest
+        self._parts: list[bytes] = []
+        self._line, self._newlines = 1, 0
+        self._separator = ""
+
+    def add(self, part: bytes) -> None:
+        """Append a part of the text."""
+        self.size += len(part)
+        self._newlines += part.count(b"\n")
+        if self.size > self._largest:
+            self._parts.clear()  # of a document that is too long, nothing is kept in memory
+        else:
+            self._parts.append(part)
+
+    def end(self, separator: str, *, even_empty: bool = False) -> Iterator[DocumentPart]:
+        """The document, if it is not empty or with `even_empty`. The next one begins.
+
+        Args:
+            separator: the separator after the document; "" at the end of the text.
+        """
+        content, line = b"".join(self._parts), self._line
+        beside = separator or self._separator
+        if beside and (blank := _BLANK.match(content)):
+            line += content.count(b"\n", 0, blank.end())
+            content = content[blank.end() :].rstrip()
+        if self.size > self._largest:
+            yield DocumentPart(line, None)
+        elif even_empty or content.strip():
+            yield DocumentPart(line, content, (*((beside,) if beside else ()), *self.kept))
+        self._line += self._newlines
+        self.size, self._newlines, self._separator, self.kept = 0, 0, beside, {}
+        self._parts.clear()
+
+
+def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bool:
+    """True if a spelling separates documents.
+
+    Args:
+        mark: the spelling.
+        before, after: the text beside it, up to `_CONTEXT` bytes.
+        is_code: see `split_documents`.
+    """
+    begins_line = _LINE_START.search(before) is not None
+    ends_line = _LINE_END.match(after) is not None
+    if begins_line and ends_line:
+        return True
+    if is_code or not _is_long(mark):
+        return False
+    touches = begins_line or _TEXT_BEFORE.search(before) is not None
+    if ends_line:
+        return touches or _TEXT_BEFORE.search(before.rstrip(b" \t*-")) is not None
+    if _SEPARATOR.match(after):
+        return touches
+    if touches and not begins_line and after[:1] in (b" ", b"\t"):
+        return _TEXT_AFTER.match(after.lstrip(b" \t")) is not None
+    if touches or _SENTENCE_END.search(before):
+        return _TEXT_AFTER.match(after) is not None or _CAPITAL_AFTER.match(after) is not None
+    return False
+
+
+def _is_long(mark: bytes) -> bool:
+    """True for a spelling such as <|endoftext|>, which no text has for another reason."""
+    return mark[1:2] in (b"|", b"\xef")
+
+
+def cleaned(text: str, *, is_code: bool = False) -> tuple[str, tuple[str, ...]]:
+    """The text with LF in place of CRLF and, unless it is code, without Project Gutenberg's header
+    and licence, and the keys of these changes. "" if there is no text beside the licence."""
+    changes: tuple[str, ...] = ()
+    if "\r\n" in text:
+        text, changes = text.replace("\r\n", "\n"), (CRLF,)
+    # Faster than a pattern of alternatives.
+    if not is_code and any(word in text for word in _OF_GUTENBERG):
+        body = without_gutenberg(text)
+        if body != text:
+            text, changes = body, (*changes, GUTENBERG)
+    return text, changes
+
+
+def without_gutenberg(text: str) -> str:
+    """The text without Project Gutenberg's header, credits and licence (see `_MARKS`).
+
+    Of a file with several books, every book is kept. A text in which no line begins with such a
+    mark is returned unchanged; "" is returned if there is no text between the marks.
+    """
+    books, begin, is_inside, is_marked = [], 0, True, False
+    for mark in _MARKS.finditer(text):
+        if mark["print"] is not None and not text[mark.end() :].strip():
+            continue  # a few books have the small print after the text
+        if mark["end"] is not None:
+            if is_inside:
+                books.append(text[begin : mark.start()])
+            is_inside = False
+        else:
+            if is_inside and is_marked and mark["print"] is None:
+                books.append(text[begin : mark.start()])  # a book without a line at its end
+            begin, is_inside = mark.end(), True
+        is_marked = True
+    if not is_marked:
+        return text
+    if is_inside:
+        books.append(text[begin:])
+    bodies = (_CREDITS.sub("", book, count=1) if _CREDITS.match(book) else book for book in books)
+    kept = [body for body in (body.strip() for body in bodies) if body]
+    return "\n\n\n".join(kept) + "\n" if kept else ""
+
+
+def is_separator(change: str) -> bool:
+    """True if the key of a change is the spelling of a separator."""
+    return change not in (CRLF, GUTENBERG) and not change.startswith(_KEPT)
+
+
+class ChangeCounts:
+    """Counts of the changes that were made to documents while they were read."""
+
+    def __init__(self) -> None:
+        self._documents: Counter[str] = Counter()
+        self._files: Counter[str] = Counter()
+        self._last: dict[str, str] = {}
+
+    def add(self, origin: str, changes: Iterable[str]) -> None:
+        """Count the changes of a document. Documents of a file come one after the other.
+
+        Args:
+            origin: name of the document's file.
+            changes: keys of the changes.
+        """
+        for change in changes:
+            self._documents[change] += 1
+            if self._last.get(change) != origin:
+                self._files[change] += 1
+                self._last[change] = origin
+
+    def record(self) -> dict[str, dict[str, int]]:
+        """Numbers of documents and files for each change, as a JSON object."""
+        counts = self._documents.items()
+        return {key: {"documents": n, "files": self._files[key]} for key, n in sorted(counts)}
+
+    def names(self) -> dict[str, str]:
+        """Name of the file for each change that only one file had."""
+        return {key: name for key, name in self._last.items() if self._files[key] == 1}
+
+
+def change_lines(
+    record: Mapping[str, Mapping[str, int]], names: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """A message for the user about each kind of change.
+
+    Args:
+        record, names: see `ChangeCounts`.
+    """
+    for change, counts in record.items():
+        documents, files = counts["documents"], counts["files"]
+        number = f"{documents:,} document{'s' if documents != 1 else ''}"
+        where = names.get(change) or f"{files:,} file{'s' if files != 1 else ''}"
+        within = "" if documents == files else f" in {number}"
+        if change == CRLF:
+            yield f"{where}: CRLF line ends became LF{within} (--as-is keeps them)"
+        elif change == GUTENBERG:
+            what = "Project Gutenberg's header and licence"
+            yield f"{where}: {what} left out{within} (--as-is keeps them)"
+        elif change.startswith(_KEPT):
+            mark = change.removeprefix(_KEPT)
+            yield f"{where}: {mark} that is not between documents is learned as characters{within}"
+        else:
+            yield f"{where}: {number}, separated by {change} (--as-is makes it text)"
