@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import say, time_text
+from firstlight.hardware.environment import sharing_cores
 from firstlight.pipeline.plan import RunPlan
 from firstlight.pipeline.request import DEFAULT_SECONDS, Request, request_of
 from firstlight.pipeline.run_folder import (
@@ -83,6 +84,7 @@ def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) ->
     return NewModel(request, tell, progress=progress)
 
 
+@sharing_cores()
 def train_texts(
     inputs: str | Path | Sequence[str | Path],
     *,
