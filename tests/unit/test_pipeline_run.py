@@ -382,7 +382,7 @@ def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open
     watch = new_model._FirstSteps(plan, call)
     rate = choices.tokens_per_second
     assert round(rate) == 8719
-    speed_of_step = {"tokens_per_second": factor * rate, "seconds": 10.0, "elapsed_seconds": 40.0}
+    speed_of_step = {"tokens_per_second": factor * rate, "seconds": 10.0, "elapsed_seconds": 20.0}
     watch(speed_of_step)
     watch(speed_of_step | {"tokens_per_second": 9 * rate})  # later speeds do not count
     assert [line.removesuffix(" for the time that is left") for line in lines] == told

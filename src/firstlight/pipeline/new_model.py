@@ -201,7 +201,7 @@ class _FirstSteps:
         assert left.seconds is not None
         whole = Length(used + left.seconds)
         kept = choose(plan.text, plan.speed, whole, plan.request.fixed | own)
-        if left.seconds < used or not _is_better(other.choices, kept):
+        if left.seconds < 2 * used or not _is_better(other.choices, kept):
             call.tell(f"{found}: the chosen model is still the best for the time that is left")
             return
         call.tell(

@@ -121,7 +121,8 @@ def train_texts(
         text_key: field of the text in JSONL lines, tables and datasets.
         resume: go on with the newest unfinished run of the inputs, without its other options; the
             newest complete one if all are complete.
-        on_step: called with each step's metrics; see `train`.
+        on_step: called with each step's metrics; see `train`. The steps begin again at 1 if another
+            model is chosen after the first seconds.
         progress: show messages and progress on stderr.
         ask: function that asks the user for the length of the run if none is given.
         began: `time.time()` from which the budget counts; None is now.
