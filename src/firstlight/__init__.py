@@ -12,7 +12,8 @@ does all steps from a folder of texts to a trained model. The single steps are:
     print(firstlight.evaluate("runs/recipe").bits_per_byte)
     print(firstlight.generate("runs/recipe", "Once upon a time").text)
 
-A name is imported when it is first used, so that `import firstlight` itself is fast.
+A name is imported when it is first used, so that `import firstlight` itself is fast. It sets the
+environment variable GOMP_SPINCOUNT, which torch's threads read when torch is imported.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ _PUBLIC = {
 _MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() for name in names}
 
 __all__ = sorted(_MODULES)
+
+# Threads that spin as long as torch's own default make a step ten times slower beside other busy
+# programs.
+importlib.import_module("firstlight.hardware.environment").set_at_import()
 
 
 def __getattr__(name: str) -> Any:

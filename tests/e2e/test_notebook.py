@@ -27,6 +27,8 @@ def test_the_quickstart_shows_progress_and_report_inline(
     # Beside other tests, threads that wait for each other would take minutes.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    for name in ("GOMP_SPINCOUNT", "FIRSTLIGHT_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTER_DATA_DIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     notebook = nbformat.read(_NOTEBOOK, as_version=4)
@@ -36,6 +38,8 @@ def test_the_quickstart_shows_progress_and_report_inline(
         source = source.replace(written, shorter)
     for cell, text in zip(notebook.cells, source.split("\0"), strict=True):
         cell.source = text
+    spin = nbformat.v4.new_code_cell("import os\nprint(os.environ['GOMP_SPINCOUNT'])")
+    notebook.cells.insert(2, spin)  # after the import
     kernel = tmp_path / "JUPYTER_DATA_DIR" / "kernels" / "this"
     kernel.mkdir(parents=True)
     command = f'["{sys.executable}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'
@@ -47,6 +51,7 @@ def test_the_quickstart_shows_progress_and_report_inline(
     ).execute()
     training = next(cell for cell in notebook.cells if "firstlight.train_texts(" in cell.source)
     _require_inline(training.outputs)
+    assert spin.outputs[0]["text"] == "5000\n"  # as of a command
     # The output is one that is updated, and nothing is red.
     everything = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert [one for one in everything if one.get("name") == "stderr"] == []

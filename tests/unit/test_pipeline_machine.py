@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from firstlight.errors import ConfigError
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
+from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts
 from firstlight.pipeline.machine import fitted_recipe, machine_facts
 from firstlight.pipeline.ngrams import Hardness
+from firstlight.pipeline.plan import run_lines
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
@@ -125,6 +127,42 @@ def test_a_gpu_that_the_run_is_not_on_is_not_measured(
     assert (speed.kind, speed.origin) == (kind, origin)
     assert all(tokens == (2048,) for tokens in timed)
     assert len(timed) == (2 if kind == "cpu" else 0)
+
+
+@pytest.mark.parametrize(
+    ("later", "fastest", "count"),
+    [((0.5, 0.2, 0.4, 9.0), 0.2, 3), ((2.0, 1.6, 1.8, 0.1), 1.6, 3), ((0.25,) * 9, 0.25, 4)],
+)
+def test_measured_speed_is_that_of_the_fastest_of_three_steps_or_more(
+    monkeypatch: pytest.MonkeyPatch, later: Sequence[float], fastest: float, count: int
+) -> None:
+    now = [0.0]
+    steps: list[float] = []
+
+    def step(*_: Any) -> None:
+        now[0] += (0.1, *later)[len(steps)]  # the first step does not count
+        steps.append(now[0])
+
+    program = SimpleNamespace(step=step)
+    monkeypatch.setattr(machine_module, "TrainingProgram", lambda *_: program)
+    monkeypatch.setattr(machine_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    here = find_machine(device="cpu")
+    recipe = resolve_for(machine_module._speed_recipe(ModelSize(64, 1, 256, 256), 2048), here)
+    assert machine_module.timed_rates(recipe, here) == pytest.approx([2048 / fastest])
+    assert len(steps) == 1 + count
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_plan_on_a_busy_machine_says_so(
+    monkeypatch: pytest.MonkeyPatch, timed: list[Sequence[int]], busy: bool
+) -> None:
+    monkeypatch.setattr(machine_module, "cores_are_busy", lambda: busy)
+    _, speed = machine_facts(device="cpu")
+    choices = choose(TextFacts(512, 1e6, 2.0, Hardness(1.72, 2.24, 1.0), 1e5), speed, Length(60.0))
+    said = "this machine is busy: expect less, or stop other programs"
+    assert (said in run_lines(choices, speed, "the text")) is busy
+    has_gpu(monkeypatch, 70 * GIB)
+    assert not machine_facts()[1].is_busy  # its GPU may be free
 
 
 def test_a_device_that_is_not_here_is_named() -> None:

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import time
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +30,12 @@ from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline import machine as machine_module
-from firstlight.pipeline import preparation, settings
-from firstlight.pipeline.facts import MachineFacts
+from firstlight.pipeline import new_model, preparation, settings
+from firstlight.pipeline.choices import choose
+from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
 from firstlight.pipeline.new_model import counted_text
-from firstlight.pipeline.plan import scan_texts, validation_rows
+from firstlight.pipeline.ngrams import Hardness
+from firstlight.pipeline.plan import TextPlan, scan_texts, validation_rows
 from firstlight.pipeline.request import Request, request_of
 from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts, work_of
@@ -41,6 +43,7 @@ from firstlight.pipeline.run_folder import RunCall, command_of, run_name
 from firstlight.pipeline.scan import scan_corpus
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
+from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -306,6 +309,118 @@ def test_shards_of_other_texts_are_not_used_after_a_kill(
     assert prepared("new", "one") == tmp_path / "one/data"
     assert (tmp_path / "one/data/manifest.json").samefile(tmp_path / "two/data/manifest.json")
     assert prepared("old", "one") == tmp_path / "one/data"
+
+
+#: A run whose speed is judged after its first step, and that ends after one step.
+FIRST = {
+    "evaluation.sample_tokens": 1,
+    "evaluation.every_steps": 0,
+    "evaluation.max_rows": 4,
+    "run.max_minutes": 1e-9,
+}
+
+
+@pytest.fixture
+def after_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_model, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(new_model, "_SLOW_STEPS", 0)
+
+
+class TwentyTimesAsFast(new_model._FirstSteps):
+    """The first steps of a machine that is 20 times as fast as was believed."""
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        rate = 20 * self._plan.choices.tokens_per_second
+        super().__call__({**record, "tokens_per_second": rate})
+
+
+def believed(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """A speed of this machine that is not measured, for a model of 9 million FLOPs per token."""
+
+    def facts(gpu: str | None = None, device: str = "auto") -> tuple[Any, MachineFacts]:
+        found = find_machine(gpu, device=device)
+        return found, MachineFacts(found.name, "cpu", [(9e6, rate)], 8 << 30, "measured here")
+
+    monkeypatch.setattr(machine_module, "machine_facts", facts)
+
+
+@pytest.mark.usefixtures("after_one_step")
+def test_model_of_a_wrong_speed_is_chosen_again_once_and_trained_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write_texts(tmp_path / "texts", count=60, words=500)
+    believed(monkeypatch, 20.0)
+    monkeypatch.setattr(new_model, "_FirstSteps", TwentyTimesAsFast)
+    steps: list[int] = []
+    run = trained(
+        texts,
+        steps=None,
+        budget="10m",
+        overrides=FIRST,
+        progress=True,
+        on_step=lambda record: steps.append(record["step"]),
+    )
+    shown = capsys.readouterr().err
+    (line,) = re.findall(
+        r"^([\d,]+) tokens/s instead of ([\d,]+): training begins again with (\S+) parameters "
+        r"instead of (\S+), for the 9 min \d+ s left$",
+        shown,
+        re.M,
+    )
+    assert line[2] != line[3]
+    assert steps == [1, 1]
+    assert run.training is not None
+    assert run.training.step == 1
+    metrics = read_json_lines(run.run_folder / "metrics.jsonl")
+    assert [one["step"] for one in metrics] == [1]
+    # The seconds of the first model are no part of the new run's time.
+    recipe = load_recipe(run.run_folder / "recipe.yaml")
+    assert recipe.model is not None
+    assert recipe.schedule.max_minutes is not None
+    assert recipe.schedule.max_minutes < 9.94
+    assert run.choices is not None
+    assert run.choices["model.hidden_size"] == recipe.model.hidden_size
+    assert rounded(run.choices.parameters) != line[3]
+    state = json.loads((run.run_folder / "pipeline.json").read_text())
+    assert tuple(state["expected"]) == run.choices.bits_per_byte
+    saved = json.loads((run.training.checkpoint / "config.json").read_text())
+    assert saved["hidden_size"] == recipe.model.hidden_size
+    # A resumed run keeps its model.
+    believed(monkeypatch, 2000.0)
+    again = trained(texts, steps=None, budget="10m", overrides=FIRST, progress=True)
+    assert again.training is not None
+    assert again.training.step == 2
+    assert "instead of" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("after_one_step")
+@pytest.mark.parametrize(
+    ("factor", "other", "told"),
+    [
+        (1.4, {}, []),
+        (1 / 1.4, {}, []),
+        (1.6, {}, ["13,951 tokens/s instead of 8,719: the chosen model is still the best"]),
+        (1.6, {"steps": 3, "seconds": None}, []),
+        (1.6, {"size": "tiny"}, []),
+    ],
+)
+def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open(
+    tmp_path: Path, factor: float, other: Mapping[str, Any], told: Sequence[str]
+) -> None:
+    lines: list[str] = []
+    text = TextFacts(512, 1e6, 1.9, Hardness(1.72, 2.24, 1.0), 1e5)
+    request = replace(Request(("texts",), 60.0), **other)
+    speed = MachineFacts("two cores", "cpu", [(9e6, 1000.0)], 8 << 30)
+    choices = choose(text, speed, Length(45.0))
+    plan: Any = TextPlan(request, Mock(), Mock(), speed, text, "", choices)
+    call = RunCall(tmp_path, time.time(), lines.append, progress=False)
+    watch = new_model._FirstSteps(plan, call)
+    rate = choices.tokens_per_second
+    assert round(rate) == 8719
+    speed_of_step = {"tokens_per_second": factor * rate, "seconds": 10.0, "elapsed_seconds": 20.0}
+    watch(speed_of_step)
+    watch(speed_of_step | {"tokens_per_second": 9 * rate})  # later speeds do not count
+    assert [line.removesuffix(" for the time that is left") for line in lines] == told
 
 
 def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:

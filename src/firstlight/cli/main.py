@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import gc
 import json
-import os
 import shlex
 import signal
 import sys
@@ -209,8 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Collecting torch's objects when the process ends would take a third of a second.
         atexit.register(gc.freeze)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    for name, value in _environment(arguments[:1]).items():
-        os.environ.setdefault(name, value)
+    environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
     try:
         with cleaning_up_when_terminated():

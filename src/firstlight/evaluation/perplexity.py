@@ -28,6 +28,7 @@ from firstlight.evaluation.scores import (
     sampled_rows,
     standard_error,
 )
+from firstlight.hardware.environment import sharing_cores
 from firstlight.parallel import gather_objects
 from firstlight.weights.huggingface import LoadedModel
 
@@ -238,6 +239,7 @@ def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, A
     }
 
 
+@sharing_cores()
 def evaluate(
     checkpoint: str | Path | LoadedModel,
     data: str | Path | None = None,

@@ -25,6 +25,7 @@ from firstlight.evaluation.scores import (
 )
 from firstlight.files.atomic import read_file
 from firstlight.generation.engine import tokenizer_of
+from firstlight.hardware.environment import sharing_cores
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
@@ -120,6 +121,7 @@ def _hellaswag(path: Path | None, loaded: LoadedModel, limit: int | None) -> Hel
     return HellaSwag(items, encode_items(items, tokenizer_of(loaded), context, where))
 
 
+@sharing_cores()
 def evaluate_tasks(
     checkpoint: str | Path | LoadedModel,
     tasks: str | Sequence[str],

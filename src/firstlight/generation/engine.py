@@ -16,6 +16,7 @@ from firstlight.generation.beams import search
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation, Generation, choose_tokens
 from firstlight.generation.few_rows import use_few_rows
+from firstlight.hardware.environment import sharing_cores
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel, load_model
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
@@ -247,6 +248,7 @@ def _finished(text: Continuation, prompt: str, added: str) -> Generation:
     )
 
 
+@sharing_cores()
 def generate(
     checkpoint: str | Path | LoadedModel,
     prompt: str,
@@ -308,6 +310,7 @@ def generate(
     return stream.result
 
 
+@sharing_cores()
 def generate_batch(
     loaded: LoadedModel,
     prompts: Sequence[str],

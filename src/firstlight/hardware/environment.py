@@ -2,13 +2,18 @@
 processors.
 
 The thread library and the allocator read the variables when they are loaded, so the command line
-sets them before it imports torch. Variables that the user has set stay as they are.
+and `import firstlight` set them before torch is imported. Variables that the user has set stay as
+they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 #: Number of times that a waiting thread of GNU's OpenMP looks for work before it sleeps. With the
@@ -33,18 +38,100 @@ _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 #: TORCH_CPP_LOG_LEVEL: without it, torch reports a broken connection with a page of addresses.
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
+#: Environment variable with the value of GOMP_SPINCOUNT that `import firstlight` has set; "" if
+#: torch was imported before. Commands have set their own value, and are without it.
+_BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
+
+#: Held by the outermost of nested `sharing_cores`.
+_SHARING = threading.Lock()
+
+
+def set_at_import() -> None:
+    """Set the variables of `import firstlight`, unless torch has been imported."""
+    if "GOMP_SPINCOUNT" in os.environ:
+        return
+    if "torch" in sys.modules:
+        os.environ[_BY_IMPORT] = ""
+    else:
+        _set_spin(SHORT_SPIN)
+
+
+def set_for_command(variables: Mapping[str, str]) -> None:
+    """Set the variables of a command, which replace those of `import firstlight`, in this process
+    or in one that has started the command."""
+    if _is_from_import():
+        os.environ.pop("GOMP_SPINCOUNT", None)
+    os.environ.pop(_BY_IMPORT, None)
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def sharing_cores() -> Iterator[None]:
+    """Context, or decorator of a function, in which torch's threads wait as those of a command if
+    other programs keep the cores busy when it is entered.
+
+    A program may have imported torch, and with it `GOMP_SPINCOUNT`, at another time. Does nothing
+    in a command, and if the user has set that variable.
+    """
+    if not _is_from_import() or not _SHARING.acquire(blocking=False):
+        yield
+        return
+    try:
+        if not cores_are_busy():
+            yield
+        elif "torch" not in sys.modules:
+            _set_spin(_NO_SPIN)
+            yield
+        else:
+            # Imported here, because it takes as long as all of `import firstlight`.
+            from concurrent.futures import ThreadPoolExecutor
+
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(_exceed_cores).result()
+                yield
+    finally:
+        _SHARING.release()
+
+
+def _set_spin(spin: Mapping[str, str]) -> None:
+    os.environ.update(spin)
+    os.environ[_BY_IMPORT] = spin["GOMP_SPINCOUNT"]
+
+
+def _is_from_import() -> bool:
+    """True if GOMP_SPINCOUNT is as `import firstlight` has left it."""
+    return os.environ.get(_BY_IMPORT) == os.environ.get("GOMP_SPINCOUNT", "")
+
+
+def _exceed_cores() -> None:
+    """Start so many threads of GNU's OpenMP that it has one more than there are cores. They sleep,
+    and end with the thread that calls this function.
+
+    Until then, OpenMP's waiting threads look for work only 100 times (_NO_SPIN), also if torch was
+    imported long ago: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
+    """
+    import ctypes
+
+    import torch
+
+    openmp = ctypes.CDLL(torch._C.__file__)  # or a library that it is linked with
+    if hasattr(openmp, "GOMP_parallel"):
+        count = max(usable_cpus() - torch.get_num_threads() + 2, 2)
+        openmp.GOMP_parallel(openmp.omp_get_thread_num, None, count, 0)
+
 
 def for_training() -> dict[str, str]:
     """The variables for training and evaluating."""
-    return TRAINING | (_NO_SPIN if _cores_are_busy() else SHORT_SPIN)
+    return TRAINING | (_NO_SPIN if cores_are_busy() else SHORT_SPIN)
 
 
 def for_generation() -> dict[str, str]:
     """The variables for generating text."""
-    return _NO_SPIN if _cores_are_busy() else _LONG_SPIN
+    return _NO_SPIN if cores_are_busy() else _LONG_SPIN
 
 
-def _cores_are_busy() -> bool:
+def cores_are_busy() -> bool:
     """True if other programs use more than a quarter of the cores right now; false if unknown."""
     try:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)

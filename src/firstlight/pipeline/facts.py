@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from firstlight.pipeline import settings
 from firstlight.pipeline.ngrams import Hardness
@@ -45,6 +45,7 @@ class MachineFacts:
             smallest first. On a GPU, such a step takes the time of starting its kernels. Empty on a
             CPU, where a step of few tokens is short. `steps` and `rates` are without torch.compile:
             a compiled run is faster than expected.
+        is_busy: True if other programs kept the cores busy when the speed was measured.
     """
 
     name: str
@@ -54,6 +55,13 @@ class MachineFacts:
     origin: str = "measured"
     compiles: bool = True
     steps: Sequence[tuple[float, float]] = ()
+    is_busy: bool = False
+
+    def times(self, factor: float) -> MachineFacts:
+        """The same machine at a multiple of its speed."""
+        rates = [(flops, factor * rate) for flops, rate in self.rates]
+        steps = [(flops, seconds / factor) for flops, seconds in self.steps]
+        return replace(self, rates=rates, steps=steps)
 
     def tokens_per_second(self, flops: float, step_tokens: float = math.inf) -> float:
         """Estimated training speed of a model in tokens per second.

@@ -7,7 +7,6 @@ and of fine-tuning on a GPU, is predicted.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from firstlight.hardware.device import (
     is_out_of_memory,
     synchronize,
 )
+from firstlight.hardware.environment import cores_are_busy
 from firstlight.models import empty_model
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.pipeline import settings
@@ -47,9 +47,10 @@ _TIMED_TOKENS = settings.BATCH_TOKENS
 #: (free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger model take
 #: 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
 _TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
-#: Seconds of measured steps, by kind of device, after a first step that allocates memory. The
-#: second step is still a third slower, so the median is taken.
-_TIMED_SECONDS = {"cpu": 1.0, "cuda": 0.5}
+#: Seconds of measured steps, by kind of device, and their least number, after a first step that
+#: allocates memory. The fastest one counts, since other programs and the second step's memory only
+#: make a step slower.
+_TIMED_SECONDS, _FEWEST_TIMED = {"cpu": 1.0, "cuda": 0.5}, 3
 #: Origins of a speed, as they are shown.
 _MEASURED, _PREDICTED = "measured here", "predicted by the planner"
 
@@ -67,6 +68,7 @@ def machine_facts(gpu: str | None = None, device: str = "auto") -> tuple[Machine
     machine = find_machine(gpu, device=device)
     kind = machine.target.kind
     timed_tokens = _timed_tokens(machine)
+    is_busy = kind == "cpu" and cores_are_busy()
     try:
         rates, steps = _speeds(machine, timed_tokens)
     except RuntimeError as error:
@@ -89,7 +91,9 @@ def machine_facts(gpu: str | None = None, device: str = "auto") -> tuple[Machine
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
     ]
     usable, origin = machine.usable_bytes, _MEASURED if timed_tokens else _PREDICTED
-    return machine, MachineFacts(machine.name, kind, rates, usable, origin, machine.compiles, steps)
+    return machine, MachineFacts(
+        machine.name, kind, rates, usable, origin, machine.compiles, steps, is_busy
+    )
 
 
 def _speeds(
@@ -203,9 +207,9 @@ def timed_rates(
         )
         seconds_of(batch)
         seconds: list[float] = []
-        while sum(seconds) < _TIMED_SECONDS[hardware.device.type]:
+        while len(seconds) < _FEWEST_TIMED or sum(seconds) < _TIMED_SECONDS[hardware.device.type]:
             seconds.append(seconds_of(batch))
-        rates.append(batch.num_valid / statistics.median(seconds))
+        rates.append(batch.num_valid / min(seconds))
     return rates
 
 
@@ -296,6 +300,7 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     frozen = recipe.lora is not None
     flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
     steps = []
+    is_busy = kind == "cpu" and cores_are_busy()
     if kind == "cpu":
         (rate,), origin = timed_rates(recipe, machine), _MEASURED
     else:
@@ -305,7 +310,7 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
         steps = [(flops, seq_len / _predicted_rate(few, machine))]
     usable = machine.usable_bytes
     return MachineFacts(
-        machine.name, kind, [(flops, rate)], usable, origin, machine.compiles, steps
+        machine.name, kind, [(flops, rate)], usable, origin, machine.compiles, steps, is_busy
     )
 
 

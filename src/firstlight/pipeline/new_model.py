@@ -3,12 +3,18 @@ trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firstlight.pipeline.facts import TextFacts
+from firstlight.console import rounded, time_text
+from firstlight.errors import ConfigError
+from firstlight.pipeline.choices import choose
+from firstlight.pipeline.chosen import Choices
+from firstlight.pipeline.facts import Length, TextFacts
 from firstlight.pipeline.plan import RunPlan, TextPlan, plan_texts, scan_texts
 from firstlight.pipeline.preparation import (
     Preparation,
@@ -23,6 +29,12 @@ from firstlight.pipeline.scan import CorpusFacts
 if TYPE_CHECKING:
     from firstlight.pipeline.machine import FittedRecipe
     from firstlight.training.loop import TrainResult
+
+#: Seconds of a run's first steps, after which its speed is compared with the measured one, and the
+#: ratio of the two from which the model is chosen again.
+_FIRST_SECONDS, _OTHER_SPEED = 10.0, 1.5
+#: First steps, which allocate memory.
+_SLOW_STEPS = 2
 
 
 class NewModel:
@@ -51,9 +63,6 @@ class NewModel:
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare the texts, choose settings again from the counted tokens and the remaining time,
         and train."""
-        from firstlight.pipeline.machine import KnownForecast
-        from firstlight.training.loop import train
-
         assert isinstance(plan, TextPlan)
         scan, size = plan.scan, plan.text.vocab_size
         texts = Preparation(
@@ -70,15 +79,36 @@ class NewModel:
             plan = replace(
                 plan, vocabulary=f"{size:,} were wanted, but the text has too few different pairs"
             )
+        try:
+            return self._train(plan, data, call)
+        except _OtherModelError as error:
+            plan = error.plan
+        gc.collect()  # the memory of the first model
+        _forget_first_steps(call.folder)
+        return self._train(plan, data, call, chosen_again=True)
+
+    def _train(
+        self, plan: TextPlan, data: Path, call: RunCall, *, chosen_again: bool = False
+    ) -> TrainResult:
+        """Train the model of a plan.
+
+        Raises:
+            _OtherModelError: see `_FirstSteps`; not if the plan was chosen again.
+        """
+        from firstlight.pipeline.machine import KnownForecast
+        from firstlight.training.loop import train
+
         fitted = self._fitted(plan, data, call)
         plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
-        for line in plan.lines():
+        for line in () if chosen_again else plan.lines():
             call.tell(line)
-        call.write_recipe(fitted.resolved, plan.choices, request)
+        call.write_recipe(fitted.resolved, plan.choices, plan.request)
         call.remember(begun=True, expected=plan.choices.bits_per_byte)
-        forecaster = KnownForecast(fitted.forecast)
         return train(
-            fitted.recipe, on_step=call.on_step, progress=call.progress, forecaster=forecaster
+            fitted.recipe,
+            on_step=call.on_step if chosen_again else _FirstSteps(plan, call),
+            progress=call.progress,
+            forecaster=KnownForecast(fitted.forecast),
         )
 
     def _fitted(self, plan: TextPlan, data: Path, call: RunCall) -> FittedRecipe:
@@ -101,6 +131,114 @@ class NewModel:
             plan.speed,
             lambda: call.length(plan.request),
         )
+
+
+class _OtherModelError(Exception):
+    """Ends a run with which another model is better.
+
+    Attributes:
+        plan: the plan with that model.
+    """
+
+    def __init__(self, plan: TextPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+class _FirstSteps:
+    """The function that `train` calls with each step's metrics. It calls `call.on_step`, and
+    chooses the model again if the first seconds of training have another speed than was measured.
+
+    Args:
+        plan: the plan of the run.
+        call: the call of `train_texts`.
+    """
+
+    def __init__(self, plan: TextPlan, call: RunCall) -> None:
+        self._plan, self._call = plan, call
+        self._rates: list[float] = []
+        self._seconds = 0.0
+        # For given tokens or steps, the choice is the same at any speed. A compiled run is faster
+        # than the measured steps, which were not compiled.
+        is_open = plan.request.seconds is not None and plan.request.size is None
+        self._is_done = not is_open or plan.choices["efficiency.compile"]
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """See `train`.
+
+        Raises:
+            _OtherModelError: another model is expected to be better, even if it has less time.
+        """
+        if self._call.on_step is not None:
+            self._call.on_step(record)
+        self._rates.append(record["tokens_per_second"])
+        self._seconds += record["seconds"]
+        if self._is_done or self._seconds < _FIRST_SECONDS or len(self._rates) <= _SLOW_STEPS:
+            return
+        self._is_done = True
+        reached = statistics.median(self._rates[_SLOW_STEPS:])
+        factor = reached / self._plan.choices.tokens_per_second
+        if max(factor, 1 / factor) > _OTHER_SPEED:
+            self._choose_again(reached, factor, record["elapsed_seconds"])
+
+    def _choose_again(self, reached: float, factor: float, used: float) -> None:
+        """Choose among the model of the run, with all of its time, and others, with the rest.
+
+        Args:
+            reached: tokens per second of the first steps.
+            factor: the same as a multiple of the expected speed.
+            used: seconds of the training loop.
+        """
+        plan, call, before = self._plan, self._call, self._plan.choices
+        found = f"{reached:,.0f} tokens/s instead of {before.tokens_per_second:,.0f}"
+        plan = replace(plan, speed=plan.speed.times(factor))
+        own = {key: before[key] for key in (*_SHAPE, "data.seq_len")}
+        try:
+            left = call.length(plan.request)
+            other = plan.choose_again(left)
+        except ConfigError:  # no time is left, not even for the smallest model
+            return
+        assert left.seconds is not None
+        whole = Length(used + left.seconds)
+        kept = choose(plan.text, plan.speed, whole, plan.request.fixed | own)
+        if left.seconds < 2 * used or not _is_better(other.choices, kept):
+            call.tell(f"{found}: the chosen model is still the best for the time that is left")
+            return
+        call.tell(
+            f"{found}: training begins again with {rounded(other.choices.parameters)} parameters "
+            f"instead of {rounded(before.parameters)}, for the {time_text(left.seconds)} left"
+        )
+        raise _OtherModelError(other)
+
+
+#: Keys of the chosen size of a model.
+_SHAPE = ("model.hidden_size", "model.num_hidden_layers")
+
+
+def _is_better(other: Choices, kept: Choices) -> bool:
+    """True if the choices are those of another model, with fewer expected bits; also if nothing is
+    known of the bits."""
+    if all(other[key] == kept[key] for key in _SHAPE):
+        return False
+    if other.bits_per_byte is None or kept.bits_per_byte is None:
+        return True
+    return other.bits_per_byte < kept.bits_per_byte
+
+
+def _forget_first_steps(folder: Path) -> None:
+    """Delete the checkpoints, times and metrics of a run's first steps.
+
+    A run that is killed in between begins again with the model of the recipe.
+    """
+    from firstlight.checkpoint.manifest import CHECKPOINTS
+    from firstlight.files.atomic import remove_file, remove_folder
+    from firstlight.report.length import LENGTH_NAME
+    from firstlight.report.records import METRICS_NAME
+
+    if (folder / CHECKPOINTS).exists():
+        remove_folder(folder / CHECKPOINTS)
+    for name in (LENGTH_NAME, METRICS_NAME):
+        remove_file(folder / name)
 
 
 def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:

@@ -156,6 +156,8 @@ def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]
         f"{speed.name} ({speed.origin}): {choices.tokens_per_second:,.0f} tokens/s for "
         f"{rounded(choices.parameters)} parameters"
     )
+    if speed.is_busy:
+        yield "this machine is busy: expect less, or stop other programs"
     yield (
         f"the run: about {rounded(choices.tokens)} tokens in {choices.steps:,} steps, "
         f"{choices.epochs:.2g} times {data}, {time_text(choices.seconds)} of training"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import say, time_text
 from firstlight.errors import ConfigError
+from firstlight.hardware.environment import sharing_cores
 from firstlight.pipeline.plan import RunPlan
 from firstlight.pipeline.request import DEFAULT_SECONDS, Request, request_of
 from firstlight.pipeline.run_folder import (
@@ -84,6 +85,7 @@ def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) ->
     return NewModel(request, tell, progress=progress)
 
 
+@sharing_cores()
 def train_texts(
     inputs: str | Path | Sequence[str | Path],
     *,
@@ -125,7 +127,8 @@ def train_texts(
         as_is: read texts unchanged; see `prepare`.
         resume: go on with the newest unfinished run of the inputs, without its other options; the
             newest complete one if all are complete.
-        on_step: called with each step's metrics; see `train`.
+        on_step: called with each step's metrics; see `train`. The steps begin again at 1 if another
+            model is chosen after the first seconds.
         progress: show messages and progress on stderr.
         ask: function that asks the user for the length of the run if none is given.
         began: `time.time()` from which the budget counts; None is now.

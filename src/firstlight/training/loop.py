@@ -16,6 +16,7 @@ from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.console import notebook_display
 from firstlight.errors import CheckpointError, DataError
 from firstlight.evaluation.perplexity import Evaluation
+from firstlight.hardware.environment import sharing_cores
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed import with_deepspeed_file
@@ -111,6 +112,7 @@ class TrainResult:
         return any(one.kind == "diverged" for one in self.findings)
 
 
+@sharing_cores()
 def train(
     recipe: Recipe | Mapping[str, Any] | str | Path,
     *,

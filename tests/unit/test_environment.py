@@ -1,0 +1,134 @@
+"""The environment variables of torch's threads: of commands, of `import firstlight`, and what a
+program that has imported torch before gets instead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from firstlight.cli import main as cli_main
+from firstlight.hardware import environment
+
+_SPIN, _BY_IMPORT = "GOMP_SPINCOUNT", "FIRSTLIGHT_SPINCOUNT"
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (_SPIN, _BY_IMPORT):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+
+
+def set_busy(monkeypatch: pytest.MonkeyPatch, *, busy: bool) -> None:
+    monkeypatch.setattr(environment, "cores_are_busy", lambda: busy)
+
+
+def variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in (_SPIN, _BY_IMPORT) if name in os.environ}
+
+
+def after_import(code: str, given: Mapping[str, str]) -> list[str]:
+    """The variable in a new Python that has run some code, and whether torch was imported then."""
+    show = f"import os, sys; print(os.environ.get({_SPIN!r}), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", f"{code}\n{show}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **given}
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(("given", "spin"), [({}, "5000"), ({_SPIN: "7"}, "7")])
+def test_import_of_firstlight_sets_the_spin_count_unless_the_user_has(
+    given: Mapping[str, str], spin: str
+) -> None:
+    assert after_import("import firstlight", given) == [spin, "False"]
+
+
+def test_spin_count_after_import_of_torch_is_left_to_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    environment.set_at_import()
+    assert variables() == {_BY_IMPORT: ""}
+    # In a child process, which imports firstlight first.
+    monkeypatch.delitem(sys.modules, "torch")
+    environment.set_at_import()
+    assert variables() == {_SPIN: "5000", _BY_IMPORT: "5000"}
+
+
+@pytest.mark.parametrize(
+    ("inherited", "spin"),
+    [
+        ({}, "30000"),
+        ({_SPIN: "5000", _BY_IMPORT: "5000"}, "30000"),
+        ({_BY_IMPORT: ""}, "30000"),
+        ({_SPIN: "7"}, "7"),
+        ({_SPIN: "7", _BY_IMPORT: "5000"}, "7"),
+    ],
+)
+def test_command_replaces_the_spin_count_of_an_import_but_not_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, inherited: Mapping[str, str], spin: str
+) -> None:
+    set_busy(monkeypatch, busy=False)
+    for name, value in inherited.items():
+        monkeypatch.setenv(name, value)
+    environment.set_at_import()
+    assert cli_main.main(["chat", "--help"]) == 0
+    assert variables() == {_SPIN: spin}
+
+
+def test_call_beside_busy_programs_before_torch_takes_the_spin_count_of_a_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    environment.set_at_import()
+    set_busy(monkeypatch, busy=False)
+    with environment.sharing_cores():
+        assert variables() == {_SPIN: "5000", _BY_IMPORT: "5000"}
+    set_busy(monkeypatch, busy=True)
+    with environment.sharing_cores():
+        assert variables() == {_SPIN: "100", _BY_IMPORT: "100"}
+    monkeypatch.setenv(_SPIN, "7")
+    with environment.sharing_cores():
+        assert variables()[_SPIN] == "7"
+
+
+def own_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP is used on Linux")
+@pytest.mark.parametrize("spin", [None, "5000"])
+def test_call_beside_busy_programs_after_torch_has_more_threads_than_cores(
+    monkeypatch: pytest.MonkeyPatch, spin: str | None
+) -> None:
+    import torch
+
+    monkeypatch.setattr(environment, "usable_cpus", lambda: torch.get_num_threads() + 1)
+    if spin is not None:
+        monkeypatch.setenv(_SPIN, spin)
+    monkeypatch.setenv(_BY_IMPORT, spin or "")
+    set_busy(monkeypatch, busy=True)
+    before = own_threads()
+    with environment.sharing_cores():
+        # A thread of Python with a team of three: one more than the threads of torch on a machine
+        # with one more core.
+        assert own_threads() == before + 3
+        with environment.sharing_cores():
+            assert own_threads() == before + 3
+    # Until the kernel has removed the threads that have ended.
+    while own_threads() != before:
+        os.sched_yield()
+    set_busy(monkeypatch, busy=False)
+    with environment.sharing_cores():
+        assert own_threads() == before
+    # As in a command, which has decided at its start.
+    monkeypatch.delenv(_BY_IMPORT)
+    set_busy(monkeypatch, busy=True)
+    with environment.sharing_cores():
+        assert own_threads() == before
