@@ -70,6 +70,13 @@ def test_a_nanogpt_of_before_may_2023_computes_the_same(tmp_path: Path) -> None:
     assert_computes_the_same(model, read_foreign(tmp_path / "ckpt.pt", config=given), tmp_path)
 
 
+def test_a_nanogpt_with_relu_computes_the_same_as_its_settings_say(tmp_path: Path) -> None:
+    model = drawn(NanoGPT(gelu="relu"))
+    torch.save(nanogpt_checkpoint(model), tmp_path / "ckpt.pt")
+    given = {"activation_function": "relu"}
+    assert_computes_the_same(model, read_foreign(tmp_path / "ckpt.pt", config=given), tmp_path)
+
+
 def test_a_nanogpt_whose_head_was_untied_keeps_both(tmp_path: Path) -> None:
     model = NanoGPT()
     model.lm_head.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))

@@ -259,7 +259,7 @@ def test_a_llama_with_tables_tells_heads_and_context_and_checks_the_base(saved: 
         ({"tie_word_embeddings": False}, "has tie_word_embeddings True"),
         ({"model_type": "llama"}, "has model_type 'gpt2'"),
         ({"n_heads": 4}, r"no key 'n_heads' \(did you mean 'n_head'\?\)"),
-        ({"activation_function": "relu"}, "activation_function 'relu' is not supported"),
+        ({"activation_function": "silu"}, "activation_function 'silu' is not supported"),
         ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon"),
     ],
 )

@@ -153,7 +153,7 @@ def _open_file(path: Path) -> Opened:
             weights,
             told,
             lambda config, ids: nanogpt_logits(
-                tensors, config["n_head"], ids, tanh_gelu=config["activation_function"] != "gelu"
+                tensors, config["n_head"], ids, config["activation_function"]
             ),
         )
     if layout.program == TORCHTUNE.program:
@@ -177,7 +177,9 @@ def _open_file(path: Path) -> Opened:
         layout,
         weights,
         Settings(),
-        lambda config, ids: book_gpt_logits(tensors, config["n_head"], ids),
+        lambda config, ids: book_gpt_logits(
+            tensors, config["n_head"], ids, config["activation_function"]
+        ),
     )
 
 
