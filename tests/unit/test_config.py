@@ -580,7 +580,8 @@ def test_values_in_the_table_of_other_names_are_valid() -> None:
 #: Of nanoGPT's train.py, and of LLMs-from-scratch's GPT_CONFIG_124M, settings and training loops.
 _NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint
 init_from wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size
-block_size n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
+block_size n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2
+grad_clip
 decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile"""
 _BOOK = """vocab_size context_length emb_dim n_heads n_layers drop_rate qkv_bias learning_rate
 num_epochs batch_size weight_decay eval_freq eval_iter start_context warmup_steps initial_lr min_lr
