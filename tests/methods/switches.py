@@ -171,6 +171,10 @@ SWITCHES = [
 
 #: What runs alone and not in the pairs: inductor compiles for too long.
 ALONE = [
+    replace(
+        _efficiency("compile", "cudagraphs", "exact", compile=True, compile_backend="cudagraphs"),
+        on="cpu",
+    ),
     _efficiency("compile", "eager", "exact", compile=True, compile_backend="eager"),
     _efficiency("compile", "inductor", "rounding", *_ROUNDING, compile=True, compile_regional=True),
     Switch(
@@ -225,13 +229,9 @@ ON_CUDA = [
             for name in ("flash", "cudnn")
         ),
         # While it is traced, torch may take other kernels than where it runs at once.
-        _efficiency(
-            "compile",
-            "aot_eager",
-            "rounding",
-            *_ROUNDING,
-            compile=True,
-            compile_backend="aot_eager",
+        *(
+            _efficiency("compile", name, "rounding", *_ROUNDING, compile=True, compile_backend=name)
+            for name in ("aot_eager", "cudagraphs")
         ),
         *(
             _efficiency(

@@ -22,6 +22,7 @@ _VALUES: dict[str, Any] = {
     "batch.micro_batch_size": 2,
     "batch.gradient_accumulation_steps": 2,
     "batch.global_batch_tokens": 256,
+    "efficiency.matmul_precision": "medium",
     "efficiency.activation_memory_budget": 0.5,
     "efficiency.activation_offload": True,
     "efficiency.loss_chunk_tokens": 24,
@@ -49,7 +50,11 @@ _BESIDE: dict[str, dict[str, Any]] = {
     },
     "efficiency.optimizer_in_backward": {"optimizer.max_grad_norm": 0.0},
     "efficiency.compile_regional": _COMPILED,
-    **{f"efficiency.compile_backend: {n}": _COMPILED for n in ("inductor", "aot_eager", "eager")},
+    **{
+        f"efficiency.compile_backend: {n}": _COMPILED
+        for n in ("inductor", "cudagraphs", "aot_eager", "eager")
+    },
+    "efficiency.matmul_precision": {"efficiency.precision": "fp32"},
     **{
         f"efficiency.compile_mode: {n}": _COMPILED
         for n in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -74,6 +79,7 @@ _REFUSED = {
 #: What a C++ compiler, several processes or fp16 on a CPU take many seconds for.
 _SLOW = (
     "aot_eager",
+    "backend: cudagraphs",
     "precision: fp16",
     "torchao",
     "inductor",

@@ -39,7 +39,11 @@ _INTERACTIONS: dict[Combination, tuple[float, float]] = {
 }
 
 # torch's compiler looks at every input's gradient, that of a layer's input included.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # torch's backend "cudagraphs" imports a module that uses torch.jit.
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
 
 _MODELS = ("llama", "gpt2")
 _COMPARED = [s for s in [*SWITCHES, *ALONE] if s.kind not in ("plain", "mathematics")]

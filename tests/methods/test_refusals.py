@@ -379,6 +379,17 @@ def test_a_paged_optimizer_on_a_cpu_is_refused_with_its_like() -> None:
             CPU,
             ["compile_mode max-autotune is for GPUs"],
         ),
+        (
+            {"efficiency.compile": True, "efficiency.compile_backend": "cudagraphs"},
+            CPU,
+            ["compile_backend cudagraphs is for GPUs"],
+        ),
+        (
+            {"efficiency.precision": "bf16", "efficiency.matmul_precision": "medium"},
+            GPU,
+            ["matmul_precision is for products of fp32 tensors"],
+        ),
+        ({"efficiency.precision": "fp32", "efficiency.matmul_precision": "medium"}, GPU, []),
         (_HEAD_KEYS, GPU, []),
         (
             {**_HEAD_KEYS, **_TIED},

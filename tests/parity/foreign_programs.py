@@ -76,7 +76,8 @@ class NanoBlock(nn.Module):
         parts = self.attn["c_attn"](self.ln_1(x)).split(WIDTH, dim=2)
         q, k, v = (heads_of(part, HEADS) for part in parts)
         x = x + self.attn["c_proj"](attend(q, k, v))
-        inner = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate=self.gelu)
+        inner = self.mlp["c_fc"](self.ln_2(x))
+        inner = F.relu(inner) if self.gelu == "relu" else F.gelu(inner, approximate=self.gelu)
         return x + self.mlp["c_proj"](inner)  # type: ignore[no-any-return]
 
 

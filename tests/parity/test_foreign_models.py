@@ -70,6 +70,13 @@ def test_a_nanogpt_of_before_may_2023_computes_the_same(tmp_path: Path) -> None:
     assert_computes_the_same(model, read_foreign(tmp_path / "ckpt.pt", config=given), tmp_path)
 
 
+def test_a_nanogpt_with_relu_computes_the_same_as_its_settings_say(tmp_path: Path) -> None:
+    model = drawn(NanoGPT(gelu="relu"))
+    torch.save(nanogpt_checkpoint(model), tmp_path / "ckpt.pt")
+    given = {"activation_function": "relu"}
+    assert_computes_the_same(model, read_foreign(tmp_path / "ckpt.pt", config=given), tmp_path)
+
+
 def test_a_nanogpt_whose_head_was_untied_keeps_both(tmp_path: Path) -> None:
     model = NanoGPT()
     model.lm_head.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
@@ -116,6 +123,7 @@ def test_the_books_gpt_with_its_optimizer_computes_the_same(tmp_path: Path) -> N
     foreign = read_foreign(
         tmp_path / "model_and_optimizer.pth", config={"num_attention_heads": HEADS}
     )
+    assert "The optimizer's state in it (optimizer_state_dict) is left out" in foreign.notes[0]
     assert_computes_the_same(model, foreign, tmp_path)
 
 

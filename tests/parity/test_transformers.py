@@ -406,6 +406,17 @@ def test_gpt2_files_of_the_hub_with_mask_buffers_are_read(prefixed: bool, tmp_pa
     assert_same_logits(load_model(tmp_path).model, theirs)
 
 
+def test_gpt2_with_relu_has_the_logits_of_transformers_and_writes_its_activation(
+    tmp_path: Path,
+) -> None:
+    config = draw_tied_gpt2(True).model_copy(update={"activation_function": "relu"})
+    theirs = hf_model(config, 3)
+    theirs.save_pretrained(tmp_path)
+    own = load_model(tmp_path).model
+    assert own.config.to_hf()["activation_function"] == "relu"
+    assert_same_logits(own, theirs)
+
+
 def test_an_untied_gpt2_head_without_prefix_is_read(tmp_path: Path) -> None:
     theirs = hf_model(draw_tied_gpt2(False), 1)
     theirs.save_pretrained(tmp_path)

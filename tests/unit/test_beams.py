@@ -14,6 +14,7 @@ from firstlight.errors import ConfigError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.beams import beam_search
 from firstlight.generation.config import SamplingConfig
+from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import generate, generate_batch
 from firstlight.models import LlamaConfig, Model, build_model, empty_model
 from firstlight.tokenizer import Tokenizer
@@ -184,6 +185,27 @@ def test_a_text_slides_beyond_the_context(tokenizer: Tokenizer) -> None:
     short = generate(loaded, "a b", max_new_tokens=40, temperature=0)
     assert len(short.token_ids) == context - len(ids)
     assert short.token_ids == expected[: len(short.token_ids)]
+
+
+def test_slide_of_one_token_reads_the_whole_context_for_each_token(tokenizer: Tokenizer) -> None:
+    """LLMs-from-scratch's `generate`: `idx[:, -context_size:]` for every token."""
+    context = 16
+    model = random_model(3, tokenizer.vocab_size, context)
+    loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
+    for prompt in ("a b", "one two three four five six seven eight nine ten eleven twelve"):
+        config: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 5}
+        found = generate(loaded, prompt, **config, slide=True, slide_tokens=1)
+        text = Continuation(
+            tokenizer.encode_prompt(prompt), SamplingConfig(**config, slide=True), context=context
+        )
+        while text.finish_reason is None:
+            window = [*text.prompt_ids, *text.token_ids][-context:]
+            with torch.no_grad():
+                text.push(model(torch.tensor([window]))[0, -1])
+        assert found.token_ids == text.token_ids
+        assert len(found.token_ids) == 40
+    with pytest.raises(ConfigError, match="slide_tokens is for slide: add slide"):
+        generate(loaded, "a b", slide_tokens=1)
 
 
 def test_a_prompt_beyond_the_context_slides_too(tokenizer: Tokenizer) -> None:

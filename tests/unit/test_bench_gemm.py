@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from firstlight.bench import gemm, gemm_loops, gemm_products
+from firstlight.bench import gemm, gemm_loops, gemm_products, models
 from firstlight.bench.gemm import GemmRun, compare, draw, hardware_dtypes, step_times, summarize
 from firstlight.bench.gemm_loops import (
     cache_sizes,
@@ -49,6 +49,7 @@ from firstlight.bench.gemm_products import (
     plan_for,
     wave_products,
 )
+from firstlight.bench.models import find_model
 from firstlight.bench.options import GemmBench
 from firstlight.cli.bench import gemm_command
 from firstlight.errors import ConfigError
@@ -93,6 +94,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GemmRun(GemmBench(**options))
+
+
+@pytest.mark.parametrize("name", ["gpt2-355m", "gpt2-350m"])
+def test_the_model_of_355m_parameters_has_one_name_and_its_old_one_is_read(name: str) -> None:
+    run = GemmRun(GemmBench(model=name, quick=True))
+    assert (run.bench.model, run.shape.num_hidden_layers) == ("gpt2-355m", 24)
+    assert find_model(name).num_hidden_layers == 24
+    assert MODELS.keys() & models.MODELS.keys() == {"gpt2-124m", "gpt2-355m", "gpt2-774m"}
 
 
 def test_what_the_cpu_only_emulates_is_refused_and_no_default(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ast
+import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,14 @@ from firstlight.errors import ConfigError
 from firstlight.models import FAMILIES
 from firstlight.recipe import (
     BatchConfig,
-    key_of_other_name,
+    Recipe,
+    hint_for_other_name,
     known_keys,
     load_recipe,
     parse_recipe,
     recipe_fields,
 )
-from firstlight.recipe.load import _override
+from firstlight.recipe.load import OTHER_NAMES, _override
 
 _RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 _SECTIONS = {section: kind for section, kind, _ in recipe_fields() if section != "model"}
@@ -503,10 +507,108 @@ def test_every_key_of_a_section_is_documented(section: str) -> None:
     assert all(field.description for field in kind.model_fields.values())
 
 
-def test_another_programs_name_of_the_schedules_kind_is_not_that_of_the_datas() -> None:
-    assert key_of_other_name("lr_scheduler_type") == "schedule.kind"
-    assert key_of_other_name("decay_ratio") == "schedule.decay_fraction"
-    with pytest.raises(ConfigError, match=r"schedule.lr_decay_style \(did you mean 'kind'"):
-        parse_recipe({"data": {"dir": "x"}, "schedule": {"lr_decay_style": "linear"}})
-    with pytest.raises(ConfigError, match=r"lr_scheduler_type \(did you mean 'schedule.kind'"):
-        parse_recipe({"data": {"dir": "x"}, "optimizer": {"lr_scheduler_type": "linear"}})
+@pytest.mark.parametrize(
+    "values, hint",
+    [
+        (
+            {"schedule": {"lr_decay_style": "linear"}},
+            "schedule.lr_decay_style (did you mean 'kind'?)",
+        ),
+        (
+            {"optimizer": {"lr_scheduler_type": "linear"}},
+            "lr_scheduler_type (did you mean 'schedule.kind'?)",
+        ),
+        ({"fp16": True}, "unknown key fp16 (did you mean 'efficiency.precision: fp16'?)"),
+        ({"efficiency": {"bf16": True}}, "efficiency.bf16 (did you mean 'precision: bf16'?)"),
+        ({"tf32": True}, "(did you mean 'efficiency.precision: tf32'?)"),
+        ({"optimizer": {"optim": "adamw_torch"}}, "optimizer.optim (did you mean 'name'?): adamw_"),
+        ({"evaluation": {"eval_freq": 5}}, "evaluation.eval_freq (did you mean 'every_steps'?)"),
+        (
+            {"evaluation": {"eval_iter": 5}},
+            "evaluation.eval_iter (did you mean 'max_rows'?): rows, which are batches times their",
+        ),
+        (
+            {"optimizer": {"adam_beta1": 0.9}},
+            "optimizer.adam_beta1 (did you mean 'betas'?): a list, such as [0.9, 0.95]",
+        ),
+        ({"model": {"model_type": "gpt2", "drop_rate": 0.1}}, "(did you mean 'resid_pdrop'?): the"),
+        ({"model": {"emb_dim": 8}}, "model.emb_dim (did you mean 'hidden_size'?)"),
+        ({"model": {"context_length": 8}}, "(did you mean 'max_position_embeddings'?): rows of"),
+        ({"n_embd": 8}, "unknown key n_embd (did you mean 'model.hidden_size'?)"),
+        ({"run": {"max_steps": 8}}, "run.max_steps (did you mean 'schedule.max_steps'?)"),
+        (
+            {"use_cache": False},
+            "unknown key use_cache: training keeps no cache of keys and values",
+        ),
+        (
+            {"training": {"eval_freq": 5, "seed": 1, "zz": 2}},
+            "unknown key training.eval_freq (did you mean 'evaluation.every_steps'?); "
+            "unknown key training.seed (did you mean 'run.seed'?); unknown key training.zz",
+        ),
+    ],
+)
+def test_another_programs_key_leads_to_ours(values: dict[str, Any], hint: str) -> None:
+    assert hint in refusal(values)
+
+
+def test_another_programs_key_as_an_override_leads_to_ours(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {dir: d}")
+    for name, hint in (
+        ("train.eval_freq", r"unknown key train.eval_freq \(did you mean 'evaluation.every_steps'"),
+        ("fp16", r"option --fp16 is unknown \(did you mean '--efficiency.precision fp16'\?\)"),
+    ):
+        with pytest.raises(ConfigError, match=hint):
+            load_recipe(path, {name: 5})
+
+
+def test_each_own_key_in_the_table_of_other_names_exists() -> None:
+    sections = "|".join(Recipe.model_fields)
+    for name, text in OTHER_NAMES.items():
+        named = re.findall(rf"\b(?:{sections})\.\w+", text.replace("metrics.jsonl", ""))
+        assert set(named) <= set(known_keys()), name
+        assert named or "firstlight " in text or hint_for_other_name(name).startswith(": ")
+
+
+def test_values_in_the_table_of_other_names_are_valid() -> None:
+    for name, text in OTHER_NAMES.items():
+        match = re.fullmatch(r"(\w+)\.(\w+): ([^;]+)(?:;.*)?", text)
+        if match and match[1] != "data":
+            parse_recipe({"data": {"dir": "x"}}, overrides=[(f"{match[1]}.{match[2]}", match[3])])
+        assert name not in {key.split(".")[1] for key in known_keys()} - {"dropout"}
+
+
+#: Of nanoGPT's train.py, and of LLMs-from-scratch's GPT_CONFIG_124M, settings and training loops.
+_NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint
+init_from wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size
+block_size n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2
+grad_clip
+decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile"""
+_BOOK = """vocab_size context_length emb_dim n_heads n_layers drop_rate qkv_bias learning_rate
+num_epochs batch_size weight_decay eval_freq eval_iter start_context warmup_steps initial_lr min_lr
+peak_lr n_epochs max_length stride print_sample_iter save_ckpt_freq train_ratio hidden_dim
+n_kv_groups rope_base rope_freq dtype"""
+
+
+def test_each_setting_of_nanogpt_and_the_book_has_a_hint() -> None:
+    for name in (_NANOGPT + " " + _BOOK).split():
+        assert hint_for_other_name(name), name
+
+
+def test_each_of_transformers_training_arguments_has_a_hint() -> None:
+    # Read from the source, since the import takes many seconds.
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        pytest.skip("transformers is not installed")
+    source = Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8")
+    [arguments] = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+    ]
+    names = [
+        node.target.id
+        for node in arguments.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    assert len(names) > 80
+    assert [name for name in names if not hint_for_other_name(name)] == []

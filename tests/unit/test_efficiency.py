@@ -12,6 +12,7 @@ import torch.utils._python_dispatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_recipe import plain_recipe
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -26,7 +27,12 @@ from firstlight.efficiency.memory import (
     keeps_result,
     offloaded_activations,
 )
-from firstlight.efficiency.precision import convert_to_fp8, require_fp8, resolve_precision
+from firstlight.efficiency.precision import (
+    convert_to_fp8,
+    matmul_precision,
+    require_fp8,
+    resolve_precision,
+)
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
 from firstlight.models import (
@@ -509,12 +515,31 @@ def test_gradients_do_not_stay_in_the_memory_of_cuda_graphs() -> None:
         assert torch.equal(one, other)
 
 
-def test_only_two_modes_on_a_gpu_record_cuda_graphs() -> None:
+def test_matmul_precision_is_set_in_the_context_and_restored_after_it() -> None:
+    before = torch.get_float32_matmul_precision()
+    for keys, expected, products in (
+        ({"precision": "fp32", "matmul_precision": "medium"}, "medium", "tf32"),
+        ({"precision": "fp32", "matmul_precision": "high"}, "high", "tf32"),
+        ({"precision": "fp32", "matmul_precision": "highest"}, "highest", "fp32"),
+        ({"precision": "tf32"}, "high", "tf32"),
+        ({"precision": "bf16"}, before, "bf16"),
+    ):
+        config = EfficiencyConfig.model_validate(keys)
+        with matmul_precision(config):
+            assert torch.get_float32_matmul_precision() == expected
+        assert torch.get_float32_matmul_precision() == before
+        assert config.products == products
+    with pytest.raises(ValidationError, match="tf32 is matmul_precision high, not medium"):
+        EfficiencyConfig(precision="tf32", matmul_precision="medium")
+
+
+def test_only_two_modes_and_one_backend_on_a_gpu_record_cuda_graphs() -> None:
     gpu, cpu = (Hardware(torch.device(name), "a test's", 2**34, True) for name in ("cuda", "cpu"))
     for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
         config = EfficiencyConfig(compile=True, compile_mode=mode)
         assert uses_cuda_graphs(config, gpu) == (mode in ("reduce-overhead", "max-autotune"))
         assert not uses_cuda_graphs(config, cpu)
+    assert uses_cuda_graphs(EfficiencyConfig(compile=True, compile_backend="cudagraphs"), gpu)
     assert not uses_cuda_graphs(EfficiencyConfig(compile=False), gpu)
 
 

@@ -448,9 +448,9 @@ def test_a_config_that_would_change_the_outputs_is_refused(
 
 
 def test_a_gpt2_config_that_would_change_the_outputs_is_refused(tmp_path: Path) -> None:
-    change = {"activation_function": "relu"}
+    change = {"activation_function": "silu"}
     (tmp_path / "config.json").write_text(json.dumps({**GPT2.to_hf(), **change}))
-    with pytest.raises(ModelError, match="activation_function 'relu' is not supported"):
+    with pytest.raises(ModelError, match="activation_function 'silu' is not supported"):
         read_config(tmp_path)
 
 

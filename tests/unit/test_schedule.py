@@ -218,6 +218,8 @@ def test_the_share_of_the_decay_is_computed_as_it_is_written(steps: int, share: 
         ({"cooldown_steps": 5}, "cooldown_steps is for kind wsd, not cosine"),
         ({"kind": "constant", "decay_steps": 5}, "decay_steps is for kind cosine or linear or wsd"),
         ({"kind": "inverse_sqrt", "decay_steps": 5}, "decay_steps is for kind"),
+        ({"kind": "constant", "decay_starts_at_peak": True}, "decay_starts_at_peak is for kind"),
+        ({"decay_tokens": 9, "max_minutes": 1}, "decay_tokens is for a run of known length"),
         ({"kind": "constant", "min_lr_ratio": 0.1}, "min_lr_ratio is for kind .*, not constant"),
         ({"kind": "constant", "min_learning_rate": 0.1}, "min_learning_rate is for kind"),
         ({"kind": "wsd", "decay_fraction": 0.2, "cooldown_steps": 5}, "how long the decay is"),
@@ -279,7 +281,8 @@ def test_epochs_end_with_the_first_step_that_completes_them(
         ({"warmup_steps": 0}, 0),
         ({"warmup_tokens": 0}, 0),
         ({"warmup_tokens": 800}, 10),  # 10 rows of 8 tokens a step
-        ({"warmup_tokens": 801}, 11),
+        ({"warmup_tokens": 879}, 10),
+        ({"warmup_tokens": 79}, 0),
         ({"warmup_ratio": 0.07}, 7),  # 7.000000000000001 as a float
         ({"warmup_ratio": 0.071}, 8),
         ({"warmup_ratio": 1}, 100),
@@ -297,6 +300,35 @@ def test_after_decay_steps_the_rate_stays_at_the_minimum() -> None:
     found = [schedule.lr_scale(step) for step in range(12)]
     assert found == [*(warmup_cosine(step, 8, 4, 0.1) for step in range(8)), 0.1, 0.1, 0.1, 0.1]
     assert found[6] > found[7] == 0.1
+
+
+def test_gpt3_lengths_in_tokens_are_the_steps_of_build_nanogpt() -> None:
+    """Its `warmup_steps = 715` and `max_steps = 19073`, in steps of 2**19 tokens."""
+    found = resolved(
+        10**6, 512, seq_len=1024, warmup_tokens=375_000_000, decay_tokens=10_000_000_000
+    )
+    assert (found.warmup_steps, found.decay_steps) == (715, 19073)
+
+
+def test_decay_that_starts_at_the_peak_is_build_nanogpts_get_lr_at_every_step() -> None:
+    def get_lr(it: int) -> float:
+        if it < 715:
+            return 6e-4 * (it + 1) / 715
+        if it > 19073:
+            return 6e-5
+        return 6e-5 + 0.5 * (1 + math.cos(math.pi * (it - 715) / (19073 - 715))) * (6e-4 - 6e-5)
+
+    values = {"max_steps": 19073, "warmup_steps": 715, "min_lr_ratio": 0.1}
+    found = resolved(**values, decay_starts_at_peak=True)
+    assert [6e-4 * found.lr_scale(step) for step in range(19080)] == pytest.approx(
+        [get_lr(step) for step in range(19080)], rel=1e-12
+    )
+    # Without the key, the decay is one step ahead of the reference's.
+    plain = resolved(**values)
+    assert [plain.lr_scale(step) for step in range(715, 19073)] == [
+        found.lr_scale(step + 1) for step in range(715, 19073)
+    ]
+    assert found.in_words(6e-4) == "then down to 6e-05 at step 19,074"
 
 
 def test_the_minimum_is_a_share_or_a_value() -> None:
@@ -318,6 +350,8 @@ def test_a_resolved_section_is_read_as_it_was() -> None:
 def test_a_decay_that_ends_in_the_warm_up_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"decay_steps 10 is not after the warm-up of 10 steps"):
         resolved(decay_steps=10, warmup_ratio=0.1)
+    with pytest.raises(ConfigError, match=r"decay_tokens 99, step 1 is not after the warm-up of 9"):
+        resolved(decay_tokens=99, warmup_steps=9)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +360,7 @@ def test_a_decay_that_ends_in_the_warm_up_is_refused() -> None:
         ({"max_steps": 5, "epochs": 1}, "max_steps and epochs both say how long the run is"),
         ({"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio both say"),
         ({"warmup_tokens": 5, "warmup_ratio": 0.1}, "warmup_tokens and warmup_ratio both say"),
+        ({"decay_steps": 5, "decay_tokens": 9}, "decay_steps and decay_tokens both say where the"),
         ({"min_lr_ratio": 0.1, "min_learning_rate": 1e-5}, "min_lr_ratio and min_learning_rate"),
     ],
 )
@@ -397,6 +432,9 @@ def test_the_position_is_the_sum_of_the_steps_before(
     steps = batch.steps_for(rows)
     assert batch.before(steps) >= rows
     assert steps == 0 or batch.before(steps - 1) < rows
+    assert (
+        batch.before(batch.steps_within(rows)) <= rows < batch.before(batch.steps_within(rows) + 1)
+    )
 
 
 def test_epochs_and_warm_up_tokens_count_the_rows_of_the_ramp() -> None:

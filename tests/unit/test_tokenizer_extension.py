@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from pathlib import Path
@@ -238,6 +239,28 @@ def test_tokens_may_be_given_in_any_of_the_usual_ways(
     }
     assert loaded.special_tokens == {END_OF_TEXT: 0, "<a>": 320, "<b>": 321}
     assert captured.err == f"{out}: 322 tokens, 2 of them new\n"
+
+
+def test_encode_and_decode_commands_give_special_tokens_back(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def output(*words: str, stdin: str = "") -> str:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        assert main(["tokenizer", words[0], str(source), *words[1:]]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    text = f"the cat {END_OF_TEXT} the"
+    ids = Tokenizer.from_pretrained(source).encode(text, special_tokens=True)
+    assert 0 in ids
+    assert output("encode", text, "--special-tokens") == " ".join(map(str, ids))
+    assert output("encode", "--special-tokens", stdin=text) == " ".join(map(str, ids))
+    assert json.loads(output("encode", text, "--json"))["ids"] != ids
+    words = list(map(str, ids))
+    assert output("decode", *words, "--special-tokens") == text
+    assert output("decode", "--special-tokens", stdin=str(ids)) == text
+    assert output("decode", *words) == text.replace(END_OF_TEXT, "")
+    assert main(["tokenizer", "decode", str(source), "320"]) == 1
+    assert "'320' is not a token id of" in capsys.readouterr().err
 
 
 def test_a_built_in_template_brings_the_tokens_it_needs(

@@ -102,6 +102,19 @@ def test_llama3_files_give_the_ids_of_tiktoken(
     assert ours.decode(ids) == text
 
 
+def test_gpt2_special_tokens_in_a_text_have_tiktokens_ids_and_come_back(
+    real_gpt2: tuple[Tokenizer, Any],
+) -> None:
+    """tiktoken's ids of this text with `allowed_special={"<|endoftext|>"}`."""
+    text = "Hello, do you like tea? <|endoftext|> In the sunlit terraces of someunknownPlace."
+    ids = [15496, 11, 466, 345, 588, 8887, 30, 220, 50256, 554, 262, 4252, 18250, 8812, 2114]
+    ids += [286, 617, 34680, 27271, 13]
+    tokenizer = real_gpt2[0]
+    assert tokenizer.encode(text, special_tokens=True) == ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(ids) == text.replace("<|endoftext|>", "")
+
+
 @given(text=TEXTS)
 def test_llama2_files_give_the_ids_of_sentencepiece(
     real_llama2: tuple[Tokenizer, sentencepiece.SentencePieceProcessor], text: str

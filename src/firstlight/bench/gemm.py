@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from firstlight.bench.gemm_products import (
     unaligned,
     warm_up,
 )
+from firstlight.bench.models import OLD_NAMES
 from firstlight.bench.options import GemmBench, require_known
 from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.runner import machine_facts
@@ -80,6 +81,7 @@ class GemmRun:
     """
 
     def __init__(self, bench: GemmBench, plan: GemmPlan | None = None) -> None:
+        bench = replace(bench, model=OLD_NAMES.get(bench.model, bench.model))
         self.bench, self.hardware = bench, find_hardware(bench.device)
         device, able = self.hardware.device, hardware_dtypes(self.hardware)
         require_known("dtype", bench.dtype, DTYPES)

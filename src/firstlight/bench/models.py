@@ -67,12 +67,15 @@ MODELS: dict[str, dict[str, Any]] = {
     # Its vocabulary size is odd, like that of GPT-2.
     SMALL: gpt2(256, 4, 4, 16001),
     "gpt2-124m": gpt2(768, 12, 12),
-    "gpt2-350m": gpt2(1024, 24, 16),
+    "gpt2-355m": gpt2(1024, 24, 16),
     "gpt2-774m": gpt2(1280, 36, 20),
     "llama-110m": _LLAMA_110M,
     # The shape of Llama 3.2 1B.
     "llama-1b": llama(2048, 8192, 16, 32, 8, **_LLAMA_3),
 }
+
+#: Names of earlier versions, which options still take -> names of models.
+OLD_NAMES = {"gpt2-350m": "gpt2-355m"}
 
 #: The `model` sections of further models, each for one benchmark.
 _MORE_MODELS: dict[str, dict[str, Any]] = {
@@ -141,6 +144,7 @@ def find_model(name: str) -> ModelConfig:
     Raises:
         ConfigError: the name is unknown, or the recipe is invalid or has no model.
     """
+    name = OLD_NAMES.get(name, name)
     if name in MODELS:
         return config_of(MODELS[name], f"model {name}")
     if not name.endswith((".yaml", ".yml")):
@@ -282,7 +286,7 @@ def _first() -> Iterator[PlannerCase]:
     yield PlannerCase("gpt2-124m", 16, 1024, _BF16)
     yield PlannerCase("llama-110m", 16, 1024, _BF16, fitted=True)
     yield PlannerCase("llama-1b", 2, 2048, {**_BF16, **_FULL}, fitted=True)
-    yield PlannerCase("gpt2-350m", 4, 1024, {**_BF16, "batch.gradient_accumulation_steps": 4})
+    yield PlannerCase("gpt2-355m", 4, 1024, {**_BF16, "batch.gradient_accumulation_steps": 4})
     yield PlannerCase("llama-400m", 4, 2048, {**_BF16, **_CHUNKED}, fitted=True)
     yield PlannerCase("gpt2-124m", 4, 1024, {"efficiency.attention": "plain"})
     yield PlannerCase("llama-110m", 8, 2048, {"efficiency.precision": "bf16_params"})
@@ -317,7 +321,7 @@ def _compiled() -> Iterator[PlannerCase]:
 
 
 def _second() -> Iterator[PlannerCase]:
-    yield PlannerCase("gpt2-350m", 2, 1024)
+    yield PlannerCase("gpt2-355m", 2, 1024)
     yield PlannerCase("llama-1b", 1, 2048, {**_BF16, "efficiency.activation_offload": True})
     yield PlannerCase("llama-1b", 2, 1024, {"efficiency.precision": "bf16_params", **_FULL})
     yield PlannerCase("mistral-110m", 4, 2048, {**_BF16, **_CHUNKED})

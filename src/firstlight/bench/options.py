@@ -78,7 +78,7 @@ class MethodsBench(StepsBench):
     """Options of `bench methods`.
 
     Attributes:
-        model: model to train: gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or
+        model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or
             the model of a recipe. [gpt2-124m; small with --quick]
         rows: only these rows, as the tables name them (a rung of the ladder brings those below
             it), or `alone` or `ladder` for a whole table.
@@ -93,7 +93,7 @@ class TrainingBench(StepsBench):
     """Options of `bench training`.
 
     Attributes:
-        model: model to train: gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or
+        model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or
             the model, optimizer and efficiency sections of a recipe. [gpt2-124m; small with
             --quick]
         programs: compare with: reference (a bare loop: bf16 autocast, compiled), reference-fp32,
@@ -118,7 +118,7 @@ class GenerationBench:
     """Options of `bench generation`.
 
     Attributes:
-        model: model that continues texts: gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b or
+        model: model that continues texts: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b or
             small, with random weights; or a model's folder. [gpt2-124m; small with --quick]
         batch_sizes: texts at a time.
         prompt_tokens: tokens of each prompt. [128; 32 with --quick]
@@ -146,7 +146,7 @@ class ScalingBench:
 
     Attributes:
         nproc: greatest number of processes: 1, 2, 4, ... and this number are measured.
-        model: model to train: gpt2-124m, gpt2-350m, gpt2-774m, llama-110m, llama-1b, small, or a
+        model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or a
             recipe's.
         engines: only these: ddp, fsdp, fsdp-kept, fsdp-offload, hybrid, tensor, pipeline, zero-1,
             zero-2, zero-3.

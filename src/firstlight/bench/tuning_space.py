@@ -38,7 +38,8 @@ _LENGTHS = (*("schedule.max_steps", "schedule.epochs", "schedule.max_minutes", "
 #: Keys that count steps or tokens of the whole run; they are scaled to the length of a trial.
 _SCALED = (
     *("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.decay_steps"),
-    *("schedule.cooldown_steps", "batch.ramp_steps", "optimizer.muon_momentum_warmup_steps"),
+    *("schedule.decay_tokens", "schedule.cooldown_steps", "batch.ramp_steps"),
+    "optimizer.muon_momentum_warmup_steps",
 )
 
 #: Learning rates and weight decay are searched, without --search, from the recipe's own value

@@ -68,5 +68,9 @@ def write_out(model: Model, parts: Collection[str], context: int) -> None:
             module.attend = functools.partial(_attend_with, stored)
         elif type(module) is nn.LayerNorm and "layers" in parts:
             module.__class__ = WrittenOutNorm
-        elif type(module) is GPT2MLP and "layers" in parts and module.approximate == "tanh":
+        elif (
+            type(module) is GPT2MLP
+            and "layers" in parts
+            and module.activation_function == "gelu_new"
+        ):
             module.__class__ = WrittenOutMLP

@@ -58,7 +58,9 @@ def _load(
 @click.argument("checkpoint")
 @best_option
 @click.option("--prompt", required=True, help="Text to continue; '' starts from nothing.")
-@config_options(SamplingConfig, "max_new_tokens", *SAMPLING, "seed", "slide", "beams")
+@config_options(
+    SamplingConfig, "max_new_tokens", *SAMPLING, "seed", "slide", "slide_tokens", "beams"
+)
 @count_option(
     "--show-probabilities",
     "choices",

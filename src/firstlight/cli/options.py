@@ -280,14 +280,14 @@ def _require_recipe(path: str, verb: str) -> None:
 
 
 def _unknown_option(argument: str, name: str) -> str:
-    from firstlight.recipe import key_of_other_name, known_keys
+    from firstlight.recipe import hint_for_other_name, known_keys
 
     if any(key.startswith(f"{name}.") for key in known_keys()):
         return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
-    meant = key_of_other_name(name.replace("-", "_"))
+    if hint := hint_for_other_name(name.replace("-", "_"), as_option=True):
+        return f"unknown option {argument}{hint}"
     context = click.get_current_context(silent=True)
     known = context.command.params if context else []
     own = [name for one in known if isinstance(one, click.Option) for name in one.opts]
     options = [*own, *(f"--{key}" for key in known_keys())]
-    hint = f" (did you mean '--{meant}'?)" if meant else nearest(argument, options)
-    return f"unknown option {argument}{hint}"
+    return f"unknown option {argument}{nearest(argument, options)}"

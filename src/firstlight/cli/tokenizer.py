@@ -1,7 +1,8 @@
-"""`firstlight tokenizer train`, `firstlight tokenizer extend`."""
+"""`firstlight tokenizer train`, `extend`, `encode` and `decode`."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.group("tokenizer")
 def tokenizer_group() -> None:
-    """Train a tokenizer, or extend one by special tokens and a chat template."""
+    """Train a tokenizer, extend one by special tokens and a chat template, or try one out."""
 
 
 @tokenizer_group.command("train")
@@ -179,6 +180,74 @@ def extend_command(
         "chat_template": after.chat_template is not None,
         "tokenizer_sha256": after.fingerprint,
     }
+
+
+_tokenizer_argument = click.argument("source", type=click.Path(path_type=Path), metavar="DIR")
+
+
+@tokenizer_group.command("encode")
+@_tokenizer_argument
+@click.argument("text", required=False)
+@click.option(
+    "--special-tokens",
+    is_flag=True,
+    help="Turn names of special tokens in TEXT, such as <|endoftext|>, into these tokens.",
+)
+@with_json
+def encode_command(
+    source: Path, text: str | None, special_tokens: bool, as_json: bool
+) -> dict[str, Any]:
+    """Print the token ids of TEXT, or of the text on stdin.
+
+    DIR is a tokenizer's folder or file, a run, a model's folder or a hub id.
+    """
+    from firstlight.checkpoint.selection import resolve_tokenizer
+    from firstlight.errors import InputError
+    from firstlight.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_pretrained(resolve_tokenizer(source))
+    if text is None:
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"stdin is not UTF-8: {error}") from error
+    ids = tokenizer.encode(text, special_tokens=special_tokens)
+    show(" ".join(map(str, ids)))
+    return {"ids": ids, "text": text}
+
+
+@tokenizer_group.command("decode")
+@_tokenizer_argument
+@click.argument("ids", nargs=-1, type=click.IntRange(min=0), metavar="ID...")
+@click.option(
+    "--special-tokens",
+    is_flag=True,
+    help="Write the names of special tokens, which are left out otherwise.",
+)
+@with_json
+def decode_command(
+    source: Path, ids: tuple[int, ...], special_tokens: bool, as_json: bool
+) -> dict[str, Any]:
+    """Print the text of the token ids ID..., or of those on stdin.
+
+    DIR is a tokenizer's folder or file, a run, a model's folder or a hub id.
+    """
+    from firstlight.checkpoint.selection import resolve_tokenizer
+    from firstlight.errors import InputError
+    from firstlight.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_pretrained(resolve_tokenizer(source))
+    words = list(map(str, ids)) or sys.stdin.read().replace(",", " ").strip("[] \n").split()
+    for word in words:
+        if not (word.isascii() and word.isdigit() and int(word) < tokenizer.vocab_size):
+            raise InputError(
+                f"'{word}' is not a token id of {source}: its ids are whole numbers from 0 to "
+                f"{tokenizer.vocab_size - 1}"
+            )
+    found = [int(word) for word in words]
+    text = tokenizer.decode(found, skip_special_tokens=not special_tokens)
+    show(text)
+    return {"ids": found, "text": text}
 
 
 def _try_out(tokenizer: Tokenizer) -> None:

@@ -92,6 +92,11 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     tensors, filled = _convert(weights, sources, layout, sizes, tied)
     if layout.rotates_pairs:
         _turn_halves(tensors, full_config["head_dim"])
+    if opened.left_out:
+        notes.append(
+            f"The optimizer's state in it ({', '.join(opened.left_out)}) is left out: training "
+            "that starts from the result (firstlight train --init-from) begins with new moments."
+        )
     if filled:
         notes.append(f"It has no biases for {', '.join(filled)}: zeros stand in for them.")
     if not qkv_bias:

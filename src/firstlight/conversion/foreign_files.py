@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,14 @@ class Opened:
         settings: settings in the files, and those that the program's code assumes.
         logits: function from config.json and token ids, int64 [B, T], to the logits that the
             program's own code would compute, fp32 [B, T, V].
+        left_out: keys of the file's optimizer states, which are not converted.
     """
 
     layout: Layout
     weights: dict[str, Any]
     settings: Settings
     logits: Callable[[Mapping[str, Any], Tensor], Tensor]
+    left_out: Sequence[str] = ()
 
 
 def foreign_folder(path: Path) -> Path | None:
@@ -140,6 +142,19 @@ def _open_file(path: Path) -> Opened:
     """Open a checkpoint file of nanoGPT, LLMs-from-scratch, torchtune or nanochat."""
     content = read_pickle(path)
     everything = named_weights(path, content)
+    return replace(_open_weights(path, content, everything), left_out=_optimizer_states(content))
+
+
+def _optimizer_states(content: Mapping[str, Any]) -> list[str]:
+    """The keys of a checkpoint's optimizer states. A state_dict alone has none, since its values
+    are tensors."""
+    return [
+        key for key, value in content.items() if "optim" in str(key) and isinstance(value, Mapping)
+    ]
+
+
+def _open_weights(path: Path, content: Mapping[str, Any], everything: dict[str, Any]) -> Opened:
+    """Open the state_dict `everything` of a file with this content."""
     layout = _layout_of(path, everything)
     if layout.program == NANOCHAT.program:
         return _open_nanochat(path, everything, layout)
@@ -153,7 +168,7 @@ def _open_file(path: Path) -> Opened:
             weights,
             told,
             lambda config, ids: nanogpt_logits(
-                tensors, config["n_head"], ids, tanh_gelu=config["activation_function"] != "gelu"
+                tensors, config["n_head"], ids, config["activation_function"]
             ),
         )
     if layout.program == TORCHTUNE.program:
@@ -177,7 +192,9 @@ def _open_file(path: Path) -> Opened:
         layout,
         weights,
         Settings(),
-        lambda config, ids: book_gpt_logits(tensors, config["n_head"], ids),
+        lambda config, ids: book_gpt_logits(
+            tensors, config["n_head"], ids, config["activation_function"]
+        ),
     )
 
 
@@ -365,7 +382,8 @@ def _open_litgpt(folder: Path) -> Opened:
     except ValueError as error:
         raise ModelError(f"{config_path} is no valid YAML ({error}): copy it again") from error
     settings, rows = litgpt_settings(config_path, values)
-    weights = named_weights(path, read_pickle(path))
+    saved = read_pickle(path)
+    weights = named_weights(path, saved)
     layout = litgpt_layout(
         qkv_bias=settings.found["model_type"] == "qwen2",
         qk_norm=settings.found["model_type"] == "qwen3",
@@ -375,6 +393,7 @@ def _open_litgpt(folder: Path) -> Opened:
         _cut_qkv(path, weights, rows),
         settings,
         lambda config, ids: litgpt_logits(weights, config, ids),
+        _optimizer_states(saved),
     )
 
 

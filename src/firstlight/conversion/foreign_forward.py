@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from firstlight.models.gpt2 import ACTIVATIONS
+
 Weights = Mapping[str, Tensor]
 
 #: Epsilon of the norms in nanoGPT, LLMs-from-scratch and OpenAI's GPT-2.
@@ -99,27 +101,26 @@ TORCHTUNE_NAMES = PairsNames(
 )
 
 
-def nanogpt_logits(weights: Weights, heads: int, ids: Tensor, *, tanh_gelu: bool = False) -> Tensor:
+def nanogpt_logits(weights: Weights, heads: int, ids: Tensor, activation: str) -> Tensor:
     """Logits [B, T, V], fp32, of nanoGPT's GPT.
 
     Args:
         weights: the state_dict; biases may be missing.
         heads: number of attention heads.
         ids: token ids below V, int64 [B, T]; T is at most the number of positions.
-        tanh_gelu: True computes GELU by its tanh approximation, as nanoGPT did before May 2023;
-            False exactly.
+        activation: key of `ACTIVATIONS`: "gelu", or "gelu_new" as in nanoGPT before May 2023.
 
     Raises:
         IndexError: an id or T is too large.
     """
-    return _gpt_logits(weights, _NANOGPT, heads, ids, "tanh" if tanh_gelu else "none")
+    return _gpt_logits(weights, _NANOGPT, heads, ids, activation)
 
 
-def book_gpt_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
+def book_gpt_logits(weights: Weights, heads: int, ids: Tensor, activation: str) -> Tensor:
     """Logits [B, T, V], fp32, of LLMs-from-scratch's GPTModel or GPTModelFast; arguments and errors
     as in `nanogpt_logits`."""
     names = _BOOK_FAST if "trf_blocks.0.att.qkv.weight" in weights else _BOOK
-    return _gpt_logits(weights, names, heads, ids, "tanh")
+    return _gpt_logits(weights, names, heads, ids, activation)
 
 
 @torch.no_grad()
@@ -292,8 +293,10 @@ def litgpt_logits(weights: Weights, config: Mapping[str, Any], ids: Tensor) -> T
 
 
 @torch.no_grad()
-def _gpt_logits(weights: Weights, names: _Names, heads: int, ids: Tensor, gelu: str) -> Tensor:
-    """Logits [B, T, V], fp32, of a GPT; `gelu` is "tanh" or "none", as in `F.gelu`."""
+def _gpt_logits(
+    weights: Weights, names: _Names, heads: int, ids: Tensor, activation: str
+) -> Tensor:
+    """Logits [B, T, V], fp32, of a GPT."""
     x = F.embedding(ids, weights[f"{names.tokens}.weight"]).float()
     positions = torch.arange(ids.shape[1])
     x = x + F.embedding(positions, weights[f"{names.positions}.weight"]).float()
@@ -303,7 +306,7 @@ def _gpt_logits(weights: Weights, names: _Names, heads: int, ids: Tensor, gelu: 
         q, k, v = (_split(part, x.shape[-1] // heads) for part in qkv.chunk(3, -1))
         x = x + _linear(weights, block + names.attended, _attend(q, k, v))
         y = _layer_norm(weights, names, block + names.norm_2, x)
-        y = F.gelu(_linear(weights, block + names.up, y), approximate=gelu)
+        y = ACTIVATIONS[activation](_linear(weights, block + names.up, y))
         x = x + _linear(weights, block + names.down, y)
     return _head(weights, names.head, _layer_norm(weights, names, names.norm, x))
 

@@ -80,7 +80,8 @@ def compiled(
 def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
     """True if the training step runs as recorded CUDA graphs, whose results lie in the graphs' own
     memory."""
-    recorded = config.compile_mode in ("reduce-overhead", "max-autotune")
+    modes = ("reduce-overhead", "max-autotune")
+    recorded = config.compile_backend == "cudagraphs" or config.compile_mode in modes
     return config.compile is True and recorded and hardware.device.type == "cuda"
 
 
@@ -89,12 +90,13 @@ def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Har
     if there are none."""
     if not (model.expert_count and uses_cuda_graphs(config, hardware)):
         return ""
+    setting = f"efficiency.compile_mode {config.compile_mode}"
+    instead = "default or max-autotune-no-cudagraphs"
+    if config.compile_backend == "cudagraphs":
+        setting, instead = "efficiency.compile_backend cudagraphs", "inductor"
     # Seen with torch 2.11: the backward pass reads activations where those of an earlier step were
     # (https://github.com/pytorch/pytorch/pull/197438).
-    return (
-        "trains mixtures of experts wrongly on GPUs: set it to default or "
-        "max-autotune-no-cudagraphs"
-    )
+    return f"{setting} trains mixtures of experts wrongly on GPUs: set it to {instead}"
 
 
 def keep_results(model: Model) -> None:

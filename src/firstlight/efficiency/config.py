@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from firstlight.section import Section
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "bf16_params", "fp16", "fp8"]
+MatmulPrecision = Literal["highest", "high", "medium"]
 Attention = Literal[
     "auto", "plain", "blockwise", "sdpa", "flash", "efficient", "math", "cudnn", "flex"
 ]
@@ -35,6 +36,12 @@ class EfficiencyConfig(Section):
     parameters that the model computes with in bf16 and fp32 master weights in the optimizer. "fp16"
     is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix products of the layers in
     fp8 (torchao; GPUs from compute capability 8.9)."""
+    matmul_precision: MatmulPrecision | None = None
+    """torch.set_float32_matmul_precision of the training steps, for products of fp32 tensors, thus
+    with precision "fp32" or "tf32": "highest" computes them in fp32; "high" is precision "tf32";
+    "medium" rounds their inputs to bf16 where the hardware multiplies that faster (on CPUs; on
+    NVIDIA GPUs torch computes as with "high"). null is "high" with precision "tf32", else torch's
+    setting, which is "highest"."""
     attention: Attention = "auto"
     """backend of attention. "auto" takes the fastest for the hardware at hand; "sdpa" is torch's
     fused attention, which chooses a kernel itself; "flash", "efficient", "cudnn", "math" name the
@@ -66,8 +73,9 @@ class EfficiencyConfig(Section):
     """torch.compile the training step's forward and backward pass: fewer passes over memory, and
     less of it. Costs seconds to a minute at the start; needs a C++ compiler on CPUs, triton on
     GPUs. "auto" compiles if these are installed and the run is long enough to gain time."""
-    compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """backend of torch.compile: "inductor", or "aot_eager" and "eager" to look for errors."""
+    compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = "inductor"
+    """backend of torch.compile: "inductor"; "cudagraphs", torch's own kernels launched together as
+    CUDA graphs, without a compiler; or "aot_eager" and "eager" to look for errors."""
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ] = "default"
@@ -75,3 +83,19 @@ class EfficiencyConfig(Section):
     compile_regional: bool = False
     """compile one layer and use it for all, instead of the whole model: a fraction of the time at
     the start, a little slower after."""
+
+    @model_validator(mode="after")
+    def _one_precision_of_products(self) -> Self:
+        if self.precision == "tf32" and self.matmul_precision not in (None, "high"):
+            raise ValueError(
+                f"precision tf32 is matmul_precision high, not {self.matmul_precision}: leave one "
+                "out (precision fp32 takes any)"
+            )
+        return self
+
+    @property
+    def products(self) -> Precision:
+        """The format in which a GPU multiplies: `precision`, but "tf32" for fp32 tensors with
+        `matmul_precision` "high" or "medium"."""
+        is_tf32 = self.precision == "fp32" and self.matmul_precision in ("high", "medium")
+        return "tf32" if is_tf32 else self.precision

@@ -61,13 +61,15 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
-    """Context in which, with the precision "tf32", fp32 matrix products use TF32 where the hardware
-    has it (inputs with 10 bits of mantissa). torch's global setting is restored at the end."""
-    if config.precision != "tf32":
+    """Context in which fp32 matrix products have `config.matmul_precision`; with the precision
+    "tf32" they use TF32 where the hardware has it (inputs with 10 bits of mantissa). torch's global
+    setting is restored at the end."""
+    chosen = "high" if config.precision == "tf32" else config.matmul_precision
+    if chosen is None:
         yield
         return
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(chosen)
     try:
         yield
     finally:

@@ -83,7 +83,11 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def add(
-        self, prompt_ids: Sequence[int], on_logits: Callable[[Tensor], None] | None = None
+        self,
+        prompt_ids: Sequence[int],
+        on_logits: Callable[[Tensor], None] | None = None,
+        *,
+        may_fill: bool = False,
     ) -> Tensor:
         """Compute a prompt and append it as the last sequence; return the logits [V] of its next
         token.
@@ -92,12 +96,14 @@ class BatchDecoder:
             prompt_ids: token ids of the prompt, at least one.
             on_logits: function that is called with the logits [T, V] of the prompt's positions,
                 some positions at a time, in order. With it, the prompt may fill the context.
+            may_fill: True allows a prompt that fills the context also without `on_logits`.
 
         Raises:
             ConfigError, ModelError: see `require_prompt`.
         """
         assert len(self) < self.max_sequences, "there is no room for another sequence"
-        require_prompt(self.model, prompt_ids, room=1 if on_logits is None else 0)
+        fills = may_fill or on_logits is not None
+        require_prompt(self.model, prompt_ids, room=0 if fills else 1)
         cache = self.cache.sequence(len(self))
         if self._reuse_prefixes and on_logits is None:
             cache.length = self._take_prefix(prompt_ids)

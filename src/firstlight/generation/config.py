@@ -42,6 +42,9 @@ class SamplingConfig:
             be 0.
         slide: continue beyond the model's context: when the context is full, its latest half
             becomes the new prompt, and older text is forgotten.
+        slide_tokens: number of the oldest tokens that slide forgets each time the context is full,
+            instead of half of the context. With 1, as in LLMs-from-scratch, each further token is
+            computed from the whole context, which takes longer.
         beams: number of beams of a beam search, which does not sample, and returns the text with
             the greatest mean log-probability per token that it finds; 1 is off.
         choices: number of likeliest tokens that are returned for each new token, with their
@@ -66,6 +69,7 @@ class SamplingConfig:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     prompt_logprobs: int | None = None
     slide: bool = False
+    slide_tokens: int | None = None
     beams: int = 1
     choices: int | None = None
 
@@ -91,6 +95,7 @@ class SamplingConfig:
             ("logit_bias", biases_fit, "numbers from -100 to 100 by token id"),
             ("beams", 1 <= self.beams <= _MOST_BEAMS, f"between 1 (off) and {_MOST_BEAMS}"),
             ("choices", self.choices is None or self.choices >= 1, "at least 1"),
+            ("slide_tokens", self.slide_tokens is None or self.slide_tokens >= 1, "at least 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63"),
         )
         for name, fine, allowed in limits:
@@ -98,6 +103,8 @@ class SamplingConfig:
                 raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)}")
         if self.beams > 1:
             self._require_beams()
+        if self.slide_tokens is not None and not self.slide:
+            raise ConfigError("slide_tokens is for slide: add slide, or leave slide_tokens out")
         if self.slide and self.prompt_logprobs is not None:
             raise ConfigError("slide forgets text, and prompt_logprobs needs all of it: keep one")
 

@@ -96,11 +96,15 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
     assert len(decoder) == 0
     # Half of the context is kept when it is full: with less the model would forget more than
     # needed, with more it would compute the kept text again more often.
-    half = max(decoder.max_tokens // 2, 1)
+    kept = max(decoder.max_tokens // 2, 1)
+    slides_by = text.config.slide_tokens
+    if slides_by is not None:
+        # The next token comes on top of a full context, of which the oldest tokens go.
+        kept = max(decoder.max_tokens + 1 - slides_by, 1)
     prompt_ids = text.prompt_ids
     if text.config.slide and len(prompt_ids) >= decoder.max_tokens:
-        prompt_ids = prompt_ids[-half:]
-    logits_V = decoder.add(prompt_ids, text.score_prompt)
+        prompt_ids = prompt_ids[-kept:]
+    logits_V = decoder.add(prompt_ids, text.score_prompt, may_fill=slides_by is not None)
     try:
         yield text.push(logits_V)
         while text.finish_reason is None:
@@ -109,7 +113,8 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
             else:
                 # Computed again, because positions now count from the beginning of the kept text.
                 decoder.remove(0)
-                logits_V = decoder.add([*text.prompt_ids, *text.token_ids][-half:])
+                kept_ids = [*text.prompt_ids, *text.token_ids][-kept:]
+                logits_V = decoder.add(kept_ids, may_fill=slides_by is not None)
             yield text.push(logits_V)
     finally:
         decoder.remove(0)
@@ -266,6 +271,7 @@ def generate(
     presence_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
     slide: bool = False,
+    slide_tokens: int | None = None,
     beams: int = 1,
     choices: int | None = None,
     compile: bool = False,
@@ -289,6 +295,8 @@ def generate(
         presence_penalty: number subtracted from the logit of each token that was chosen before.
         logit_bias: token id -> number added to its logit.
         slide: continue beyond the model's context.
+        slide_tokens: number of the oldest tokens that slide forgets each time the context is full;
+            None forgets half of the context.
         beams: number of beams of a beam search; 1 is no beam search.
         choices: number of likeliest tokens that are returned with their probabilities; None is off.
         compile: see `GenerationStream`.

@@ -9,7 +9,8 @@ Shape letters as in `models/ops.py`, and F, the inner width of the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -32,6 +33,15 @@ from firstlight.models.ops import AttentionOptions, Embedding, SelfAttention, at
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_new"),
     "gelu": "gelu",
+    "relu": "relu",
+}
+
+#: Name of an activation in recipes -> function.
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    # OpenAI's model was trained with the tanh approximation; exact GELU gives other logits.
+    "gelu_new": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
 }
 
 #: Keys that were added after the first versions. They are left out of the section if they have
@@ -95,8 +105,8 @@ class GPT2Config(FamilyConfig):
     """attention heads, each of size hidden_size / num_attention_heads."""
     max_position_embeddings: int = Field(1024, gt=0)
     """greatest length of a sequence, in tokens."""
-    activation_function: Literal["gelu_new", "gelu"] = "gelu_new"
-    """"gelu_new" (tanh form, GPT-2's own) or "gelu" (exact, nanoGPT's)."""
+    activation_function: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
+    """"gelu_new" (tanh form, GPT-2's own), "gelu" (exact, nanoGPT's) or "relu"."""
     qkv_bias: bool = True
     """biases on queries, keys and values: true in OpenAI's models, false in those of
     LLMs-from-scratch."""
@@ -153,7 +163,7 @@ class GPT2Config(FamilyConfig):
         if activation not in _ACTIVATIONS:
             raise ModelError(
                 f"activation_function '{activation}' is not supported: "
-                "only 'gelu_new' and 'gelu' are"
+                "only 'gelu_new', 'gelu' and 'relu' are"
             )
         known = {
             ours: config[theirs]
@@ -260,18 +270,18 @@ class GPT2Attention(SelfAttention):
 
 
 class GPT2MLP(nn.Module):
-    """MLP with GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), [B, T, C] to [B, T, C]."""
+    """MLP with GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), tanh form or exact, or ReLU,
+    [B, T, C] to [B, T, C]."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
-        # OpenAI's model was trained with the tanh approximation; exact GELU gives other logits.
-        self.approximate = "none" if config.activation_function == "gelu" else "tanh"
+        self.activation_function = config.activation_function
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        hidden_BTF = F.gelu(self.c_fc(x_BTC), approximate=self.approximate)
+        hidden_BTF = ACTIVATIONS[self.activation_function](self.c_fc(x_BTC))
         return self.dropout(self.c_proj(hidden_BTF))  # type: ignore[no-any-return]
 
 

@@ -51,3 +51,8 @@ class BatchSchedule:
         """The smallest number of steps that have at least this number of sequences."""
         whole = math.ceil(sequences)
         return bisect.bisect_left(range(-(-whole // self.start)), whole, key=self.before)
+
+    def steps_within(self, sequences: Fraction) -> int:
+        """The largest number of steps that have at most this number of sequences."""
+        steps = self.steps_for(sequences)
+        return steps - (self.before(steps) > sequences)

@@ -30,6 +30,8 @@ class Schedule:
         is_open: True if the number of steps of a run in minutes is not decided yet: `max_steps` is
             then a prediction, on which no learning rate depends.
         replaced: see `DecidedLength`.
+        decay_starts_at_peak: True if the first step after `decay_begin` still has the peak, so that
+            the minimum is reached one step later.
     """
 
     max_steps: int
@@ -41,6 +43,7 @@ class Schedule:
     decay_shape: DecayShape = "linear"
     is_open: bool = False
     replaced: Sequence[tuple[int, int]] = ()
+    decay_starts_at_peak: bool = False
 
     @property
     def decay_begin(self) -> int:
@@ -71,7 +74,8 @@ class Schedule:
             return f"then by the inverse square root of the step to {last} at the end"
         # In an open schedule these steps follow from the predicted number of steps.
         about = "about " if self.is_open else ""
-        lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {self.decay_steps:,}"
+        end = self.decay_steps + self.decay_starts_at_peak
+        lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {end:,}"
         if self.kind == "wsd":
             return f"stable to {about}step {self.decay_begin:,}, then {lowest} ({self.decay_shape})"
         stable = f"stable to step {self.decay_begin:,}, " if self.cooldown_steps else ""
@@ -85,7 +89,8 @@ class Schedule:
         Decay: a curve to min_lr_ratio at step decay_steps - 1, where it stays. The curve is half a
             cosine (Loshchilov and Hutter 2017, without restarts), or linear, or of wsd (Hu et al.
             2024) linear or 1-sqrt (Haegele et al. 2024). Where another number of steps replaced
-            the run's, the rest of the curve is stretched or compressed from there on.
+            the run's, the rest of the curve is stretched or compressed from there on. With
+            decay_starts_at_peak, the whole curve is one step later.
 
         Kind "constant" has no decay. Kind "inverse_sqrt" falls with the inverse square root of the
         step after its warm-up (Vaswani et al. 2017), but not below min_lr_ratio.
@@ -106,7 +111,8 @@ class Schedule:
                 begin = at
         else:
             steps = self.decay_steps
-        progress = done + (1 - done) * min((step + 1 - begin) / max(steps - begin, 1), 1.0)
+        taken = step - begin + (not self.decay_starts_at_peak)
+        progress = done + (1 - done) * min(taken / max(steps - begin, 1), 1.0)
         if self.kind == "cosine":
             left = 0.5 * (1 + math.cos(math.pi * progress))
         else:

@@ -19,6 +19,7 @@ from firstlight.section import Section
 ALTERNATIVES = (
     (("max_steps", "epochs"), "how long the run is"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "how long the warm-up is"),
+    (("decay_steps", "decay_tokens"), "where the decay ends"),
     (("decay_fraction", "cooldown_steps"), "how long the decay is"),
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
 )
@@ -26,6 +27,8 @@ ALTERNATIVES = (
 #: Keys that are valid for some kinds only -> those kinds.
 _KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "decay_steps": ("cosine", "linear", "wsd"),
+    "decay_tokens": ("cosine", "linear", "wsd"),
+    "decay_starts_at_peak": ("cosine", "linear", "wsd"),
     "decay_fraction": ("wsd",),
     "cooldown_steps": ("wsd",),
     "decay_shape": ("wsd",),
@@ -64,13 +67,21 @@ class ScheduleConfig(Section):
     warmup_steps: int | None = Field(None, ge=0)
     """steps over which the learning rate rises; null is a twentieth of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
-    """tokens over which the learning rate rises, instead of warmup_steps."""
+    """tokens over which the learning rate rises, instead of warmup_steps: the whole steps that they
+    fill, so that 375,000,000 tokens in steps of 524,288 are 715 steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     """share of the run's steps over which the learning rate rises, instead of warmup_steps; with
     max_minutes, a share of the number of steps that is predicted at the start."""
     decay_steps: int | None = Field(None, gt=0)
     """step at which the learning rate reaches its minimum, where it stays, counted from the run's
     first step; null is the last step of the run."""
+    decay_tokens: int | None = Field(None, gt=0)
+    """tokens by which the learning rate reaches its minimum, counted from the run's first token,
+    instead of decay_steps: the whole steps that they fill."""
+    decay_starts_at_peak: bool | None = None
+    """true lets the first step of the decay have the peak and ends the decay one step short of the
+    minimum, like the cosine of nanoGPT, build-nanogpt and transformers; null and false begin the
+    decay below the peak and reach the minimum with its last step."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
     """share of the run's steps that wsd's decay takes; null is 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)
@@ -129,11 +140,12 @@ class ScheduleConfig(Section):
             raise ValueError(
                 "max_steps 0 makes no step, and max_minutes is for steps: set max_minutes to null"
             )
-        if self.decay_steps is not None:
-            raise ValueError(
-                "decay_steps is a step of a run of known length, and max_minutes leaves the number "
-                "of steps open: set decay_steps to null"
-            )
+        for key in ("decay_steps", "decay_tokens"):
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} is for a run of known length, and max_minutes leaves the number of "
+                    f"steps open: set {key} to null"
+                )
         if self.resume:
             raise ValueError(
                 "resume goes on in a schedule whose length is known in steps: set max_steps, and "
@@ -244,11 +256,15 @@ def resolve_schedule(
             length = replace(length, predicted_steps=given_steps)
         return _schedule_in_minutes(config, learning_rate, batch, seq_len, length)
     max_steps = batch.steps_for(Fraction(rows_per_epoch)) if given_steps is None else given_steps
-    decay_steps = config.decay_steps or max_steps
+    decay_steps, decay_key = config.decay_steps or max_steps, "decay_steps"
+    if config.decay_tokens is not None:
+        decay_key = f"decay_tokens {config.decay_tokens}, step"
+        decay_steps = batch.steps_within(Fraction(config.decay_tokens, seq_len))
     warmup_steps = _warmup_steps(config, batch, seq_len, max_steps, decay_steps)
-    if config.decay_steps is not None and warmup_steps >= decay_steps:
+    is_given = config.decay_steps is not None or config.decay_tokens is not None
+    if is_given and warmup_steps >= decay_steps:
         raise ConfigError(
-            f"schedule.decay_steps {decay_steps} is not after the warm-up of {warmup_steps} steps: "
+            f"schedule.{decay_key} {decay_steps} is not after the warm-up of {warmup_steps} steps: "
             "it is counted from the run's first step; raise it, or shorten the warm-up"
         )
     cooldown_steps = _cooldown_steps(config, max_steps, warmup_steps)
@@ -260,7 +276,14 @@ def resolve_schedule(
         )
     minimum, shape = config.minimum_scale(learning_rate), config.decay_shape or "linear"
     return Schedule(
-        max_steps, warmup_steps, decay_steps, minimum, config.kind, cooldown_steps, shape
+        max_steps,
+        warmup_steps,
+        decay_steps,
+        minimum,
+        config.kind,
+        cooldown_steps,
+        shape,
+        decay_starts_at_peak=bool(config.decay_starts_at_peak),
     )
 
 
@@ -294,6 +317,7 @@ def _schedule_in_minutes(
         shape,
         is_open,
         replaced,
+        decay_starts_at_peak=bool(config.decay_starts_at_peak),
     )
 
 
@@ -301,7 +325,7 @@ def _warmup_steps(
     config: ScheduleConfig, batch: BatchSchedule, seq_len: int, max_steps: int, decay_steps: int
 ) -> int:
     if config.warmup_tokens is not None:
-        return batch.steps_for(Fraction(config.warmup_tokens, seq_len))
+        return batch.steps_within(Fraction(config.warmup_tokens, seq_len))
     if config.warmup_ratio is not None:
         return math.ceil(Fraction(str(config.warmup_ratio)) * max_steps)
     return decay_steps // 20 if config.warmup_steps is None else config.warmup_steps

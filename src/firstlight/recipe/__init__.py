@@ -3,7 +3,7 @@
 from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.data.loader import NO_MASKING, DataConfig, MixedCorpus
 from firstlight.recipe.load import (
-    key_of_other_name,
+    hint_for_other_name,
     known_keys,
     load_recipe,
     override_pairs,
@@ -37,7 +37,7 @@ __all__ = [
     "Recipe",
     "ResolvedRecipe",
     "RunConfig",
-    "key_of_other_name",
+    "hint_for_other_name",
     "known_keys",
     "load_recipe",
     "override_pairs",

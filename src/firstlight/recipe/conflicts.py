@@ -66,6 +66,11 @@ def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
     other settings or on this hardware."""
     yield from _ineffective_of_optimizer(recipe)
     config, device = recipe.efficiency, hardware.device.type
+    if config.matmul_precision is not None and config.precision not in ("fp32", "tf32"):
+        yield (
+            "efficiency.matmul_precision is for products of fp32 tensors, and those of "
+            f"efficiency.precision {config.precision} are not: set precision to fp32"
+        )
     if device == "cuda":
         return
     if config.precision == "tf32":
@@ -76,6 +81,11 @@ def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
         yield f"efficiency.empty_cache_steps does nothing on a {device} device"
     if config.compile and config.compile_mode != "default":
         yield f"efficiency.compile_mode {config.compile_mode} is for GPUs"
+    if config.compile and config.compile_backend == "cudagraphs":
+        yield (
+            f"efficiency.compile_backend cudagraphs is for GPUs, and like aot_eager on a {device} "
+            "device"
+        )
 
 
 def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
@@ -368,7 +378,7 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
             "run.deterministic to false"
         )
     if unrecordable := why_unrecordable(recipe.model, config, hardware):
-        yield f"efficiency.compile_mode {config.compile_mode} {unrecordable}"
+        yield unrecordable
     if recipe.data.pin_memory and device != "cuda":
         yield "data.pin_memory is for copies to a CUDA GPU: leave it out"
 

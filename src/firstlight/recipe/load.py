@@ -140,7 +140,8 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
     """Set `section.key` (or `section.key.inner`) to a value given as text."""
     *sections, key = name.split(".")
     if not sections:
-        raise ConfigError(f"option --{name} is unknown{nearest(name, known_keys())}")
+        hint = hint_for_other_name(name, as_option=True) or nearest(name, known_keys())
+        raise ConfigError(f"option --{name} is unknown{hint}")
     place = values
     for section in sections:
         inner = place.setdefault(section, {})
@@ -184,13 +185,6 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-def key_of_other_name(name: str) -> str | None:
-    """The `section.key` for a key without its section, or for the name that another program has for
-    this key; None if there is none."""
-    key = _OTHER_NAMES.get(name, name)
-    return next((full for full in known_keys() if key in (full, full.split(".")[1])), None)
-
-
 def known_keys() -> list[str]:
     """All keys of a recipe as `section.key`, sorted."""
     return sorted({f"{section}.{key}" for section, _, key in recipe_fields()})
@@ -204,48 +198,312 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
                 yield section, kind, key
 
 
-#: Other programs' names -> key of a recipe; `section.key` if several sections have such a key.
-_OTHER_NAMES = {
-    "dpo_beta": "beta",
-    "pref_beta": "beta",
-    "loss_type": "objective",
-    "n_embd": "hidden_size",
-    "dim": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "n_inner": "intermediate_size",
-    "block_size": "max_position_embeddings",
-    "max_seq_length": "seq_len",
-    "batch_size": "micro_batch_size",
-    "lr": "learning_rate",
-    "max_iters": "max_steps",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "warmup_iters": "warmup_steps",
-    "eval_on_start": "on_start",
-    "initial_validation": "on_start",
-    "lr_decay_iters": "decay_steps",
+#: Names of settings in other programs -> the key of a recipe, with the value that means the same,
+#: and after ";" a remark; or, for a setting that has no key, a sentence. Of transformers'
+#: TrainingArguments, nanoGPT and build-nanogpt, LLMs-from-scratch, TRL, axolotl and others.
+OTHER_NAMES = {
+    # The model
+    "n_embd": "model.hidden_size",
+    "emb_dim": "model.hidden_size",
+    "embed_dim": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "dim": "model.hidden_size",
+    "n_layer": "model.num_hidden_layers",
+    "n_layers": "model.num_hidden_layers",
+    "num_layers": "model.num_hidden_layers",
+    "n_head": "model.num_attention_heads",
+    "n_heads": "model.num_attention_heads",
+    "num_heads": "model.num_attention_heads",
+    "n_kv_head": "model.num_key_value_heads",
+    "n_kv_heads": "model.num_key_value_heads",
+    "n_kv_groups": "model.num_key_value_heads",
+    "num_kv_groups": "model.num_key_value_heads",
+    "n_positions": "model.max_position_embeddings",
+    "n_ctx": "model.max_position_embeddings",
+    "block_size": "model.max_position_embeddings; rows of data.seq_len tokens are as long",
+    "context_length": "model.max_position_embeddings; rows of data.seq_len tokens are as long",
+    "context_size": "model.max_position_embeddings; rows of data.seq_len tokens are as long",
+    "n_inner": "model.intermediate_size",
+    "hidden_dim": "model.intermediate_size",
+    "ffn_dim": "model.intermediate_size",
+    "moe_hidden_dim": "model.moe_intermediate_size",
+    "rope_base": "model.rope_theta",
+    "rope_freq": "model.rope_scaling",
+    "rope_local_base": "model.rope_local_base_freq",
+    "qk_norm": "a model with norms of queries and keys is model.model_type qwen3",
+    "drop_rate": "model.resid_pdrop; the same rate is model.embd_pdrop and attn_pdrop, all of gpt2",
+    "drop_rate_emb": "model.embd_pdrop",
+    "drop_rate_attn": "model.attn_pdrop",
+    "drop_rate_resid": "model.resid_pdrop",
+    "dropout": "model.resid_pdrop; the same rate is model.embd_pdrop and attn_pdrop, all of gpt2",
+    "bias": "GPT-2's layers have biases; model.qkv_bias: false leaves out those of attention",
+    # The text
+    "batch_size": "batch.micro_batch_size",
+    "per_device_train_batch_size": "batch.micro_batch_size",
+    "per_gpu_train_batch_size": "batch.micro_batch_size",
+    "train_batch_size": "batch.micro_batch_size",
+    "device_batch_size": "batch.micro_batch_size",
+    "auto_find_batch_size": "batch.micro_batch_size: auto",
+    "total_batch_size": "batch.global_batch_tokens",
+    "grad_accum_steps": "batch.gradient_accumulation_steps",
+    "B": "batch.micro_batch_size",
+    "T": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "sequence_len": "data.seq_len",
+    "sequence_length": "data.seq_len",
+    "max_length": "data.seq_len",
+    "cutoff_len": "data.seq_len",
+    "stride": "rows follow each other without overlap, a stride of data.seq_len",
+    "data_dir": "data.dir",
+    "dataset": "data.dir; firstlight prepare makes it from texts",
+    "path": "data.dir",
+    "datasets": "data.files",
+    "data_files": "data.files",
+    "val_set_size": "data.val_fraction",
+    "train_ratio": "firstlight prepare --val-fraction holds text out",
+    "chat_template": "data.template",
+    "train_on_inputs": "data.train_on: all",
+    "assistant_only_loss": "data.train_on: assistant",
+    "excess_length_strategy": "data.long",
+    "num_workers": "data.workers",
+    "dataloader_num_workers": "data.workers",
+    "dataloader_prefetch_factor": "data.prefetch",
+    "dataloader_pin_memory": "data.pin_memory",
+    "dataloader_drop_last": "no row is dropped: an epoch's last step goes on into the next epoch",
+    "drop_last": "no row is dropped: an epoch's last step goes on into the next epoch",
+    "shuffle": "the rows of each epoch are shuffled by run.seed",
+    **dict.fromkeys(
+        (
+            *("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+            "dataloader_in_order",
+        ),
+        "data.workers are threads of the run, on which the order of the rows does not depend",
+    ),
+    **dict.fromkeys(
+        ("group_by_length", "train_sampling_strategy", "length_column_name"),
+        "all rows have data.seq_len tokens, so nothing is grouped by length",
+    ),
+    **dict.fromkeys(
+        ("remove_unused_columns", "label_names"),
+        "prepared text has token ids alone; firstlight prepare --text-key names the text's field",
+    ),
+    "ignore_data_skip": "--resume always continues at the exact row",
+    # The schedule
+    "max_iters": "schedule.max_steps",
+    "num_iterations": "schedule.max_steps",
+    "total_steps": "schedule.max_steps",
+    "num_train_epochs": "schedule.epochs",
+    "num_epochs": "schedule.epochs",
+    "n_epochs": "schedule.epochs",
+    "warmup_iters": "schedule.warmup_steps",
+    "lr_decay_iters": "schedule.decay_steps",
+    "decay_lr": "schedule.kind; cosine falls, constant does not",
     "lr_scheduler_type": "schedule.kind",
+    "lr_scheduler_kwargs": "its values are keys of the schedule, such as schedule.min_lr_ratio",
     "lr_decay_style": "schedule.kind",
-    "decay_type": "decay_shape",
-    "decay_ratio": "decay_fraction",
-    "num_decay_steps": "cooldown_steps",
-    "min_lr": "min_learning_rate",
-    "grad_clip": "max_grad_norm",
-    "out_dir": "dir",
-    "path": "dir",
-    "datasets": "files",
-    "data_files": "files",
-    "val_set_size": "val_fraction",
-    "chat_template": "template",
-    "train_on_inputs": "train_on",
-    "assistant_only_loss": "train_on",
-    "sequence_len": "seq_len",
-    "max_length": "seq_len",
-    "cutoff_len": "seq_len",
-    "excess_length_strategy": "long",
+    "decay_type": "schedule.decay_shape",
+    "decay_ratio": "schedule.decay_fraction",
+    "num_decay_steps": "schedule.cooldown_steps",
+    "min_lr": "schedule.min_learning_rate",
+    "initial_lr": "the first of schedule.warmup_steps has its share of the peak",
+    # The optimizer
+    "lr": "optimizer.learning_rate",
+    "max_lr": "optimizer.learning_rate",
+    "peak_lr": "optimizer.learning_rate",
+    "optim": "optimizer.name; adamw_torch_fused is adamw, which is fused where the device has it, "
+    "adamw_bnb_8bit is adamw8bit and paged_adamw_8bit is paged_adamw8bit",
+    "optim_args": "its values are keys of the optimizer, such as optimizer.betas",
+    "optim_target_modules": "GaLore and APOLLO are not there; optimizer.name adafactor and "
+    "adamw8bit, or lora.rank, save the state's memory",
+    "adafactor": "optimizer.name: adafactor",
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "beta1", "beta2"),
+        "optimizer.betas; a list, such as [0.9, 0.95]",
+    ),
+    "adam_epsilon": "optimizer.eps",
+    "grad_clip": "optimizer.max_grad_norm",
+    "fused": "optimizer.implementation: fused",
+    "label_smoothing_factor": "the loss is the cross-entropy without label smoothing, which "
+    "preference.label_smoothing has for pairs alone",
+    "average_tokens_across_devices": "the loss is always the mean over the tokens of all devices",
+    "neftune_noise_alpha": "firstlight adds no noise to embeddings",
+    "dpo_beta": "preference.beta",
+    "pref_beta": "preference.beta",
+    "loss_type": "preference.objective",
+    # Precision, memory and speed
+    "fp16": "efficiency.precision: fp16",
+    "bf16": "efficiency.precision: bf16",
+    "tf32": "efficiency.precision: tf32",
+    "dtype": "efficiency.precision; bfloat16 is bf16, float16 is fp16, float32 is fp32",
+    "torch_dtype": "efficiency.precision; bfloat16 is bf16, float16 is fp16, float32 is fp32",
+    "mixed_precision": "efficiency.precision",
+    **dict.fromkeys(
+        ("half_precision_backend", "fp16_backend", "fp16_opt_level"),
+        "mixed precision is torch's autocast, by efficiency.precision alone",
+    ),
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        "evaluation has the precision of training, efficiency.precision",
+    ),
+    "float32_matmul_precision": "efficiency.matmul_precision",
+    "gradient_checkpointing": "efficiency.activation_checkpointing: full",
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        "efficiency.activation_checkpointing (full, selective, budget) has no further settings",
+    ),
+    "torch_compile": "efficiency.compile: true",
+    "use_compile": "efficiency.compile: true",
+    "torchdynamo": "efficiency.compile_backend",
+    "torch_compile_backend": "efficiency.compile_backend",
+    "torch_compile_mode": "efficiency.compile_mode",
+    **dict.fromkeys(
+        ("use_liger_kernel", "liger_kernel_config"),
+        "efficiency.compile fuses kernels, efficiency.loss_chunk_tokens saves the logits' memory",
+    ),
+    "torch_empty_cache_steps": "efficiency.empty_cache_steps",
+    "attn_implementation": "efficiency.attention",
+    "use_cache": "training keeps no cache of keys and values",
+    "use_ipex": "IPEX has ended; efficiency.compile and efficiency.precision bf16 serve CPUs",
+    "jit_mode_eval": "evaluation is not compiled; efficiency.compile compiles training",
+    # Devices and processes
+    "use_cpu": "run.device: cpu",
+    "no_cuda": "run.device: cpu",
+    "use_mps_device": "run.device: mps",
+    "device_type": "run.device",
+    "fsdp": "distributed.engine: fsdp",
+    "fsdp_config": "distributed.engine: fsdp; its values are keys of distributed, such as "
+    "distributed.shard",
+    "fsdp_min_num_params": "distributed.engine fsdp gathers one layer at a time",
+    "fsdp_transformer_layer_cls_to_wrap": "distributed.engine fsdp gathers one layer at a time",
+    "deepspeed": "distributed.deepspeed_config",
+    **dict.fromkeys(
+        ("accelerator_config", "parallelism_config"),
+        "processes are set by the keys of distributed, such as distributed.engine",
+    ),
+    "ddp_timeout": "distributed.timeout_seconds",
+    **dict.fromkeys(
+        ("ddp_backend", "backend"), "GPUs exchange tensors by NCCL and CPUs by gloo, without a key"
+    ),
+    **dict.fromkeys(
+        (
+            *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+            "ddp_static_graph",
+        ),
+        "distributed.engine ddp needs no settings",
+    ),
+    **dict.fromkeys(("tpu_num_cores", "tpu_metrics_debug"), "firstlight doesn't run on TPUs"),
+    "local_rank": "firstlight train --nproc N, or torchrun, gives each process its rank",
+    # Evaluation, logs and checkpoints
+    "eval_freq": "evaluation.every_steps",
+    "eval_steps": "evaluation.every_steps",
+    "eval_interval": "evaluation.every_steps",
+    "eval_every": "evaluation.every_steps",
+    "eval_strategy": "evaluation.every_steps; 0 evaluates at the end alone",
+    "evaluation_strategy": "evaluation.every_steps; 0 evaluates at the end alone",
+    "eval_iter": "evaluation.max_rows; rows, which are batches times their size",
+    "eval_iters": "evaluation.max_rows; rows, which are batches times their size",
+    "eval_on_start": "evaluation.on_start",
+    "initial_validation": "evaluation.on_start",
+    "eval_delay": "evaluation.every_steps counts from the first step, without a delay",
+    "per_device_eval_batch_size": "evaluation takes batch.micro_batch_size rows at a time",
+    "per_gpu_eval_batch_size": "evaluation takes batch.micro_batch_size rows at a time",
+    "eval_batch_size": "evaluation takes batch.micro_batch_size rows at a time",
+    "eval_only": "firstlight eval RUN evaluates without training",
+    **dict.fromkeys(
+        (
+            *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
+            *("eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics"),
+            "include_inputs_for_metrics",
+        ),
+        "evaluation computes losses, samples and the scores of evaluation.tasks",
+    ),
+    "start_context": "evaluation.sample_prompts",
+    "print_sample_iter": "evaluation.every_steps; samples come with evaluations",
+    **dict.fromkeys(
+        (
+            *("logging_steps", "logging_strategy", "logging_first_step", "log_interval"),
+            *("include_num_input_tokens_seen", "logging_nan_inf_filter", "logging_dir"),
+        ),
+        "each step is a line of metrics.jsonl in run.dir, with its tokens_seen",
+    ),
+    **dict.fromkeys(
+        (
+            *("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "debug"),
+            "skip_memory_metrics",
+        ),
+        "the run's messages have no levels, and its metrics are always complete",
+    ),
+    "report_to": "run.trackers",
+    "wandb_log": "run.trackers: [wandb]",
+    "run_name": "run.dir; trackers name the run after its folder",
+    "wandb_run_name": "run.dir; trackers name the run after its folder",
+    **dict.fromkeys(
+        (
+            *("project", "wandb_project", "trackio_space_id", "trackio_bucket_id"),
+            "trackio_static_space_id",
+        ),
+        "the tracker of run.trackers reads it from its environment variable, such as WANDB_PROJECT",
+    ),
+    "output_dir": "run.dir",
+    "out_dir": "run.dir",
+    "overwrite_output_dir": "a run folder is never overwritten: give another run.dir",
+    "data_seed": "run.seed",
+    "full_determinism": "run.deterministic: true",
+    "save_steps": "checkpoint.every_steps",
+    "save_ckpt_freq": "checkpoint.every_steps",
+    "save_strategy": "checkpoint.every_steps; 0 saves at the end alone",
+    "save_total_limit": "checkpoint.keep_last",
+    "always_save_checkpoint": "each of checkpoint.every_steps is saved, however its loss is",
+    "save_only_model": "firstlight convert makes a folder of the model alone",
+    "save_on_each_node": "the processes of a run write one checkpoint into run.dir",
+    "save_safetensors": "weights are always saved as safetensors",
+    "enable_jit_checkpoint": "a run that gets SIGTERM or SIGINT always saves before it ends",
+    **dict.fromkeys(
+        ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        "checkpoint.keep_best keeps the lowest val/loss, which --best of the other commands takes",
+    ),
+    "resume_from_checkpoint": "firstlight train RECIPE --resume continues a run",
+    "restore_callback_states_from_checkpoint": "--resume restores the whole state of a run",
+    "init_from": "firstlight train RECIPE --init-from MODEL starts from its weights",
+    **dict.fromkeys(
+        (
+            *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
+            *("hub_always_push", "hub_revision", "push_to_hub_model_id", "push_to_hub_token"),
+            "push_to_hub_organization",
+        ),
+        "firstlight push uploads a run's model after training",
+    ),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict"),
+        "the commands are firstlight train, firstlight eval and firstlight generate",
+    ),
 }
+
+#: A key in `OTHER_NAMES`, with a value and a remark.
+_OWN_KEY = re.compile(r"(\w+\.\w+)(?:: ([^;]+))?(?:; (.+))?")
+
+
+def hint_for_other_name(name: str, known: Sequence[str] = (), *, as_option: bool = False) -> str:
+    """A hint for the name of another program's setting, or of a key of another section: the key or
+    what else to do; "" if the name is neither.
+
+    Args:
+        name: the unknown key, without its section.
+        known: keys of the section in which the name stands; the hint then leaves the section out.
+        as_option: True for an option of the command line.
+    """
+    elsewhere = [full for full in known_keys() if full.split(".")[1] == name]
+    text = OTHER_NAMES.get(name) or (elsewhere[0] if elsewhere else "")
+    match = _OWN_KEY.fullmatch(text)
+    if match is None:
+        return f": {text}" if text else ""
+    key, value, remark = match.groups()
+    shown = key.partition(".")[2] if key.partition(".")[2] in known else key
+    if as_option:
+        shown = f"--{key}" + (f" {value}" if value else "")
+    elif value:
+        shown += f": {value}"
+    return f" (did you mean '{shown}'?)" + (f": {remark}" if remark else "")
 
 
 def _describe(entry: Any) -> str:
@@ -258,6 +516,8 @@ def _describe(entry: Any) -> str:
         is_of_model = len(location) == 2 and location[0] == "model" and tags
         if is_of_model and (problem := not_a_key(location[-1], tags[0])):
             return f"model: {problem}"
+        if len(location) == 1 and isinstance(entry["input"], Mapping):
+            return _suggest_for_section(name, entry["input"])
         known = sorted({key for owner in owners for key in owner.model_fields})
         return f"unknown key {name}{_suggest(location[-1], known)}"
     if kind == "missing":
@@ -304,16 +564,22 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
-    """A hint for an unknown key: the nearest key of its section, or the same key in another
-    section."""
-    other = _OTHER_NAMES.get(key, key)
-    if (own := other.rpartition(".")[2]) in known:
-        return f" (did you mean '{own}'?)"
-    hint = nearest(key, known)
-    if hint:
-        return hint
-    elsewhere = [name for name in known_keys() if other in (name, name.split(".")[1])]
-    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else f" (known: {', '.join(known)})"
+    """A hint for an unknown key: another program's or another section's name, or the nearest key of
+    its section."""
+    hint = hint_for_other_name(key, known) or nearest(key, known)
+    return hint or f" (known: {', '.join(known)})"
+
+
+def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
+    """The message for an unknown section: a hint for the section, or one for each of its keys that
+    another section or program has, such as those of `training`."""
+    sections = [section for section in Recipe.model_fields if nearest(name, [section])]
+    keys = set(known_keys())
+    if not any(all(f"{section}.{key}" in keys for key in inner) for section in sections):
+        hints = {key: hint_for_other_name(str(key)) for key in inner}
+        if any(hints.values()):
+            return "; ".join(f"unknown key {name}.{key}{hint}" for key, hint in hints.items())
+    return f"unknown key {name}{_suggest(name, list(Recipe.model_fields))}"
 
 
 #: Limits far above any real recipe: file size in bytes, values (anchors expanded), and levels.

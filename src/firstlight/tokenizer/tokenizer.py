@@ -236,14 +236,19 @@ class Tokenizer:
             return [self.separator_id, *ids]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out.
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`.
+
+        Args:
+            ids: token ids; ids beyond the vocabulary have no text.
+            skip_special_tokens: True leaves special tokens out; False writes their names, which
+                `encode` with `special_tokens` turns back into the same ids.
 
         Raises:
             TokenizerError: the tokenizer's decoder fails on the ids.
         """
         with library_errors("the tokenizer can't decode its tokens", muted=self._may_panic):
-            return self.backend.decode(list(ids), skip_special_tokens=True)
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @functools.cached_property
     def splits_at_space_after_letter(self) -> bool:

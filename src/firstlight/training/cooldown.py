@@ -24,7 +24,7 @@ from firstlight.optim.curve import Schedule
 from firstlight.recipe import Recipe, parse_recipe
 
 #: Keys of the `schedule` section that the overrides of a cooldown may set.
-_FREE_KEYS = ("decay_shape", "min_lr_ratio", "min_learning_rate")
+_FREE_KEYS = ("decay_shape", "decay_starts_at_peak", "min_lr_ratio", "min_learning_rate")
 
 
 def cooldown_recipe(
@@ -76,7 +76,7 @@ def cooldown_recipe(
         "cooldown_steps": steps,
     }
     if schedule.kind == "wsd":
-        section |= {key: before[key] for key in _FREE_KEYS if before[key] is not None}
+        section |= {key: before[key] for key in _FREE_KEYS if before.get(key) is not None}
     values["schedule"] = section
     recipe = parse_recipe(values, f"cooldown of {folder}", overrides)
     decided = parse_recipe(values).schedule.model_dump(exclude=set(_FREE_KEYS))

@@ -353,8 +353,8 @@ def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedReci
             "schedule": {
                 **recipe.schedule.model_dump(
                     exclude={
-                        *("epochs", "max_minutes", "decay_steps", "cooldown_steps"),
-                        "min_learning_rate",
+                        *("epochs", "max_minutes", "decay_steps", "decay_tokens"),
+                        *("cooldown_steps", "min_learning_rate"),
                     }
                 ),
                 "max_steps": found.max_steps,

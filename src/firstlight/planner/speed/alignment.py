@@ -46,7 +46,7 @@ def alignment_warnings(recipe: ResolvedRecipe, here: torch.device | None) -> Ite
             GPUs.
     """
     dtype = dtype_of(recipe.efficiency.precision)
-    if here is None and dtype == torch.float32 and recipe.efficiency.precision != "tf32":
+    if here is None and dtype == torch.float32 and recipe.efficiency.products != "tf32":
         return  # not computed by matrix units
     shapes = _matrix_shapes(recipe)
     total = sum(rows * columns for rows, columns in shapes)

@@ -47,7 +47,7 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
         flops_per_token=train_flops_per_token(
             meta_model(model), seq_len, frozen=recipe.lora is not None
         ),
-        precision=recipe.efficiency.precision,
+        precision=recipe.efficiency.products,
         compiled=recipe.efficiency.compile,
         cuda_graphs=recipe.efficiency.compile_mode in ("reduce-overhead", "max-autotune"),
         dispatches=recipe.efficiency.activation_checkpointing == "selective",
