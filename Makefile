@@ -15,11 +15,22 @@
 # make benchmarks NAMES="learning budget"   the pages on learning and on budgets, which take hours
 # make constraints   the newest versions that go together, for Python 3.11 and newer, into constraints.txt
 # Each makes .venv and installs what it needs into it; a second call reuses it.
+# On Linux without an NVIDIA GPU, torch is the build for CPUs: make demo TORCH_INDEX= takes PyPI's build.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/$(PIP_INSTALL) --constraint constraints.txt
+
+# The version that the tests run with. An installed torch of a version that firstlight supports is kept.
+TORCH := 2.13.0
+# An index of torch builds beside PyPI, whose build for Linux brings 3 GB of CUDA libraries. The index comes
+# first, because 2.13.0+cpu counts as newer than 2.13.0; if it is unreachable, pip takes PyPI's build.
+TORCH_INDEX ?= $(shell test "$$(uname)" != Linux || nvidia-smi -L 2>/dev/null | grep -q '^GPU' || \
+	echo https://download.pytorch.org/whl/cpu)
+# Alone: the index has few versions of the packages that torch needs. They come from PyPI, with firstlight's.
+INSTALL_TORCH = $(PIP_INSTALL) --no-deps $(TORCH_INDEX:%=--retries 1 --extra-index-url %)
 
 # Two processes of one thread each: most tests keep no more than one busy, and threads of two that
 # wait for each other on the same cores are slower than none.
@@ -78,11 +89,8 @@ TORCH_VENV = .venv-torch-$(VERSION)
 test-torch:
 	@test -n "$(VERSION)" || { echo "name the version: make test-torch VERSION=2.14.1"; exit 1; }
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
-	sed 's/^torch==.*/torch==$(VERSION)/' constraints.txt > $(TORCH_VENV)/constraints.txt
-	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint $(TORCH_VENV)/constraints.txt torch
-	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint $(TORCH_VENV)/constraints.txt --editable '.[dev]'
+	$(TORCH_VENV)/bin/$(INSTALL_TORCH) torch==$(VERSION)
+	$(TORCH_VENV)/bin/$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/pytest --numprocesses 2 --dist worksteal
 
 # The variable leaves out the theme's advice about its successor.
@@ -94,23 +102,24 @@ docs: .venv/docs-ready
 benchmarks: .venv/test-ready
 	$(BIN)/python scripts/benchmarks.py $(NAMES)
 
-# The head of the file and torch's version stay. Each build of torch names its own CUDA packages and triton;
-# torch 2.11, which `make test-torch` tests too, needs setuptools below 82.
+# The head of the file stays. Each build of torch names its own CUDA packages and triton; torch 2.11, which
+# `make test-torch` tests too, needs setuptools below 82.
 constraints: .venv/demo-ready
 	$(PIP) uv
-	sed -n '/^torch==/p' constraints.txt > .venv/torch.txt
-	echo 'setuptools<82' >> .venv/torch.txt
+	printf 'torch==$(TORCH)\nsetuptools<82\n' > .venv/torch.txt
 	sed -n '/^#/p' constraints.txt > .venv/constraints.txt
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade \
 		--no-header --no-annotate --quiet --constraint .venv/torch.txt --output-file .venv/resolved.txt
-	sed -E '/^(nvidia-|cuda-|triton==)/d' .venv/resolved.txt >> .venv/constraints.txt
+	sed -E '/^(nvidia-|cuda-|torch==|triton==)/d' .venv/resolved.txt >> .venv/constraints.txt
 	mv .venv/constraints.txt constraints.txt
 
-# torch first and pinned: asked for by another package, it could come as another build.
+# torch first: asked for by another package, it could come as another build.
 .venv/demo-ready: constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "firstlight needs Python 3.11 or newer: install it, or make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
-	$(PIP) $$(grep '^torch==' constraints.txt)
+	@$(BIN)/python -c 'from importlib.metadata import version; v = version("torch"); \
+		assert [int(n) for n in v.split(".")[:2]] >= [2, 11]; print("keeping torch", v)' 2>/dev/null || { \
+	echo "installing torch $(TORCH) from $(or $(TORCH_INDEX),PyPI)"; $(BIN)/$(INSTALL_TORCH) torch==$(TORCH); }
 	$(PIP) --editable .
 	touch $@
 

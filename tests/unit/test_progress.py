@@ -115,8 +115,24 @@ def test_the_view_has_loss_speed_memory_time_and_the_last_sample() -> None:
         "loss 3.250  val/loss 3.500  4,000 tokens/s  15.6 samples/s  memory 300 MiB (predicted "
         "3.00 GiB)  learning rate 0.003"
     )
-    assert lines[-2:] == ["step 41: To be⟨U+001B⟩[31m or not", "to be"]
-    assert lines[-3].split() == ["step", "1", "41"]
+    assert lines[-3:] == ["step 41: ⟨U+001B⟩[31m or not", "to be", "prompt: 'To be'"]
+    assert lines[-4].split() == ["step", "1", "41"]
+
+
+def test_a_sample_begins_with_the_continuation_and_keeps_its_prompt() -> None:
+    shown = course(1)
+    assert shown.sample_lines(30, 4) == []
+    shown.sample(9, "import os\n\nfrom pathlib import", "\n    Path, PurePath\n\nx = 1\ny\nz")
+    assert shown.sample_lines(48, 4) == [
+        "step 9: Path, PurePath",
+        "x = 1",
+        "y",
+        r"prompt: 'import os\n\nfrom pathlib import'",
+    ]
+    # Narrower: a long line continues in the next row, and the prompt shows its end.
+    assert shown.sample_lines(16, 3) == ["step 9: Path, P", "urePath", "…athlib import'"]
+    assert shown.sample_lines(48, 1) == ["step 9: Path, PurePath"]
+    assert len(shown.sample_lines(48)) == 5
 
 
 def test_time_left_is_that_of_the_last_steps() -> None:
@@ -267,7 +283,7 @@ def test_a_terminal_is_left_as_it_was_whatever_ends_the_run(
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
     assert "a [bold]message[/]\n" in written
     # The last frame stays.
-    assert written.index("loss 2.500") < written.rindex("step 1: To be or not")
+    assert written.index("loss 2.500") < written.rindex("step 1: or not")
 
 
 def test_a_log_has_a_line_a_minute_and_the_last_step(
@@ -343,9 +359,9 @@ def test_a_notebook_updates_one_output_once_a_second(monkeypatch: pytest.MonkeyP
     view.close()
     last = output.shown[-1]
     assert last["text/plain"].splitlines()[0] == "val/loss < 3 & falling"
-    assert last["text/plain"].splitlines()[-1] == "step 8: <b>To be"
+    assert last["text/plain"].splitlines()[-2:] == ["step 8: To be", "prompt: '<b>'"]
     assert "val/loss &lt; 3 &amp; falling\nstep 8/1,000" in last["text/html"]
-    assert "step 8: &lt;b&gt;To be" in last["text/html"]
+    assert "step 8: To be\nprompt: &#x27;&lt;b&gt;&#x27;" in last["text/html"]
     # 7.0 at step 1 is the highest of eight losses that a picture shows, 0.0 the lowest.
     assert '<polyline points="60.0,10.0 ' in last["text/html"]
     assert '630.0,140.0" fill="none"' in last["text/html"]

@@ -18,8 +18,8 @@ from firstlight.report.records import MOSTLY_LEARNED
 #: First steps of a process, which allocate and compile, and are left out of the mean.
 _SLOW_STEPS = 2
 
-#: Most rows of the loss curve, of the sample text, and of the figures.
-_CURVE_ROWS, _SAMPLE_ROWS, _FIGURE_ROWS = 8, 3, 2
+#: Most rows of the loss curve, of the sample text with its prompt, and of the figures.
+_CURVE_ROWS, _SAMPLE_ROWS, _FIGURE_ROWS = 8, 4, 2
 #: Smallest size of a terminal in which the loss curve and more than one row of figures are shown.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
 #: Bits of the dots of a braille character, by row and column (Unicode 15, chapter 21.1).
@@ -153,7 +153,7 @@ class Course:
         self._step_limit = step_limit
         self._max_steps, self._start_step, self._max_minutes = max_steps, start_step, max_minutes
         self._clock = clock or time.monotonic
-        self._sample = ""
+        self._sample = self._prompt = ""
         self.predicted_bytes: int | None = None
         self.restart()
 
@@ -185,7 +185,8 @@ class Course:
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Set the sample text that is shown: a prompt and the model's continuation."""
-        self._sample = f"step {step}: {visible(prompt)}{visible(text)}"
+        self._sample = f"step {step}: {visible(text).lstrip()}"
+        self._prompt = f"prompt: {prompt!r}"
 
     @property
     def is_done(self) -> bool:
@@ -291,18 +292,30 @@ class Course:
         figures = _fitting(self.figures, columns, _FIGURE_ROWS if is_large else 1)
         yield from figures
         free = rows - 2 - len(figures)
-        sample = self.sample_lines(columns)[: max(min(free - 1, _SAMPLE_ROWS), 0)]
+        sample = self.sample_lines(columns, max(min(free - 1, _SAMPLE_ROWS), 0))
         height = min(free - len(sample) - 2, _CURVE_ROWS)
         if is_large and self.curve.last_step:
             yield from self.curve.lines(columns, height)
         yield from sample
 
-    def sample_lines(self, columns: int) -> list[str]:
-        """The lines of the last sample text without blank lines, each cut to this number of
-        columns."""
+    def sample_lines(self, columns: int, rows: int | None = None) -> list[str]:
+        """The model's last continuation, wrapped to this number of columns and without blank lines,
+        and its prompt in a last line.
+
+        Args:
+            columns: number of columns of the terminal.
+            rows: largest number of lines; None for no limit.
+        """
+        width = columns - 1
+        if not self._sample or width < 1:
+            return []
         # A model at the start of its training writes many blank lines.
         lines = [line for line in self._sample.expandtabs(4).splitlines() if line.strip()]
-        return [line if len(line) < columns else f"{line[: columns - 2]}…" for line in lines]
+        wrapped = [line[i : i + width] for line in lines for i in range(0, len(line), width)]
+        # The continuation follows the end of the prompt, so a long prompt is cut at its beginning.
+        long = len(self._prompt) - width
+        prompt = f"…{self._prompt[long + 1 :]}" if long > 0 else self._prompt
+        return [*wrapped[: None if rows is None else max(rows - 1, 1)], prompt][:rows]
 
 
 def _bar(left: str, share: float, right: str, columns: int) -> str:
