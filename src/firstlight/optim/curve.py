@@ -30,6 +30,8 @@ class Schedule:
         is_open: True if the number of steps of a run in minutes is not decided yet: `max_steps` is
             then a prediction, on which no learning rate depends.
         replaced: see `DecidedLength`.
+        initial_scale: learning rate of the first step as a share of the peak. None: a warm-up whose
+            last step, not the step after it, is at the peak.
     """
 
     max_steps: int
@@ -41,11 +43,12 @@ class Schedule:
     decay_shape: DecayShape = "linear"
     is_open: bool = False
     replaced: Sequence[tuple[int, int]] = ()
+    initial_scale: float | None = None
 
     @property
     def decay_begin(self) -> int:
         """The number of steps before the learning rate begins to fall; `max_steps` if it never
-        does."""
+        does. With `initial_scale`, the step after them is at the peak, too."""
         if self.kind == "constant":
             return self.max_steps
         return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
@@ -56,31 +59,41 @@ class Schedule:
         Args:
             peak: the peak learning rate.
         """
+        late = self._steps_late
         if self.kind == "constant":
-            # With `<=`, since the last step of a warm-up is at the peak already.
-            if self.warmup_steps <= self.max_steps:
+            # The last step of a warm-up is at the peak already, if it isn't late.
+            if self.warmup_steps + late <= self.max_steps:
                 return "then constant"
             return (
                 "so long that the learning rate never reaches its peak: set schedule.warmup_steps "
                 "lower"
             )
-        if self.warmup_steps >= self.max_steps:
+        if self.warmup_steps + late >= self.max_steps:
             return "so long that the learning rate never falls: set schedule.warmup_steps lower"
         if self.kind == "inverse_sqrt":
             last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
             return f"then by the inverse square root of the step to {last} at the end"
         # In an open schedule these steps follow from the predicted number of steps.
         about = "about " if self.is_open else ""
-        lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {self.decay_steps:,}"
+        end, begin = self.decay_steps + late, self.decay_begin + late
+        lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {end:,}"
         if self.kind == "wsd":
-            return f"stable to {about}step {self.decay_begin:,}, then {lowest} ({self.decay_shape})"
-        stable = f"stable to step {self.decay_begin:,}, " if self.cooldown_steps else ""
+            return f"stable to {about}step {begin:,}, then {lowest} ({self.decay_shape})"
+        stable = f"stable to step {begin:,}, " if self.cooldown_steps else ""
         return f"{stable}then {'linearly ' if self.kind == 'linear' else ''}{lowest}"
+
+    @property
+    def _steps_late(self) -> int:
+        """1 if the curve after the warm-up is a step behind that of a run without
+        `initial_scale`, else 0."""
+        return 0 if self.initial_scale is None else 1
 
     def lr_scale(self, step: int) -> float:
         """The share of the peak learning rate at `step` (0 is the first update).
 
-        Warm-up: linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1.
+        Warm-up: linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1. With
+            initial_scale, linear from initial_scale at step 0 to 1 at step warmup_steps, and the
+            rest of the curve is a step later, as in nanoGPT and transformers.
         Stable: 1 up to step decay_begin, and as long as `is_open`.
         Decay: a curve to min_lr_ratio at step decay_steps - 1, where it stays. The curve is half a
             cosine (Loshchilov and Hutter 2017, without restarts), or linear, or of wsd (Hu et al.
@@ -91,7 +104,10 @@ class Schedule:
         step after its warm-up (Vaswani et al. 2017), but not below min_lr_ratio.
         """
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            if self.initial_scale is None:
+                return (step + 1) / self.warmup_steps
+            return self.initial_scale + (1 - self.initial_scale) * step / self.warmup_steps
+        step -= self._steps_late
         if self.kind == "inverse_sqrt":
             return max(math.sqrt(max(self.warmup_steps, 1) / (step + 1)), self.min_lr_ratio)
         begin = self.decay_begin

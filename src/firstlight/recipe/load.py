@@ -232,6 +232,7 @@ _OTHER_NAMES = {
     "decay_ratio": "decay_fraction",
     "num_decay_steps": "cooldown_steps",
     "min_lr": "min_learning_rate",
+    "initial_lr": "initial_learning_rate",
     "grad_clip": "max_grad_norm",
     "out_dir": "dir",
     "path": "dir",
