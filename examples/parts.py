@@ -131,6 +131,8 @@ def parts_of(recipe: Recipe) -> Parts:
             "efficiency.precision fp16 needs a GPU in the examples: on a CPU both libraries would "
             "train in fp32 without a word; take bf16"
         )
+    if recipe.optimizer.clip_after_warmup:
+        raise ConfigError("the examples clip in all steps: leave optimizer.clip_after_warmup out")
     if recipe.optimizer.cautious_weight_decay:
         raise ConfigError("the examples know no optimizer.cautious_weight_decay: leave it out")
     if recipe.loss.z_loss_coef:

@@ -195,6 +195,7 @@ def test_keys_that_are_not_for_the_engine_are_refused(keys: dict[str, Any], prob
         ("efficiency", {"optimizer_in_backward": True}, "efficiency.optimizer_in_backward"),
         ("optimizer", {"name": "muon"}, "optimizer.name muon"),
         ("optimizer", {"name": "adafactor"}, "optimizer.name adafactor"),
+        ("optimizer", {"clip_after_warmup": True}, "optimizer.clip_after_warmup"),
         ("lora", {"rank": 2}, "lora is not for distributed.engine deepspeed"),
         ("checkpoint", {"sharded": True}, "checkpoint.sharded"),
     ],

@@ -205,6 +205,7 @@ def test_a_cooldown_of_a_wsd_run_keeps_its_shape_and_minimum(
         "decay_fraction": 0.25,
         "decay_shape": "1-sqrt",
         "min_learning_rate": 3e-5,
+        "initial_learning_rate": 2e-5,
     }
     place = tmp_path / "wsd"
     train({**trunk, "run": {**trunk["run"], "dir": str(place)}, "schedule": schedule})
@@ -213,6 +214,7 @@ def test_a_cooldown_of_a_wsd_run_keeps_its_shape_and_minimum(
     found = recipe.schedule
     assert (found.kind, found.max_steps, found.cooldown_steps) == ("wsd", 10, 6)
     assert (found.decay_shape, found.min_learning_rate) == ("1-sqrt", 3e-5)
+    assert found.initial_learning_rate == 2e-5
     assert (found.epochs, found.warmup_ratio, found.min_lr_ratio) == (None, None, None)
     with pytest.raises(ConfigError, match="is in the decay, which begins after step"):
         cooldown_recipe(place, 6)

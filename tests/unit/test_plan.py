@@ -663,7 +663,10 @@ def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int
 def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None:
     """One of 32 wide keeps no GPU busy; the suggested one does."""
     plan = make_plan(
-        recipe(efficiency={"compile": False}, schedule={"epochs": 2, "min_learning_rate": 1e-5}),
+        recipe(
+            efficiency={"compile": False},
+            schedule={"epochs": 2, "min_learning_rate": 1e-5, "initial_learning_rate": 1e-3},
+        ),
         find_machine("RTX 4090"),
         budget=Budget(seconds=60.0),
         searches=False,
@@ -677,6 +680,8 @@ def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None
     assert way.recipe.schedule.max_steps == found.max_steps
     assert way.recipe.schedule.min_lr_ratio == 1e-5 / 1e-3
     assert way.recipe.optimizer.learning_rate == found.learning_rate
+    # The warm-up begins at the same share of the suggested peak: here at the peak itself.
+    assert way.recipe.schedule.initial_learning_rate == found.learning_rate
     assert 15 < found.tokens / found.parameters < 45
 
 

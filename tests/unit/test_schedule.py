@@ -120,6 +120,47 @@ def scales(schedule: Schedule) -> list[float]:
     return [schedule.lr_scale(step) for step in range(schedule.max_steps)]
 
 
+@pytest.mark.parametrize("begin", ["nanoGPT", "transformers", "study notes"])
+def test_schedule_from_initial_rate_equals_other_programs_curves(begin: str) -> None:
+    """Peak 0.01 after 10 of 50 steps, and 1e-5 at the end, as each program's own lines have it."""
+    peak, lowest, warm, steps = 0.01, 1e-5, 10, 50
+    initial = {"nanoGPT": peak / (warm + 1), "transformers": 0.0, "study notes": 3e-5}[begin]
+
+    def rate(step: int) -> float:
+        if step < warm and begin == "nanoGPT":
+            return peak * (step + 1) / (warm + 1)
+        if step < warm and begin == "transformers":
+            return peak * step / warm
+        if step < warm:
+            return initial + step * ((peak - initial) / warm)
+        progress = (step - warm) / (steps - warm)
+        return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    values = {"min_learning_rate": lowest, "initial_learning_rate": initial}
+    found = resolved(peak=peak, max_steps=steps, warmup_steps=warm, **values)
+    rates = [peak * scale for scale in scales(found)]
+    assert rates == pytest.approx([rate(step) for step in range(steps)], rel=1e-14, abs=0)
+    assert (scales(found)[0] * peak, scales(found)[warm]) == (initial, 1.0)
+    assert peak * found.lr_scale(steps) == pytest.approx(lowest, rel=1e-14)
+
+
+def test_every_kind_from_initial_rate_is_a_step_later() -> None:
+    values = {"max_steps": 20, "warmup_steps": 4, "initial_learning_rate": 1e-4}
+    for kind in KINDS:
+        plain = resolved(kind=kind, max_steps=20, warmup_steps=4)
+        late = resolved(kind=kind, **values)
+        assert scales(late)[:4] == pytest.approx([0.1, 0.325, 0.55, 0.775])
+        assert scales(late)[4:] == scales(plain)[3:19]
+        if kind not in ("constant", "inverse_sqrt"):
+            assert late.lr_scale(20) == plain.lr_scale(19)
+
+
+def test_initial_rate_without_warm_up_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"this run's warm-up has 0 steps: set schedule\.warmup"):
+        resolved(max_steps=10, initial_learning_rate=1e-5)
+    assert resolved(max_steps=0, initial_learning_rate=1e-5).max_steps == 0
+
+
 def fractions(text: str) -> list[float]:
     return [float(Fraction(one)) for one in text.split()]
 
@@ -383,6 +424,7 @@ def test_two_answers_to_one_question_are_refused(values: dict[str, float], says:
         {"warmup_ratio": 1.1},
         {"warmup_tokens": -1},
         {"min_learning_rate": -1e-5},
+        {"initial_learning_rate": -1e-5},
         {"cooldown": 3},
     ],
 )
@@ -415,6 +457,17 @@ def test_a_constant_rate_is_told_that_it_never_reaches_its_peak_not_that_it_neve
         "so long that the learning rate never reaches its peak: set schedule.warmup_steps lower"
     )
     assert "never falls" in told("cosine", 10)
+
+
+def test_schedule_from_initial_rate_names_steps_of_its_later_curve() -> None:
+    def told(kind: ScheduleKind, warmup_steps: int) -> str:
+        schedule = Schedule(10, warmup_steps, 10, 0.1, kind, initial_scale=0.5)
+        return schedule.in_words(1e-3)
+
+    assert told("constant", 9) == "then constant"
+    assert "never reaches its peak" in told("constant", 10)
+    assert told("linear", 8) == "then linearly down to 0.0001 at step 11"
+    assert "never falls" in told("linear", 9)
 
 
 @given(start=st.integers(1, 9), parts=st.integers(1, 40), ramp=st.integers(0, 60), step=st.data())

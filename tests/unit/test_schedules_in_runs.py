@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError
+from firstlight.models import empty_model
 from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.recipe import parse_recipe
 from firstlight.report.html import run_page
@@ -31,6 +34,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "wsd": {"kind": "wsd", "decay_fraction": 0.5, "decay_shape": "1-sqrt"},
     "constant": {"kind": "constant"},
     "inverse_sqrt": {"kind": "inverse_sqrt"},
+    "initial rate": {"initial_learning_rate": 1e-4},
 }
 
 
@@ -100,6 +104,64 @@ def test_a_run_of_any_schedule_goes_on_bit_for_bit(recipe: dict[str, Any], kind:
     assert metrics(broken) == metrics(whole)
     assert [line["step"] for line in metrics(broken)] == list(range(1, 10))
     assert end(broken) == end(whole)
+
+
+def test_run_with_the_study_notes_keys_equals_their_loop(recipe: dict[str, Any]) -> None:
+    """The loop of appendix D of "Build a Large Language Model (From Scratch)": a warm-up from
+    `initial_lr`, half a cosine to `min_lr`, and clipping only after the warm-up. The run is stopped
+    in the warm-up and after it, and resumed."""
+    peak_lr, initial_lr, min_lr, warmup_steps, steps = 0.02, 3e-5, 1e-6, 4, 12
+    recipe["model"]["embd_pdrop"] = 0.0
+    recipe["batch"] = {"micro_batch_size": 2}
+    recipe["schedule"] = {
+        "max_steps": steps,
+        "warmup_steps": warmup_steps,
+        "initial_learning_rate": initial_lr,
+        "min_learning_rate": min_lr,
+    }
+    recipe["optimizer"] = {
+        "name": "adamw",
+        "learning_rate": peak_lr,
+        "betas": [0.9, 0.999],
+        "vector_weight_decay": 0.1,
+        "max_grad_norm": 0.05,
+        "clip_after_warmup": True,
+    }
+    stop_after(recipe, 2, resume=False)
+    stop_after(recipe, 7, resume=True)
+    train(recipe, resume=True)
+
+    dataset = TokenDataset(recipe["data"]["dir"], "train")
+    parsed = parse_recipe(recipe)
+    assert parsed.model is not None
+    model = empty_model(parsed.model.model_copy(update={"vocab_size": dataset.vocab_size}))
+    model.init_weights(torch.Generator().manual_seed(parsed.run.seed), parsed.init)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, weight_decay=0.1)
+    losses, rates, norms = [], [], []
+    with TokenLoader(dataset, 32, 2, parsed.run.seed) as loader:
+        for step in range(steps):
+            batch = loader.next_batch()
+            optimizer.zero_grad()
+            if step < warmup_steps:
+                lr = initial_lr + step * (peak_lr - initial_lr) / warmup_steps
+            else:
+                progress = (step - warmup_steps) / (steps - warmup_steps)
+                lr = min_lr + (peak_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            loss = model(batch.input_ids, batch.labels) / batch.num_valid
+            loss.backward()
+            limit = math.inf if step < warmup_steps else 0.05
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
+            optimizer.step()
+            rates.append(lr)
+            losses.append(loss.item())
+
+    found = metrics(recipe)
+    assert [line["learning_rate"] for line in found] == pytest.approx(rates, rel=1e-14, abs=0)
+    assert [line["train/loss"] for line in found] == pytest.approx(losses, rel=1e-6, abs=0)
+    assert [line["grad_norm"] for line in found] == pytest.approx(norms, rel=1e-4, abs=0)
+    assert min(norms) > 0.05  # each step is one that clipping changes
 
 
 def test_the_position_in_the_data_is_a_function_of_the_step(recipe: dict[str, Any]) -> None:

@@ -502,9 +502,15 @@ def test_an_average_that_can_not_be_made_is_refused(
         train(changed(recipe, checkpoint=checkpoint))
 
 
-def test_a_minimum_above_the_peak_is_refused(recipe: dict[str, Any]) -> None:
-    values = changed(recipe, schedule={"min_learning_rate": 1e-2})
-    refused(values, ConfigError, "min_learning_rate 0.01 is above optimizer.learning_rate 0.001")
+@pytest.mark.parametrize("key", ["min_learning_rate", "initial_learning_rate"])
+def test_a_rate_above_the_peak_is_refused(recipe: dict[str, Any], key: str) -> None:
+    values = changed(recipe, schedule={key: 1e-2})
+    refused(values, ConfigError, f"{key} 0.01 is above optimizer.learning_rate 0.001")
+
+
+def test_clipping_after_the_warm_up_without_a_norm_is_refused(recipe: dict[str, Any]) -> None:
+    values = changed(recipe, optimizer={"max_grad_norm": 0.0, "clip_after_warmup": True})
+    refused(values, ConfigError, "clip_after_warmup clips to max_grad_norm, which is 0")
 
 
 def test_without_a_validation_split_there_is_no_validation_loss(

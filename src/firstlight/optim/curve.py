@@ -31,7 +31,9 @@ class Schedule:
             then a prediction, on which no learning rate depends.
         replaced: see `DecidedLength`.
         decay_starts_at_peak: True if the first step after `decay_begin` still has the peak, so that
-            the minimum is reached one step later.
+            the minimum is reached one step later. Always so with `initial_scale`.
+        initial_scale: learning rate of the first step as a share of the peak. None: a warm-up whose
+            last step, not the step after it, is at the peak.
     """
 
     max_steps: int
@@ -44,11 +46,12 @@ class Schedule:
     is_open: bool = False
     replaced: Sequence[tuple[int, int]] = ()
     decay_starts_at_peak: bool = False
+    initial_scale: float | None = None
 
     @property
     def decay_begin(self) -> int:
         """The number of steps before the learning rate begins to fall; `max_steps` if it never
-        does."""
+        does. With `initial_scale`, the step after them is at the peak, too."""
         if self.kind == "constant":
             return self.max_steps
         return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
@@ -59,32 +62,40 @@ class Schedule:
         Args:
             peak: the peak learning rate.
         """
+        late = self._steps_late
         if self.kind == "constant":
-            # With `<=`, since the last step of a warm-up is at the peak already.
-            if self.warmup_steps <= self.max_steps:
+            # The last step of a warm-up is at the peak already, if it isn't late.
+            if self.warmup_steps + late <= self.max_steps:
                 return "then constant"
             return (
                 "so long that the learning rate never reaches its peak: set schedule.warmup_steps "
                 "lower"
             )
-        if self.warmup_steps >= self.max_steps:
+        if self.warmup_steps + late >= self.max_steps:
             return "so long that the learning rate never falls: set schedule.warmup_steps lower"
         if self.kind == "inverse_sqrt":
             last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
             return f"then by the inverse square root of the step to {last} at the end"
         # In an open schedule these steps follow from the predicted number of steps.
         about = "about " if self.is_open else ""
-        end = self.decay_steps + self.decay_starts_at_peak
+        end, begin = self.decay_steps + late, self.decay_begin + late
         lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {end:,}"
         if self.kind == "wsd":
-            return f"stable to {about}step {self.decay_begin:,}, then {lowest} ({self.decay_shape})"
-        stable = f"stable to step {self.decay_begin:,}, " if self.cooldown_steps else ""
+            return f"stable to {about}step {begin:,}, then {lowest} ({self.decay_shape})"
+        stable = f"stable to step {begin:,}, " if self.cooldown_steps else ""
         return f"{stable}then {'linearly ' if self.kind == 'linear' else ''}{lowest}"
+
+    @property
+    def _steps_late(self) -> int:
+        """1 if the curve after the warm-up is one step later than by default, else 0."""
+        return int(self.decay_starts_at_peak or self.initial_scale is not None)
 
     def lr_scale(self, step: int) -> float:
         """The share of the peak learning rate at `step` (0 is the first update).
 
-        Warm-up: linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1.
+        Warm-up: linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1. With
+            initial_scale, linear from initial_scale at step 0 to 1 at step warmup_steps, and the
+            rest of the curve is a step later, as in nanoGPT and transformers.
         Stable: 1 up to step decay_begin, and as long as `is_open`.
         Decay: a curve to min_lr_ratio at step decay_steps - 1, where it stays. The curve is half a
             cosine (Loshchilov and Hutter 2017, without restarts), or linear, or of wsd (Hu et al.
@@ -96,7 +107,10 @@ class Schedule:
         step after its warm-up (Vaswani et al. 2017), but not below min_lr_ratio.
         """
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            if self.initial_scale is None:
+                return (step + 1) / self.warmup_steps
+            return self.initial_scale + (1 - self.initial_scale) * step / self.warmup_steps
+        step -= self._steps_late
         if self.kind == "inverse_sqrt":
             return max(math.sqrt(max(self.warmup_steps, 1) / (step + 1)), self.min_lr_ratio)
         begin = self.decay_begin
@@ -111,8 +125,7 @@ class Schedule:
                 begin = at
         else:
             steps = self.decay_steps
-        taken = step - begin + (not self.decay_starts_at_peak)
-        progress = done + (1 - done) * min(taken / max(steps - begin, 1), 1.0)
+        progress = done + (1 - done) * min((step - begin + 1) / max(steps - begin, 1), 1.0)
         if self.kind == "cosine":
             left = 0.5 * (1 + math.cos(math.pi * progress))
         else:

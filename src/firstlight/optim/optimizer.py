@@ -45,6 +45,8 @@ class Optimizer:
         num_parameters: number of values in these parameters.
         reads_found_inf: True if `step` takes `found_inf`, so that an update can be started on a GPU
             before the host knows whether the gradients are finite.
+        clips: False while `clip_gradients` only measures the norm, as in a warm-up with
+            `clip_after_warmup`.
 
     Raises:
         ConfigError: the config can't work on the model's device, or not in the backward pass.
@@ -66,6 +68,7 @@ class Optimizer:
             )
         self.config = config
         self.in_backward = in_backward
+        self.clips = config.max_grad_norm > 0
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
@@ -150,7 +153,8 @@ class Optimizer:
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Divide the gradients by `grad_scale`, then scale them down to `max_grad_norm`.
+        """Divide the gradients by `grad_scale`, then, if `clips`, scale them down to
+        `max_grad_norm`.
 
         Norm and gradients are the same as with torch's `clip_grad_norm_`.
 
@@ -177,7 +181,7 @@ class Optimizer:
         gradients = [p.grad for p in self._masters.updated.values() if p.grad is not None]
         norm = full_tensor(nn.utils.get_total_norm(gradients))
         norm = (norm if joined is None else joined(norm)) / grad_scale
-        limit = self.config.max_grad_norm or math.inf
+        limit = self.config.max_grad_norm if self.clips else math.inf
         # The same operations in the same precision as in torch, for the same factor.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if not gradients or (limit == math.inf and grad_scale == 1):

@@ -277,6 +277,8 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, ge=0)
     """upper bound of the global L2 norm of the gradients, which are scaled down to it; 0 switches
     clipping off. Costs reading all gradients once, and writing them once when they are scaled."""
+    clip_after_warmup: bool = False
+    """true clips gradients only after the learning rate's warm-up; false clips in all steps."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
@@ -284,6 +286,11 @@ class OptimizerConfig(Section):
             betas = getattr(self, key)
             if betas is not None and not all(0 <= beta < 1 for beta in betas):
                 raise ValueError(f"{key} {betas} must each be at least 0 and below 1")
+        if self.clip_after_warmup and not self.max_grad_norm:
+            raise ValueError(
+                "clip_after_warmup clips to max_grad_norm, which is 0: set max_grad_norm, or "
+                "clip_after_warmup to false"
+            )
         spec = OPTIMIZERS[self.name]
         if self.implementation not in spec.implementations:
             raise ValueError(

@@ -72,6 +72,12 @@ class ScheduleConfig(Section):
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     """share of the run's steps over which the learning rate rises, instead of warmup_steps; with
     max_minutes, a share of the number of steps that is predicted at the start."""
+    initial_learning_rate: float | None = Field(None, ge=0)
+    """learning rate of the first step as a value: the rate rises from it by equal amounts to
+    optimizer.learning_rate at the step after the warm-up, and falls to its minimum at the step
+    after decay_steps, as in nanoGPT and transformers; other peaks, such as muon_learning_rate,
+    begin at the same share. null begins at the peak / warmup_steps, so that the last step of the
+    warm-up has the peak, and the last step of the decay the minimum."""
     decay_steps: int | None = Field(None, gt=0)
     """step at which the learning rate reaches its minimum, where it stays, counted from the run's
     first step; null is the last step of the run."""
@@ -181,6 +187,12 @@ class ScheduleConfig(Section):
             return self.min_learning_rate / learning_rate
         return 1.0 if self.min_lr_ratio is None else self.min_lr_ratio
 
+    def initial_scale(self, learning_rate: float) -> float | None:
+        """The learning rate of the first step as a share of the peak `learning_rate`; None without
+        `initial_learning_rate`."""
+        initial = self.initial_learning_rate
+        return None if initial is None else initial / learning_rate
+
 
 @dataclass(frozen=True)
 class PredictedLength:
@@ -244,7 +256,8 @@ def resolve_schedule(
         length: number of steps of a run in minutes, predicted or decided; None for other runs.
 
     Raises:
-        ConfigError: `decay_steps` is not after the warm-up, or warm-up and decay overlap.
+        ConfigError: `decay_steps` is not after the warm-up, warm-up and decay overlap, or there is
+            an `initial_learning_rate` without a warm-up.
     """
     if config.max_steps == 0:
         # Warm-up and decay are not checked: the same recipe may be used for a longer run later.
@@ -284,6 +297,7 @@ def resolve_schedule(
         cooldown_steps,
         shape,
         decay_starts_at_peak=bool(config.decay_starts_at_peak),
+        initial_scale=config.initial_scale(learning_rate),
     )
 
 
@@ -318,6 +332,7 @@ def _schedule_in_minutes(
         is_open,
         replaced,
         decay_starts_at_peak=bool(config.decay_starts_at_peak),
+        initial_scale=config.initial_scale(learning_rate),
     )
 
 
@@ -325,10 +340,17 @@ def _warmup_steps(
     config: ScheduleConfig, batch: BatchSchedule, seq_len: int, max_steps: int, decay_steps: int
 ) -> int:
     if config.warmup_tokens is not None:
-        return batch.steps_within(Fraction(config.warmup_tokens, seq_len))
-    if config.warmup_ratio is not None:
-        return math.ceil(Fraction(str(config.warmup_ratio)) * max_steps)
-    return decay_steps // 20 if config.warmup_steps is None else config.warmup_steps
+        steps = batch.steps_within(Fraction(config.warmup_tokens, seq_len))
+    elif config.warmup_ratio is not None:
+        steps = math.ceil(Fraction(str(config.warmup_ratio)) * max_steps)
+    else:
+        steps = decay_steps // 20 if config.warmup_steps is None else config.warmup_steps
+    if config.initial_learning_rate is not None and steps == 0:
+        raise ConfigError(
+            "schedule.initial_learning_rate begins a warm-up, and this run's warm-up has 0 steps: "
+            "set schedule.warmup_steps, or initial_learning_rate to null"
+        )
+    return steps
 
 
 def _cooldown_steps(config: ScheduleConfig, max_steps: int, warmup_steps: int) -> int:

@@ -241,6 +241,11 @@ def _conflicts_with_deepspeed(recipe: ResolvedRecipe) -> Iterator[str]:
             "efficiency.activation_offload is not for distributed.engine deepspeed: use "
             "activation_checkpointing full"
         )
+    if recipe.optimizer.clip_after_warmup:
+        yield (
+            "optimizer.clip_after_warmup is not for distributed.engine deepspeed, which clips in "
+            "all steps: set it to false, or distributed.engine to fsdp"
+        )
     if not OPTIMIZERS[recipe.optimizer.name].elementwise:
         yield (
             f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "

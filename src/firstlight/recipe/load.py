@@ -305,7 +305,7 @@ OTHER_NAMES = {
     "decay_ratio": "schedule.decay_fraction",
     "num_decay_steps": "schedule.cooldown_steps",
     "min_lr": "schedule.min_learning_rate",
-    "initial_lr": "the first of schedule.warmup_steps has its share of the peak",
+    "initial_lr": "schedule.initial_learning_rate",
     # The optimizer
     "lr": "optimizer.learning_rate",
     "max_lr": "optimizer.learning_rate",

@@ -329,12 +329,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _falling_rate(self) -> Self:
-        lowest, peak = self.schedule.min_learning_rate, self.optimizer.learning_rate
-        if lowest is not None and lowest > peak:
-            raise ValueError(
-                f"schedule.min_learning_rate {lowest:g} is above optimizer.learning_rate {peak:g}: "
-                "lower it"
-            )
+        peak = self.optimizer.learning_rate
+        for key in ("min_learning_rate", "initial_learning_rate"):
+            value = getattr(self.schedule, key)
+            if value is not None and value > peak:
+                raise ValueError(
+                    f"schedule.{key} {value:g} is above optimizer.learning_rate {peak:g}: lower it"
+                )
         return self
 
 

@@ -73,6 +73,7 @@ def cooldown_recipe(
         "kind": "wsd",
         "max_steps": step + steps,
         "warmup_steps": schedule.warmup_steps,
+        "initial_learning_rate": before.get("initial_learning_rate"),
         "cooldown_steps": steps,
     }
     if schedule.kind == "wsd":

@@ -260,10 +260,13 @@ class Run:
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 
     def begin_step(self) -> float:
-        """Raise the step counter by one; return the step's learning rate as a fraction of the
-        peak."""
+        """Raise the step counter by one, and let the optimizer clip unless the step is in a warm-up
+        without clipping; return the step's learning rate as a fraction of the peak."""
         # The first step is step 0 of the schedule, and step 1 of the metrics.
         lr_scale = self.schedule.lr_scale(self.state.step)
+        config, optimizer = self.recipe.optimizer, self.program.optimizer
+        is_warm = self.state.step >= self.schedule.warmup_steps or not config.clip_after_warmup
+        optimizer.clips = config.max_grad_norm > 0 and is_warm
         self.state.step += 1
         # The validation loss of the step before does not belong to this step's weights.
         self.state.val_loss = None

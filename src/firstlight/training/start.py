@@ -262,11 +262,13 @@ def _describe_start(run: Run) -> Iterator[str]:
         return
     epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
     peak, count = optimizer.learning_rate, f"{schedule.max_steps:,} steps"
+    initial = run.recipe.schedule.initial_learning_rate
+    rise = f"to {peak:g}" if initial is None else f"from {initial:g} to {peak:g}"
     if schedule.is_open:
         count = f"about {count} (decided later) in {run.recipe.schedule.max_minutes:g} min"
     yield (
         f"schedule: {count} of {batch.in_words} x {run.seq_len} tokens "
-        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps to {peak:g}, "
+        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps {rise}, "
         f"{schedule.in_words(peak)}"
     )
     yield from describe_groups(*_trained(run), optimizer)

@@ -362,9 +362,19 @@ def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedReci
                 if recipe.schedule.kind == "constant"
                 else recipe.schedule.minimum_scale(recipe.optimizer.learning_rate),
             },
-            "optimizer.learning_rate": found.learning_rate,
+            **_learning_rates(recipe, found.learning_rate),
         },
     )
+
+
+def _learning_rates(recipe: ResolvedRecipe, peak: float) -> dict[str, float]:
+    """Changes to the recipe that set the peak learning rate, and scale the rate of the first step
+    with it."""
+    initial, changes = recipe.schedule.initial_learning_rate, {"optimizer.learning_rate": peak}
+    if initial is not None:
+        share = initial / recipe.optimizer.learning_rate
+        changes["schedule.initial_learning_rate"] = share * peak
+    return changes
 
 
 def _in_time(
@@ -378,7 +388,8 @@ def _in_time(
         tokens = useful_tokens(budget.seconds * speed, unique_tokens)
         steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, unique_tokens)
-        changes = {"schedule.max_steps": steps, "optimizer.learning_rate": found.learning_rate}
+        rates = _learning_rates(estimate.recipe, found.learning_rate)
+        changes = {"schedule.max_steps": steps, **rates}
         estimate = dataclasses.replace(estimate, recipe=with_changes(estimate.recipe, changes))
     found = dataclasses.replace(found, seconds=found.tokens / speed)
     return {"suggestion": found, "suggested": estimate}
