@@ -577,7 +577,7 @@ def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
     lines = capsys.readouterr().err.splitlines()
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
-    assert "'soon' is no time" in lines[-2]
+    assert "'soon' is not a time" in lines[-2]
     assert lines[-1] == "the time has to be more than 0"
 
 
@@ -629,7 +629,9 @@ def test_names_and_times() -> None:
         *("5 s", "1 min 30 s", "10 min", "1 h", "1 h 30 min")
     ]
     assert request_of("a", "3m", None, None, None, {}, "text") == Request(("a",), 180.0)
-    with pytest.raises(ConfigError, match=r"^--budget: 'soon' is no time: write for instance 30m"):
+    with pytest.raises(
+        ConfigError, match=r"^--budget: 'soon' is not a time: write for instance 90s"
+    ):
         request_of("a", "soon", None, None, None, {}, "text")
-    with pytest.raises(ConfigError, match=r"^--tokens: 'many' is no number of tokens"):
+    with pytest.raises(ConfigError, match=r"^--tokens: 'many' is not a number of tokens"):
         request_of("a", None, "many", None, None, {}, "text")

@@ -262,7 +262,7 @@ def test_uneven_batch_of_processes_is_refused_with_values_that_work() -> None:
             config.accumulation(16, processes)
         return str(caught.value).rpartition(": ")[2]
 
-    given = {"micro_batch_size": 8, "global_batch_tokens": 128}
+    given: Any = {"micro_batch_size": 8, "global_batch_tokens": 128}
     assert refused(2, **given) == "set batch.micro_batch_size to 4, or take 256"
     assert BatchConfig(**given | {"micro_batch_size": 4}).accumulation(16, 2) == 1
     assert refused(3, **given) == "start 2 or 4 processes, or take 384"
