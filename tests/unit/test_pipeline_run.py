@@ -287,15 +287,25 @@ def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:
         trained(texts, steps=None, budget="5s")
 
 
-@pytest.mark.parametrize("data", [None, "data", "another/data"])
-def test_a_second_call_is_advised_where_it_has_less_to_do(tmp_path: Path, data: str | None) -> None:
+@pytest.mark.parametrize("preparing, is_advised", [(0.0, False), (10.0, False), (20.0, True)])
+def test_second_call_is_advised_only_where_its_time_is_enough(
+    tmp_path: Path, preparing: float, is_advised: bool
+) -> None:
     call = RunCall(tmp_path, time.time() - 50, lambda line: None, progress=False)
+    call.preparing_seconds = preparing
+    with pytest.raises(ConfigError, match=r"50 s, .* end; give --budget 7[67789]s") as raised:
+        call.length(Request(("texts",), 60.0))
+    assert ("or call it again" in str(raised.value)) == is_advised
+
+
+@pytest.mark.parametrize("data", [None, "data", "another/data"])
+def test_run_that_has_not_begun_is_forgotten_without_data_of_its_own(
+    tmp_path: Path, data: str | None
+) -> None:
+    call = RunCall(tmp_path, time.time(), lambda line: None, progress=False)
     call.remember(data=data)
     if data == "data":
         (tmp_path / data).mkdir()
-    with pytest.raises(ConfigError, match=r"has taken 50 s, .* end; give 6[45] s") as raised:
-        call.length(Request(("texts",), 60.0))
-    assert ("or call it again" in str(raised.value)) == (data == "data")
     call.forget()
     assert (tmp_path / "pipeline.json").exists() == (data == "data")
 
@@ -431,6 +441,10 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert int(rows["steps"].replace(",", "")) > 1
     assert float(rows["epochs"]) == pytest.approx(4, rel=0.1)
     assert "of the passes over what is trained on, which end before the time" in shown.out
+    ends = (
+        r"^the run ends after about \d+ s of its 2 min \d+ s, when it has read the text 4 times: "
+    )
+    assert re.search(ends, shown.out, re.MULTILINE)
     assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision
     assert re.search(r"^expected memory: 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)

@@ -85,10 +85,12 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
                 call.remember(data_key=texts.key, data=str(data), xz=state.get("xz"))
                 return data
     with held(call.folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
+        begun = time.time()
         # `data_key` makes other calls wait for this one; `prepared_key` marks complete shards.
         call.remember(data_key=texts.key, prepared_key=None)
         data = prepare_corpus(texts, call)
         call.remember(prepared_key=texts.key)
+        call.preparing_seconds = time.time() - begun
         return data
 
 
