@@ -503,6 +503,12 @@ def test_no_more_than_the_bits_of_guessing_are_expected() -> None:
     assert expected_range(7.5, TEXT, {}) == (7.5 * 0.84, 8.0)
 
 
+def test_expected_range_of_text_that_xz_makes_smaller_begins_at_xz() -> None:
+    text = with_hardness(held_out_xz_bits_per_byte=0.4)
+    assert expected_range(2.0, text, {}) == (0.4, 2 * 1.18)
+    assert expected_range(0.1, text, {}) == (0.1 * 0.84, 0.1 * 1.18)
+
+
 @pytest.mark.parametrize("ratio, unusual", [(0.7, True), (0.8, False), (1.1, False), (1.3, True)])
 def test_the_range_of_unusual_text_is_wider(ratio: float, unusual: bool) -> None:
     text = with_hardness(long_ngram_ratio=ratio)
