@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import os
 import re
@@ -193,13 +194,19 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def parse_time(text: str) -> float:
-    """The seconds of a time such as "30m", "24h" or "3d".
+    """The seconds of a time such as "90s", "30m", "1.5h", "1h30m" or "3d".
 
     Raises:
-        ConfigError: `text` is no time.
+        ConfigError: `text` is not a time.
     """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)\s*", text.lower())
-    return _value(match, _TIMES, text, "time: write for instance 30m, 24h or 3d")
+    what = "time: write for instance 90s, 30m, 1.5h, 1h30m or 3d"
+    parts = re.findall(r"[^a-z]+[a-z]*|[a-z]+", text.lower().rstrip()) or [text]
+    matches = [re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)", part) for part in parts]
+    total = sum(_value(match, _TIMES, text, what) for match in matches)
+    units = [_TIMES[match[2]] for match in matches if match]
+    if any(unit <= smaller for unit, smaller in itertools.pairwise(units)):
+        raise ConfigError(f"'{text}' is not a {what}")  # such as 30m1h
+    return total
 
 
 def parse_count(text: str) -> float:
@@ -220,4 +227,4 @@ def _value(match: re.Match[str] | None, units: dict[str, int], text: str, what: 
                 return value
     except ValueError:
         pass
-    raise ConfigError(f"'{text}' is no {what}")
+    raise ConfigError(f"'{text}' is not a {what}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import inspect
 import json
@@ -429,15 +430,25 @@ def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:
         trained(texts, steps=None, budget="5s")
 
 
-@pytest.mark.parametrize("data", [None, "data", "another/data"])
-def test_a_second_call_is_advised_where_it_has_less_to_do(tmp_path: Path, data: str | None) -> None:
+@pytest.mark.parametrize("preparing, is_advised", [(0.0, False), (10.0, False), (20.0, True)])
+def test_second_call_is_advised_only_where_its_time_is_enough(
+    tmp_path: Path, preparing: float, is_advised: bool
+) -> None:
     call = RunCall(tmp_path, time.time() - 50, lambda line: None, progress=False)
+    call.preparing_seconds = preparing
+    with pytest.raises(ConfigError, match=r"50 s, .* end; give --budget 7[67789]s") as raised:
+        call.length(Request(("texts",), 60.0))
+    assert ("or call it again" in str(raised.value)) == is_advised
+
+
+@pytest.mark.parametrize("data", [None, "data", "another/data"])
+def test_run_that_has_not_begun_is_forgotten_without_data_of_its_own(
+    tmp_path: Path, data: str | None
+) -> None:
+    call = RunCall(tmp_path, time.time(), lambda line: None, progress=False)
     call.remember(data=data)
     if data == "data":
         (tmp_path / data).mkdir()
-    with pytest.raises(ConfigError, match=r"has taken 50 s, .* end; give 6[45] s") as raised:
-        call.length(Request(("texts",), 60.0))
-    assert ("or call it again" in str(raised.value)) == (data == "data")
     call.forget()
     assert (tmp_path / "pipeline.json").exists() == (data == "data")
 
@@ -573,6 +584,10 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert int(rows["steps"].replace(",", "")) > 1
     assert float(rows["epochs"]) == pytest.approx(4, rel=0.1)
     assert "of the passes over what is trained on, which end before the time" in shown.out
+    ends = (
+        r"^the run ends after about \d+ s of its 2 min \d+ s, when it has read the text 4 times: "
+    )
+    assert re.search(ends, shown.out, re.MULTILINE)
     assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision
     assert re.search(r"^expected memory: 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)
@@ -645,12 +660,21 @@ def test_a_plan_says_that_a_text_is_unusual(
     assert (told in capsys.readouterr().out) is unusual
 
 
-def test_prepared_text_has_the_hardness_of_its_scan(tmp_path: Path) -> None:
-    texts = write_texts(tmp_path / "texts", count=12)
-    facts = scan_corpus(find_sources([str(texts)])).facts
+def test_prepared_text_has_the_hardness_of_its_scan_and_xz_of_all_that_is_held_out(
+    tmp_path: Path,
+) -> None:
+    # A table that repeats itself: xz needs fewer bits than any model is expected to.
+    block = "".join(f"{number:x};\n" for number in random.Random(0).choices(range(10**6), k=100))
+    (tmp_path / "table.txt").write_text(block * 90)
+    facts = scan_corpus(find_sources([str(tmp_path / "table.txt")])).facts
     assert facts.hardness.ngram_bits_per_character != settings.NGRAM_BITS
-    data = trained(texts).run_folder / "data"
-    assert counted_text(data, facts).hardness == facts.hardness
+    run = trained(tmp_path / "table.txt")
+    data, xz = run.run_folder / "data", run.xz_bits_per_byte
+    assert xz == pytest.approx(facts.hardness.held_out_xz_bits_per_byte, rel=0.05)
+    found = counted_text(data, facts, xz).hardness
+    assert found == dataclasses.replace(facts.hardness, held_out_xz_bits_per_byte=xz)
+    assert run.expected_bits_per_byte is not None
+    assert run.expected_bits_per_byte[0] == xz
 
 
 def test_the_plan_alone_takes_the_micro_batch_that_fits(
@@ -719,7 +743,7 @@ def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
     lines = capsys.readouterr().err.splitlines()
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
-    assert "'soon' is no time" in lines[-2]
+    assert "'soon' is not a time" in lines[-2]
     assert lines[-1] == "the time has to be more than 0"
 
 
@@ -776,7 +800,9 @@ def test_names_and_times() -> None:
     assert command_of(request, ["--steps", "1"]) == command
     row = ("validation", "1,234 tokens", "of v.txt, instead of a part of the texts")
     assert validation_rows(request, 1234) == [row]
-    with pytest.raises(ConfigError, match=r"^--budget: 'soon' is no time: write for instance 30m"):
+    with pytest.raises(
+        ConfigError, match=r"^--budget: 'soon' is not a time: write for instance 90s"
+    ):
         request_of("a", "soon", None, None, None, {}, "text")
-    with pytest.raises(ConfigError, match=r"^--tokens: 'many' is no number of tokens"):
+    with pytest.raises(ConfigError, match=r"^--tokens: 'many' is not a number of tokens"):
         request_of("a", None, "many", None, None, {}, "text")

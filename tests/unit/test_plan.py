@@ -78,12 +78,13 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_times_and_counts() -> None:
     assert [parse_time(t) for t in ("24h", "90min", "3d", "1.5 h")] == [86400, 5400, 259200, 5400]
+    assert [parse_time(t) for t in ("1h30m", "1 H 30 min", "2h15m30s")] == [5400, 5400, 8130]
     assert [parse_count(t) for t in ("10B", "300M", "2e9", "12")] == [1e10, 3e8, 2e9, 12]
-    for wrong in ("24", "h", "1.2.3h", "3 years"):
-        with pytest.raises(ConfigError, match="is no time"):
+    for wrong in ("24", "h", "1.2.3h", "3 years", "1h30", "30m1h", "1h1h", ""):
+        with pytest.raises(ConfigError, match="is not a time"):
             parse_time(wrong)
     for wrong in ("ten", "1e400"):
-        with pytest.raises(ConfigError, match="is no number of tokens"):
+        with pytest.raises(ConfigError, match="is not a number of tokens"):
             parse_count(wrong)
 
 
@@ -936,7 +937,7 @@ _FLASH_ON_T4 = [
     [
         (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
         (["--gpu-memory", "lots"], "is no size of memory"),
-        (["--gpu", "T4", "--budget", "soon"], "is no time"),
+        (["--gpu", "T4", "--budget", "soon"], "is not a time"),
         (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
         (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or give --budget"),

@@ -19,6 +19,7 @@ from firstlight.planner.plan import machine as machines
 from firstlight.planner.plan.machine import resolve_for
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.recipe.resolve import Facts, facts_here, for_new_model, resolve
+from firstlight.recipe.schema import BatchConfig
 
 
 def recipe_of(**sections: Any) -> Recipe:
@@ -49,6 +50,7 @@ class Place:
     rows: int = 4
     tokens: int | None = 10**6
     tries: int = 0
+    processes: int = 1
     told: list[str] = field(default_factory=list)
 
     def resolve(self, recipe: Recipe, earlier: Mapping[str, Any] | None = None) -> ResolvedRecipe:
@@ -61,6 +63,7 @@ class Place:
             self.precision,
             self.compiles,
             lambda _: self.rate,
+            processes=self.processes,
             epoch_tokens=self.tokens,
             earlier=earlier or {},
             largest_micro_batch=largest,
@@ -220,6 +223,62 @@ def test_a_step_on_a_cpu_is_cut_into_micro_batches_that_keep_it_busy() -> None:
     assert rows("cuda", gradient_accumulation_steps=4, **ramp) == 4
     assert rows("cuda", **ramp) == 4
     assert rows() == 8
+
+
+@pytest.mark.parametrize(
+    "processes, batch, expected",
+    [
+        (2, {}, 6),
+        (3, {}, 4),
+        (4, {}, 3),
+        (1, {}, 12),
+        (2, {"gradient_accumulation_steps": 3}, 2),
+        (2, {"ramp_start_tokens": 64, "ramp_steps": 3}, 2),
+    ],
+)
+def test_chosen_micro_batch_shared_by_processes_is_divided(
+    processes: int, batch: dict[str, int], expected: int
+) -> None:
+    whole = {"global_batch_tokens": 192, **batch}
+    place = Place(processes=processes)
+    # In the recipe that a run has written, and in the checkpoint of a run that left it open.
+    written = recipe_of(batch={"micro_batch_size": 12, "divide_micro_batch": True, **whole})
+    found = place.resolve(written).batch
+    assert found.micro_batch_size == expected
+    assert found.global_batch_tokens == 192
+    share = batch.get("gradient_accumulation_steps", 12 // (processes * expected))
+    assert found.accumulation(16, processes) == share
+    earlier = {"batch": {"micro_batch_size": 12}}
+    again = place.resolve(recipe_of(batch={"micro_batch_size": None, **whole}), earlier)
+    assert again.batch == found
+    told = [one for one in place.told if "instead of the chosen 12" in one]
+    assert len(told) == (0 if expected == 12 else 2)
+
+
+def test_uneven_batch_of_processes_is_refused_with_values_that_work() -> None:
+    def refused(processes: int, **batch: Any) -> str:
+        config = parse_recipe({"data": {"dir": "data"}, "batch": batch}).batch
+        with pytest.raises(ConfigError) as caught:
+            config.accumulation(16, processes)
+        return str(caught.value).rpartition(": ")[2]
+
+    given: Any = {"micro_batch_size": 8, "global_batch_tokens": 128}
+    assert refused(2, **given) == "set batch.micro_batch_size to 4, or take 256"
+    assert BatchConfig(**given | {"micro_batch_size": 4}).accumulation(16, 2) == 1
+    assert refused(3, **given) == "start 2 or 4 processes, or take 384"
+    assert refused(12, **given) == "start 8 processes, or take 1536"
+    assert refused(1, **given | {"micro_batch_size": 3}) == (
+        "set batch.micro_batch_size to 2, or take 96 or 144"
+    )
+    # A chosen micro-batch follows the tokens of a step.
+    chosen = {"divide_micro_batch": True, **given}
+    assert refused(3, **chosen) == "start 2 or 4 processes, or take 96 or 144"
+
+
+def test_micro_batch_given_as_option_replaces_a_chosen_one() -> None:
+    values = {"data": {"dir": "data"}, "batch": {"divide_micro_batch": True}}
+    batch = parse_recipe(values, "recipe", [("batch.micro_batch_size", "8")]).batch
+    assert (batch.micro_batch_size, batch.divide_micro_batch) == (8, False)
 
 
 def test_a_run_that_torchs_adafactor_began_goes_on_with_it() -> None:

@@ -465,7 +465,7 @@ def test_a_recipe_without_held_out_text_is_refused(
     ("options", "message"),
     [
         (["--trials", "0"], "--trials is 0"),
-        (["--budget", "soon"], "is no time"),
+        (["--budget", "soon"], "is not a time"),
         (["--trial-steps", "3", "--trial-minutes", "2"], "keep one"),
         (["--search", f"{_RATE}=-1..1"], "learning_rate"),
         (["--search", f"{_RATE}=1,2", "--search", f"{_RATE}=3,4"], "is given twice"),

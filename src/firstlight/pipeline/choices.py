@@ -8,7 +8,7 @@ user are kept, and the other choices take them into account.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,15 @@ from firstlight.pipeline.chosen import (
     given_unit,
     known_rate,
 )
-from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts, expected_bits
+from firstlight.pipeline.facts import (
+    Length,
+    MachineFacts,
+    ModelSize,
+    TextFacts,
+    expected_bits,
+    longer_text,
+    vocabulary_for,
+)
 from firstlight.pipeline.scan import CorpusFacts
 from firstlight.pipeline.shapes import HEADS, candidate_shapes, head_count
 
@@ -43,7 +51,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
     """
     if given := fixed.get("model.vocab_size"):
         return Choice("model.vocab_size", int(given), "given")
-    size = next(tokens for most, tokens in settings.VOCABULARIES if facts.total_bytes <= most)
+    size = vocabulary_for(facts.total_bytes)
     reason = f"{rounded(facts.total_bytes)} bytes of text fill {size:,} tokens with use"
     # 256 tokens for bytes, one for each common character, and as many for their combinations.
     signs = 256 + 2 * facts.common_characters
@@ -89,8 +97,42 @@ def choose(
             together.
     """
     # The tokenizer may have fewer tokens than the given vocab_size: `text` has the real number.
-    given = (fixed or {}).items()
-    fixed = {k: v for k, v in given if v is not None and k != "model.vocab_size"}
+    given = {key: value for key, value in (fixed or {}).items() if value is not None}
+    fixed = {key: value for key, value in given.items() if key != "model.vocab_size"}
+    best, count = _best_of_all(text, machine, length, fixed, size)
+    items = [
+        *_model_choices(best.shape, _reason_of_width(best, size, fixed, count), fixed),
+        *_step_choices(best, text, machine, fixed),
+        *_length_choices(best, length, text, fixed),
+        *best.run.other_choices(machine, text.val_tokens),
+    ]
+    epochs = best.run.tokens / max(text.train_tokens, 1.0)
+
+    def with_text(more: TextFacts) -> _Candidate:
+        return _best_of_all(more, machine, length, fixed, size)[0]
+
+    # With another vocabulary, a given size might be another model, or none.
+    keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
+    within = "in as many tokens" if length.seconds is None else "within the same budget"
+    return replace(
+        best.run.choices(items, fixed, best.shape.parameters, epochs),
+        bits_per_byte=expected_range(best.bits, text, fixed),
+        advice=_advice(best, text, with_text, within, keeps_vocabulary=keeps_vocabulary),
+    )
+
+
+def _best_of_all(
+    text: TextFacts,
+    machine: MachineFacts,
+    length: Length,
+    fixed: Mapping[str, Any],
+    size: str | None,
+) -> tuple[_Candidate, int]:
+    """The best candidate, and the number of candidates. For the arguments see `choose`.
+
+    Raises:
+        ConfigError: see `choose`.
+    """
     shapes = candidate_shapes(text.vocab_size, fixed, size)
     candidates, problem = [], None
     for shape in shapes:
@@ -108,19 +150,7 @@ def choose(
         )
     most = settings.MOST_PARAMETERS_A_TOKEN * text.train_tokens
     general = [one for one in fitting if one.shape.layer_parameters <= most] or fitting[:1]
-    best = _best(general, text, machine, length, fixed)
-    items = [
-        *_model_choices(best.shape, _reason_of_width(best, size, fixed, len(candidates)), fixed),
-        *_step_choices(best, text, machine, fixed),
-        *_length_choices(best, length, text, fixed),
-        *best.run.other_choices(machine, text.val_tokens),
-    ]
-    epochs = best.run.tokens / max(text.train_tokens, 1.0)
-    return replace(
-        best.run.choices(items, fixed, best.shape.parameters, epochs),
-        bits_per_byte=expected_range(best.bits, text, fixed),
-        advice=_advice(best, text, epochs),
-    )
+    return _best(general, text, machine, length, fixed), len(candidates)
 
 
 def _best(
@@ -378,23 +408,41 @@ def _length_choices(
     yield Choice("optimizer.weight_decay", decay, reason)
 
 
-def _advice(best: _Candidate, text: TextFacts, epochs: float) -> str:
-    """A sentence about the gain of more text; "" for a long text that is not read too often."""
+def _advice(
+    best: _Candidate,
+    text: TextFacts,
+    with_text: Callable[[TextFacts], _Candidate],
+    within: str,
+    *,
+    keeps_vocabulary: bool,
+) -> str:
+    """A sentence about the gain of more text; "" for a long text that is not read too often.
+
+    Args:
+        best: the chosen model and its run.
+        text: facts about the text.
+        with_text: function from another text to the model that would be chosen for it, with the
+            same length of the run.
+        within: the length of the run as text.
+        keeps_vocabulary: True keeps the vocabulary size for other text.
+    """
     size = text.train_tokens * text.bytes_per_token
     if size < settings.LITTLE_TEXT:
         return (
             f"{rounded(size)} bytes are too few to learn a language from: the model will repeat "
             "pieces of the text; a megabyte gives words and sentences of its own"
         )
+    epochs = best.run.tokens / text.train_tokens
     if epochs <= settings.GOOD_EPOCHS:
         return ""
-    # The expected loss of the same run on text without repetitions.
-    read = best.run.tokens * text.bytes_per_token
-    plenty = replace(text, train_tokens=best.run.tokens)
-    new = expected_bits(best.shape.layer_parameters, read, plenty)
-    gain = 1 - new / best.bits
+    plenty = longer_text(text, settings.MORE_TEXT, keeps_vocabulary=keeps_vocabulary)
+    other = with_text(plenty)
+    gain = 1 - other.bits / best.bits
+    # No more than the other run would read.
+    factor = min(settings.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
+    whole = size + text.val_tokens * text.bytes_per_token
     return (
-        f"the text is read {epochs:.2g} times; {rounded(read)} bytes of such text in place of "
-        f"{rounded(size)} would save "
-        f"{f'about {gain:.0%}' if gain >= 0.01 else 'less than 1%'} of the bits"
+        f"the text is read {epochs:.2g} times; {rounded(factor * whole)} bytes of such text in "
+        f"place of {rounded(whole)} would save "
+        f"{f'about {gain:.0%}' if gain >= 0.01 else 'less than 1%'} of the bits {within}"
     )

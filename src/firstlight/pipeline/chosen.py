@@ -155,8 +155,10 @@ def expected_range(
     if fixed.get(key, settings.LAYOUT[key]) != settings.LAYOUT[key]:
         return None
     low, high = settings.UNUSUAL_RANGE if text.is_unusual else settings.EXPECTED_RANGE
+    # Text that repeats itself is easier than its n-grams tell, and xz finds the repetitions.
+    lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
     # Guessing a byte costs 8 bits.
-    return low * bits, min(high * bits, 8.0)
+    return lowest, min(high * bits, 8.0)
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:

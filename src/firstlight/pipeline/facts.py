@@ -206,6 +206,39 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     return min(bits / size, 8.0)
 
 
+def vocabulary_for(text_bytes: float) -> int:
+    """The usual vocabulary size for a text of some bytes."""
+    return next(tokens for most, tokens in settings.VOCABULARIES if text_bytes <= most)
+
+
+def _latin_bytes_per_token(vocab_size: int) -> float:
+    """Mean bytes of Latin text per token of a vocabulary of the nearest known size."""
+    sizes = settings.BYTES_PER_TOKEN
+    return sizes[min(sizes, key=lambda size: abs(math.log(size / vocab_size)))]
+
+
+def longer_text(text: TextFacts, factor: float, *, keeps_vocabulary: bool) -> TextFacts:
+    """Facts about `factor` times as much of the same kind of text.
+
+    Args:
+        text: facts about the text.
+        factor: a number above 1.
+        keeps_vocabulary: False gives it the vocabulary that is usual for its size.
+    """
+    whole = factor * (text.train_tokens + text.val_tokens) * text.bytes_per_token
+    size = text.vocab_size
+    if not keeps_vocabulary:
+        size = max(size, vocabulary_for(whole))
+    longer = _latin_bytes_per_token(size) / _latin_bytes_per_token(text.vocab_size)
+    return replace(
+        text,
+        vocab_size=size,
+        bytes_per_token=longer * text.bytes_per_token,
+        train_tokens=factor * text.train_tokens / longer,
+        val_tokens=factor * text.val_tokens / longer,
+    )
+
+
 def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> TextFacts:
     """Estimated facts about the text as tokens, before it has a tokenizer.
 
@@ -214,11 +247,9 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         vocab_size: vocabulary size of the tokenizer.
         held_out: bytes of text that are held out.
     """
-    sizes = settings.BYTES_PER_TOKEN
-    known = min(sizes, key=lambda size: abs(math.log(size / vocab_size)))
     # Other scripts have more bytes per character and about as many characters per token as Latin.
     # The exponent 0.8 takes somewhat fewer characters per token.
-    per_token = sizes[known] * facts.bytes_per_character**0.8
+    per_token = _latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
     return TextFacts(
         vocab_size,
         (facts.total_bytes - held_out) / per_token,

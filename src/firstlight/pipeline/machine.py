@@ -360,6 +360,7 @@ def fitted_recipe(
         init_from: name or folder of the model to start from; None for a new model.
     """
     given = any(name in _CUTS for name, _ in overrides)
+    values["batch"]["divide_micro_batch"] = True
     while True:
         recipe = parse_recipe(values, "the chosen recipe", overrides)
         resolved = resolve_for(recipe, machine, init_from)

@@ -73,7 +73,7 @@ class NewModel:
             lambda: train_tokenizer_on(scan, request.text_key, size, call.tell),
         )
         data = prepared_texts(texts, call)
-        text = counted_text(data, scan.facts)
+        text = counted_text(data, scan.facts, call.state.get("xz"))
         plan = replace(plan, request=request).choose_again(call.length(request), text)
         if text.vocab_size < size:
             plan = replace(
@@ -241,12 +241,13 @@ def _forget_first_steps(folder: Path) -> None:
         remove_file(folder / name)
 
 
-def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:
+def counted_text(data: Path, facts: CorpusFacts, xz: float | None = None) -> TextFacts:
     """Facts about prepared text, with counted tokens.
 
     Args:
         data: the folder of the shards.
         facts: facts about the corpus from its scan.
+        xz: bits per byte of the held-out text compressed by xz; None keeps those of the sample.
     """
     from firstlight.data.shards import read_manifest
 
@@ -255,11 +256,14 @@ def counted_text(data: Path, facts: CorpusFacts) -> TextFacts:
     train, val = splits["train"], splits.get("val", {"tokens": 0, "text_bytes": 0})
     size = train["text_bytes"] + val["text_bytes"]
     tokens = train["tokens"] + val["tokens"]
+    hardness = facts.hardness
+    if xz is not None:
+        hardness = replace(hardness, held_out_xz_bits_per_byte=xz)
     return TextFacts(
         manifest["vocab_size"],
         train["tokens"],
         size / tokens,
-        facts.hardness,
+        hardness,
         val["tokens"],
         facts.bytes_per_character,
     )

@@ -52,11 +52,14 @@ class Hardness:
             `settings.LEAST_NGRAM_BITS`.
         long_ngram_ratio: bits per character of a model with contexts of eight characters, divided
             by `ngram_bits_per_character`.
+        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz, of the
+            sample or, once the text is prepared, of all of it; 8 if unknown.
     """
 
     xz_bits_per_byte: float
     ngram_bits_per_character: float
     long_ngram_ratio: float
+    held_out_xz_bits_per_byte: float = 8.0
 
 
 class TextSample:
@@ -104,13 +107,19 @@ class TextSample:
             test += train[_TEST_PART // 2 :: _TEST_PART]
             del train[_TEST_PART // 2 :: _TEST_PART]
         known, wanted = _shuffled(train)[:_TRAINED], _shuffled(test)[:_TESTED]
-        data = (known or wanted).encode("utf-8")
-        xz = 8 * len(lzma.compress(data)) / max(len(data), 1)
+        xz = xz_bits_per_byte((known or wanted).encode("utf-8"))
         if not known or not wanted:
             return Hardness(xz, settings.NGRAM_BITS, 1.0)
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], settings.LEAST_NGRAM_BITS)
-        return Hardness(xz, short, max(bits[_LONG_CONTEXT], settings.LEAST_NGRAM_BITS) / short)
+        ratio = max(bits[_LONG_CONTEXT], settings.LEAST_NGRAM_BITS) / short
+        # In its order, in which xz finds as many repetitions as in the held-out text itself.
+        return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
+
+
+def xz_bits_per_byte(data: bytes) -> float:
+    """Bits per byte of data compressed by xz."""
+    return 8 * len(lzma.compress(data)) / max(len(data), 1)
 
 
 def _shuffled(pieces: Sequence[str]) -> str:

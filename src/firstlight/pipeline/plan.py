@@ -162,6 +162,20 @@ def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]
         f"the run: about {rounded(choices.tokens)} tokens in {choices.steps:,} steps, "
         f"{choices.epochs:.2g} times {data}, {time_text(choices.seconds)} of training"
     )
+    if _ends_early(choices):
+        whole = time_text(60 * choices["schedule.max_minutes"])
+        yield (
+            f"the run ends after about {time_text(choices.seconds)} of its {whole}, when it has "
+            f"read {data} {choices.epochs:.2g} times: more passes (--schedule.epochs) would help "
+            "little, or harm"
+        )
+
+
+def _ends_early(choices: Choices) -> bool:
+    """True if the run ends by its passes over the data, clearly before its time."""
+    if "schedule.max_minutes" not in choices.keys:
+        return False
+    return choices.seconds < settings.EARLY * 60 * choices["schedule.max_minutes"]
 
 
 def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
@@ -195,7 +209,7 @@ def table_lines(plan: RunPlan, *first: tuple[str, str, str]) -> Iterator[str]:
     steps = "as given"
     if "schedule.max_minutes" in choices.keys:
         steps = "for which there is time; measured steps decide them"
-        if choices.seconds < settings.EARLY * 60 * choices["schedule.max_minutes"]:
+        if _ends_early(choices):
             steps = "of the passes over what is trained on, which end before the time"
     fixed = plan.request.fixed
     others = {"efficiency.precision": machine.precision} | fixed

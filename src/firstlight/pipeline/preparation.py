@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from firstlight.console import time_text
 from firstlight.files.atomic import link_files, new_folder
 from firstlight.pipeline import settings
+from firstlight.pipeline.ngrams import xz_bits_per_byte
 from firstlight.pipeline.run_folder import DATA_FOLDER, RunCall, read_state
 from firstlight.pipeline.scan import Scan
 
@@ -92,10 +92,12 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
                 call.remember(data=str(own), xz=state.get("xz"), prepared_key=texts.key)
                 return own
     with held(call.folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
+        begun = time.time()
         # `data_key` makes other calls wait for this one; `prepared_key` marks complete shards.
         call.remember(data_key=texts.key, prepared_key=None)
         data = prepare_corpus(texts, call)
         call.remember(prepared_key=texts.key)
+        call.preparing_seconds = time.time() - begun
         return data
 
 
@@ -178,4 +180,4 @@ def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
         return None
     held = TokenDataset(data, "val")
     text = tokenizer.decode(held[0 : held.num_tokens].tolist()).encode("utf-8")[:_XZ_BYTES]
-    return 8 * len(lzma.compress(text)) / max(len(text), 1)
+    return xz_bits_per_byte(text)

@@ -38,6 +38,9 @@ RECIPE_NAME = "recipe.yaml"
 _RESERVED_SECONDS = 4.0
 #: Fewest seconds of a training: a shorter one is not worth its start.
 _LEAST_SECONDS = 10.0
+#: Time of a second call for the same work, as a multiple of the first one's, for which an advised
+#: budget is enough.
+_SLOWER = 1.25
 #: Attributes of a request that an earlier call's state has beside its overrides.
 _LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
 #: Reason in the recipe for choices that have no other.
@@ -59,6 +62,7 @@ class RunCall:
     Attributes:
         state: the contents of the folder's state file (`STATE_NAME`).
         choices: all settings, after the recipe is written; None for a resumed run.
+        preparing_seconds: seconds in which this call has prepared texts.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class RunCall:
         self.on_step = on_step
         self.state = read_state(folder)
         self.choices: Choices | None = None
+        self.preparing_seconds = 0.0
 
     def remember(self, **values: Any) -> None:
         """Add values to the state, and write it to the run folder for later calls.
@@ -106,13 +111,15 @@ class RunCall:
         taken = time.time() - self.began
         left = request.seconds - taken - _RESERVED_SECONDS
         if left < _LEAST_SECONDS:
-            least = math.ceil(taken + _RESERVED_SECONDS + _LEAST_SECONDS)
-            again = ", or call it again, which uses the prepared texts"
+            rest = _RESERVED_SECONDS + _LEAST_SECONDS
+            # A second call reads the texts again, and does not prepare them again.
+            again = _SLOWER * (taken - self.preparing_seconds) + rest <= request.seconds
+            use = ", or call it again, which uses the prepared texts" if again else ""
             raise ConfigError(
                 f"the budget of {time_text(request.seconds)} is too short: reading and preparing "
                 f"the texts has taken {time_text(taken)}, training takes {_LEAST_SECONDS:.0f} s at "
-                f"least, and {_RESERVED_SECONDS:.0f} s are kept for the end; give {least} s"
-                f"{again if (self.folder / DATA_FOLDER).exists() else ''}"
+                f"least, and {_RESERVED_SECONDS:.0f} s are kept for the end; give --budget "
+                f"{math.ceil(_SLOWER * taken + rest)}s{use}"
             )
         return Length(left)
 

@@ -110,6 +110,8 @@ USUAL_LONG_NGRAMS = (0.78, 1.16)
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
 #: Bytes of text below which the plan says that the text is too little for a language.
 LITTLE_TEXT = 50_000
+#: The plan says how many bits this multiple of a text would save.
+MORE_TEXT = 10.0
 #: The largest model whose expected bits are within this fraction of the lowest is chosen, because
 #: the estimates for very small models are the least certain.
 INDIFFERENT = 0.005

@@ -108,6 +108,9 @@ def parse_recipe(
         changed = copy.deepcopy(dict(values))
         for name, text in overrides:
             _override(changed, name, text)
+            if name == "batch.micro_batch_size":
+                # A given size replaces one that firstlight has chosen, and is kept.
+                _override(changed, "batch.divide_micro_batch", "false")
         values = changed
     return _parsed(Recipe, values, where)
 

@@ -185,11 +185,14 @@ def resolve(
     earlier = facts.earlier.get("optimizer", {})
     optimizer = recipe.optimizer.for_width(recipe.model.hidden_size)
     values["optimizer"] = _resolve_optimizer(optimizer, earlier, tell)
-    rows = recipe.batch.micro_batch_size
+    rows, is_chosen = recipe.batch.micro_batch_size, recipe.batch.divide_micro_batch
     if rows in (None, "auto"):
-        rows = facts.earlier.get("batch", {}).get("micro_batch_size")
+        rows, is_chosen = facts.earlier.get("batch", {}).get("micro_batch_size"), True
+    if isinstance(rows, int) and is_chosen:
+        rows = _divided(recipe, seq_len, rows, facts.processes, tell)
     # 1 is a placeholder for a size that is found below.
-    values["batch"] = {**dict(recipe.batch), "micro_batch_size": rows or 1}
+    chosen = {"micro_batch_size": rows or 1, "divide_micro_batch": is_chosen}
+    values["batch"] = {**dict(recipe.batch), **chosen}
     resolved = ResolvedRecipe.model_validate(values)
     if rows is not None:
         return resolved
@@ -342,25 +345,33 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
     return find(recipe)
 
 
+def _divided(
+    recipe: Recipe, seq_len: int, rows: int, processes: int, tell: Callable[[str], None]
+) -> int:
+    """A chosen micro-batch size, lowered so that the processes share a step evenly; unchanged if
+    the batch of the recipe follows from it, or if they can't."""
+    if recipe.batch.global_batch_tokens is None:
+        return rows
+    fitting = recipe.batch.dividing_rows(seq_len, processes, rows) or rows
+    if fitting != rows:
+        shared = f"{processes} processes share" if processes > 1 else "one process has"
+        tell(
+            f"batch.micro_batch_size {fitting} instead of the chosen {rows}: {shared} a step of "
+            f"{recipe.batch.global_batch_tokens // seq_len} sequences"
+        )
+    return fitting
+
+
 def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
     """The default micro-batch size: the largest one up to a limit that divides the global batch
     evenly. The limit is 8 sequences, on a CPU also about 1,024 tokens: these keep it busy, and more
     sequences would not be faster, but take more memory for activations."""
-    batch, accumulation = recipe.batch, recipe.batch.gradient_accumulation_steps
-    if batch.global_batch_tokens is None:
+    if recipe.batch.global_batch_tokens is None:
         return DEFAULT_ROWS
-    tokens = batch.global_batch_tokens // facts.processes
-    if accumulation is not None and tokens >= accumulation * seq_len:
-        return tokens // (accumulation * seq_len)
-    if batch.ramp_start_tokens is not None:
-        # The ramp's first step is the smallest, so the size has to divide that one.
-        tokens = batch.ramp_start_tokens // facts.processes
-    if tokens % seq_len:
-        return DEFAULT_ROWS
-    total, most = tokens // seq_len, DEFAULT_ROWS
+    most = DEFAULT_ROWS
     if facts.device == "cpu":
         most = min(max(_BUSY_TOKENS // seq_len, 1), most)
-    return next(rows for rows in range(most, 0, -1) if total % rows == 0)
+    return recipe.batch.dividing_rows(seq_len, facts.processes, most) or DEFAULT_ROWS
 
 
 def _ideal_seconds(

@@ -6,6 +6,7 @@ sections are here.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
@@ -92,6 +93,10 @@ class BatchConfig(Section):
     run in a separate process by trying all of global_batch_tokens, then half of it, and so on. null
     is 8. With global_batch_tokens, null is the largest number up to 8 that divides a step evenly,
     and on a CPU at most about 1,024 tokens, which are enough to keep it busy."""
+    divide_micro_batch: bool = False
+    """true lowers micro_batch_size to the largest number that divides the sequences of a step
+    evenly among the processes, such as 8 to 4 if two processes share a step of 8. firstlight sets
+    it where it has chosen micro_batch_size. false keeps micro_batch_size."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
     """number of forward and backward passes of a step: the gradient of a large batch with the
     memory of a small one."""
@@ -169,23 +174,62 @@ class BatchConfig(Section):
         if self.gradient_accumulation_steps not in (None, steps):
             raise ConfigError(
                 f"batch.gradient_accumulation_steps {self.gradient_accumulation_steps} and "
-                f"global_batch_tokens (which makes it {steps}) disagree: leave one out"
+                f"global_batch_tokens (which makes it {steps}) disagree: set the first to {steps}, "
+                "or leave one out"
             )
         return steps
 
     def _passes(self, key: str, tokens: int, seq_len: int, processes: int) -> int:
         """Forward passes of each process for a step of this number of tokens."""
-        micro_tokens = self.rows * seq_len * processes
-        steps, rest = divmod(tokens, micro_tokens)
-        if rest:
-            below = f"{steps * micro_tokens} or " if steps else ""
-            share = f" x {processes} processes" if processes > 1 else ""
-            raise ConfigError(
-                f"batch.{key} {tokens} is not a multiple of "
-                f"micro_batch_size x seq_len{share} = {micro_tokens}: "
-                f"take {below}{(steps + 1) * micro_tokens}"
-            )
-        return steps
+        steps, rest = divmod(tokens, self.rows * seq_len * processes)
+        if not rest:
+            return steps
+        # A chosen micro-batch follows the number of tokens.
+        unit = (1 if self.divide_micro_batch else self.rows) * seq_len * processes
+        name = "seq_len" if self.divide_micro_batch else "micro_batch_size x seq_len"
+        share = f" x {processes} processes" if processes > 1 else ""
+        below = tokens // unit * unit
+        raise ConfigError(
+            f"batch.{key} {tokens} is not a multiple of {name}{share} = {unit}: "
+            f"{self._same_tokens(seq_len, processes)}"
+            f"take {f'{below} or ' if below else ''}{below + unit}"
+        )
+
+    def _same_tokens(self, seq_len: int, processes: int) -> str:
+        """What to change so that a step can be divided and keeps its tokens, as the beginning of a
+        piece of advice; "" if there is nothing."""
+        assert self.global_batch_tokens is not None
+        if rows := self.dividing_rows(seq_len, processes, self.rows):
+            return f"set batch.micro_batch_size to {rows}, or "
+        tokens = math.gcd(self.global_batch_tokens, self.ramp_start_tokens or 0)
+        sequences, rest = divmod(tokens, seq_len)
+        if rest or processes == 1:
+            return ""
+        even = [count for count in range(1, sequences + 1) if sequences % count == 0]
+        near = [max(n for n in even if n < processes), *(n for n in even if n > processes)][:2]
+        return f"start {' or '.join(map(str, near))} processes, or "
+
+    def dividing_rows(self, seq_len: int, processes: int, most: int) -> int | None:
+        """The largest micro-batch size up to `most` with which the processes share each step
+        evenly, or the one with which they have `gradient_accumulation_steps`; None if there is
+        none.
+
+        Args:
+            seq_len: tokens of a sequence.
+            processes: number of processes that share a step.
+            most: largest micro-batch size in sequences.
+        """
+        assert self.global_batch_tokens is not None
+        # The micro-batch has to divide the smallest steps of a ramp too.
+        first = self.ramp_start_tokens or self.global_batch_tokens
+        whole, rest = divmod(self.global_batch_tokens, seq_len * processes)
+        total, first_rest = divmod(first, seq_len * processes)
+        if rest or first_rest:
+            return None
+        passes = self.gradient_accumulation_steps
+        if passes and whole % passes == 0 and total % (whole // passes) == 0:
+            return whole // passes
+        return next(rows for rows in range(min(most, total), 0, -1) if total % rows == 0)
 
     def schedule(self, seq_len: int, processes: int = 1) -> BatchSchedule:
         """The number of sequences of each optimizer step, over all `processes` processes together.
