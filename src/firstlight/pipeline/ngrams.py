@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from firstlight.data.cutting import compress
 from firstlight.pipeline import settings
 from firstlight.pipeline.held_out import HeldOut
 
@@ -105,12 +106,18 @@ class TextSample:
             del train[_TEST_PART // 2 :: _TEST_PART]
         known, wanted = _shuffled(train)[:_TRAINED], _shuffled(test)[:_TESTED]
         data = (known or wanted).encode("utf-8")
-        xz = 8 * len(lzma.compress(data)) / max(len(data), 1)
+        xz = xz_bits_per_byte(data)
         if not known or not wanted:
             return Hardness(xz, settings.NGRAM_BITS, 1.0)
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], settings.LEAST_NGRAM_BITS)
         return Hardness(xz, short, max(bits[_LONG_CONTEXT], settings.LEAST_NGRAM_BITS) / short)
+
+
+def xz_bits_per_byte(data: bytes) -> float:
+    """Bits per byte of data compressed by xz."""
+    xz = lzma.LZMACompressor()
+    return 8 * (compress(xz, data) + len(xz.flush())) / max(len(data), 1)
 
 
 def _shuffled(pieces: Sequence[str]) -> str:

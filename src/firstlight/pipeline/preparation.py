@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from firstlight.console import time_text
 from firstlight.pipeline import settings
+from firstlight.pipeline.ngrams import xz_bits_per_byte
 from firstlight.pipeline.run_folder import DATA_FOLDER, RunCall, read_state
 from firstlight.pipeline.scan import Scan
 
@@ -171,4 +171,4 @@ def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
         return None
     held = TokenDataset(data, "val")
     text = tokenizer.decode(held[0 : held.num_tokens].tolist()).encode("utf-8")[:_XZ_BYTES]
-    return 8 * len(lzma.compress(text)) / max(len(text), 1)
+    return xz_bits_per_byte(text)

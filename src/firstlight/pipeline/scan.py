@@ -14,6 +14,7 @@ import numpy as np
 from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, size_text
+from firstlight.data.cutting import compress
 from firstlight.data.records import REASONS, Record, nothing_read, read_documents
 from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
 from firstlight.errors import InputError
@@ -238,6 +239,8 @@ class _Counts:
         limits = [(s.name, s.size, s.most_bytes) for s in limited] if is_sampled else []
         self._key.update(repr((text_key, limits)).encode())
         head = b"".join(self._head)[:_GZIP_BYTES]
+        gzip = zlib.compressobj(9, wbits=31)
+        gzip_bytes = compress(gzip, head) + len(gzip.flush())
         whole = int(sum(text_size(source) for source in sources))
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
         characters = int(counted.sum())
@@ -254,7 +257,7 @@ class _Counts:
             compared=self._near.compared,
             rejected=dict(self._rejected),
             first_rejected=self._first_rejected,
-            gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
+            gzip_bits_per_byte=8 * gzip_bytes / len(head),
             hardness=self._sample.hardness(held),
             content_key=self._key.hexdigest()[:16],
             is_sampled=is_sampled,
