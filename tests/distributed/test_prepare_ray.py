@@ -22,10 +22,10 @@ import pytest
 import tokenizers
 
 from firstlight.cli.main import main
-from firstlight.data import cutting, ray_engine
+from firstlight.data import ray_engine
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError
-from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer import Tokenizer, formats
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
@@ -84,7 +84,7 @@ def connection(cluster: Any) -> Iterator[None]:
 def on_ray(connection: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """`prepare` on the cluster: small pieces and blocks, eight blocks in a dataset."""
     monkeypatch.setattr(ray_engine, "_BLOCK_CHARACTERS", 1000)
-    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 100)
 
     def run(inputs: Any, tokenizer: Any, out: Path, **options: Any) -> dict[str, Any]:
         return prepare(inputs, tokenizer, out, engine="ray", **options)

@@ -692,6 +692,17 @@ def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
         os.kill(pid, 0)
 
 
+def test_signal_while_the_fork_server_imports_ends_the_wait(tmp_path: Path) -> None:
+    (tmp_path / "slow_module.py").write_text(
+        "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(30)\n",
+        encoding="utf-8",
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with pytest.raises(KeyboardInterrupt), ForkServer(environment, "slow_module") as server:
+        server.ask({}, None)
+    assert server._server.returncode == -signal.SIGKILL
+
+
 def test_a_signal_while_a_process_is_started_comes_right_after() -> None:
     steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the block's end is what raises

@@ -82,6 +82,32 @@ def test_a_signal_in_the_last_import_of_a_command_does_not_end_what_comes_after(
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    "number, word", [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")]
+)
+def test_signal_in_an_endless_import_ends_the_process(
+    tmp_path: Path, number: int, word: str
+) -> None:
+    (tmp_path / "endless.py").write_text(
+        f"import os\nos.kill(os.getpid(), {int(number)})\nwhile True:\n    pass\n", encoding="utf-8"
+    )
+    program = (
+        "from firstlight.cli import main\n"
+        "main._LONGEST_WAIT = 0.01\n"
+        "with main.cleaning_up_when_terminated():\n"
+        "    import endless\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (128 + number, f"firstlight: error: {word}\n")
+
+
 def test_work_goes_on_where_nobody_reads_its_messages() -> None:
     program = (
         "import sys\n"

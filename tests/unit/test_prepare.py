@@ -42,7 +42,13 @@ from firstlight.errors import (
     TokenizerError,
 )
 from firstlight.files import disk as seam
-from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, Tokenizer, train_tokenizer
+from firstlight.tokenizer import (
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    Tokenizer,
+    formats,
+    train_tokenizer,
+)
 
 TOKENIZER = tiny("tokenizer.json")
 EOS = 0
@@ -284,7 +290,7 @@ def test_the_number_of_workers_changes_no_byte(
 ) -> None:
     # Many batches, and documents in many pieces, also from a corpus this small.
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 700)
-    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 100)
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_bytes(b'{"text": "good"}\nbroken\n{"text": "\xff"}\n{"text": "also good"}\n')
     for workers in (1, 2, 3):
@@ -496,7 +502,7 @@ LINES = st.tuples(
         TEXTS | st.sampled_from(["word", "日本", " \n", "a\n", "é\n \n", "1\n", "½\n", "x_ ", "²"]),
         max_size=12,
     ),
-    st.sampled_from(["\n", " ", "  ", "\n ", " \n"]),
+    st.sampled_from(["\n", " ", "  ", "\n ", " \n", "-", "'", ", "]),
 ).map(lambda drawn: drawn[1].join(drawn[0]))
 
 
@@ -506,33 +512,41 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
     pattern: str, text: str, size: int
 ) -> None:
     tokenizer = TRAINED[pattern]
-    assert tokenizer.splits_at_space_after_letter
+    assert tokenizer.encodes_in_pieces
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "_PIECE_CHARACTERS", size)
-        found = cutting.cut_long(text)
+        patch.setattr(formats, "_PIECE_CHARACTERS", size)
+        found = formats.cut_long(text)
     assert "".join(found) == text
     assert all(len(piece) >= size for piece in found[:-1])
-    assert all(piece[0] in " \n" for piece in found[1:])
     joined = [token_id for piece in found for token_id in tokenizer.encode(piece)]
     assert joined == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("space", ["\n", " "])
+@pytest.mark.parametrize("after", ["\n", " ", "-", "'", "_"])
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])
-def test_both_splits_end_a_piece_between_any_cut_character_and_a_space(
-    pattern: str, space: str
-) -> None:
+def test_split_at_any_boundary_of_pieces_begins_a_part(pattern: str, after: str) -> None:
     """All of Unicode: Python and the tokenizer library may not know the same letters."""
     everything = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
-    before = [c for c in everything if cutting._SPACE_AFTER_LETTER.search(c + space)]
+    before = [c for c in everything if formats._BOUNDARY.search(c + after)]
     assert len(before) > 100_000
     splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    joined = space.join([*before, ""])
+    joined = after.join([*before, ""])
     parts = [part for part, _ in splitter.pre_tokenize_str(joined)]
     assert "".join(parts) == joined
-    # A space begins a part, alone or before a word.
-    assert not any(space in part[1:] for part in parts)
-    assert space == " " or parts == [part for character in before for part in (character, "\n")]
+    assert not any(after in part[1:] for part in parts)
+
+
+def test_run_without_a_boundary_is_cut_into_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(formats, "_BOUNDARY_CHARACTERS", 5)
+    assert formats.cut_long("a" * 12 + " " + "b" * 40) == [
+        "a" * 12,
+        " " + "b" * 9,
+        *["b" * 10] * 2,
+        "b" * 11,
+    ]
+    assert formats.cut_long("a" * 15) == ["a" * 15]
+    assert formats.cut_long("\n" * 25) == ["\n" * 10, "\n" * 15]
 
 
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])
@@ -543,7 +557,7 @@ def test_a_document_prepared_in_pieces_is_the_same_document(
     prepare([source], TRAINED[pattern], tmp_path / "whole")
     cuts: list[int] = []
 
-    whole_cut_long = cutting.cut_long
+    whole_cut_long = formats.cut_long
 
     def counted(text: str) -> list[str]:
         found = whole_cut_long(text)
@@ -551,7 +565,7 @@ def test_a_document_prepared_in_pieces_is_the_same_document(
         return found
 
     monkeypatch.setattr(module, "cut_long", counted)
-    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 200)
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 500)
     prepare([source], TRAINED[pattern], tmp_path / "pieces")
     assert max(cuts) > 50
@@ -682,7 +696,7 @@ def test_a_corpus_too_large_to_read_ahead_is_split_by_what_was_seen(
 def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
-    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 150)
+    monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 150)
     manifest = prepare([corpus], TOKENIZER, tmp_path / "out")
     for split in ("train", "val"):
         text = "".join(texts_of(tmp_path / "out", split)).encode()

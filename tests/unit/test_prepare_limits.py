@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizer_files import tiny
 
 from firstlight.cli.prepare import prepare_command
-from firstlight.data import cutting, encoding
+from firstlight.data import encoding
 from firstlight.data.cleaning import without_gutenberg
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.cutting import longest_prefix
@@ -26,6 +26,7 @@ from firstlight.data.prepare import prepare
 from firstlight.data.shards import Shard
 from firstlight.data.sources import SOURCES_NAME, find_sources
 from firstlight.errors import ConfigError, InputError
+from firstlight.tokenizer import formats
 
 TOKENIZER = tiny("tokenizer.json")
 
@@ -131,7 +132,7 @@ def test_the_number_of_workers_changes_no_byte_of_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 700)
-    monkeypatch.setattr(cutting, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 100)
     for workers in (1, 2):
         prepare([corpus], TOKENIZER, tmp_path / f"{workers}", workers=workers, max_tokens=1500)
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 1 << 20)

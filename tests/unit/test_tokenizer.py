@@ -348,18 +348,18 @@ def _bytes_only(**arguments: Any) -> Any:
     ],
 )
 def test_only_known_splits_allow_cutting(steps: list[Any], allowed: bool) -> None:
-    assert _byte_level(*steps).splits_at_space_after_letter is allowed
+    assert _byte_level(*steps).encodes_in_pieces is allowed
     changed = _byte_level(*steps, normalizer=normalizers.NFC())
-    assert not changed.splits_at_space_after_letter
+    assert not changed.encodes_in_pieces
 
 
 def test_other_models_and_added_words_forbid_cutting() -> None:
-    assert tiny("tokenizer.json").splits_at_space_after_letter
-    assert tiny("ranks").splits_at_space_after_letter
-    assert not tiny("pieces").splits_at_space_after_letter
+    assert tiny("tokenizer.json").encodes_in_pieces
+    assert tiny("ranks").encodes_in_pieces
+    assert not tiny("pieces").encodes_in_pieces
     added = _with(tiny("ranks"), lambda backend: backend.add_tokens([AddedToken("a\nb")]))
-    assert not Tokenizer(added).splits_at_space_after_letter
-    assert not Tokenizer(tokenizers.Tokenizer(models.BPE())).splits_at_space_after_letter
+    assert not Tokenizer(added).encodes_in_pieces
+    assert not Tokenizer(tokenizers.Tokenizer(models.BPE())).encodes_in_pieces
 
 
 # The bytes that a token can stand for

@@ -103,8 +103,8 @@ def test_new_tokens_get_the_next_ids_and_everything_else_stays(tmp_path: Path, k
         assert tokenizer.extends(before)
         assert not before.extends(tokenizer)
         assert tokenizer.fingerprint != before.fingerprint
-        splits = tokenizer.splits_at_space_after_letter
-        assert splits is before.splits_at_space_after_letter
+        splits = tokenizer.encodes_in_pieces
+        assert splits is before.encodes_in_pieces
 
 
 _EXTENDED = {kind: tiny(kind).extended(NEW) for kind in KINDS}

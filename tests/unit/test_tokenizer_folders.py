@@ -134,7 +134,7 @@ def test_as_many_ranks_as_gpt2_has_are_gpt2(tmp_path: Path) -> None:
     assert loaded.special_tokens == {END_OF_TEXT: 50_256}
     assert (loaded.vocab_size, loaded.bos_token_id, loaded.eos_token_id) == (50_257, 50_256, 50_256)
     assert not loaded.add_bos
-    assert loaded.splits_at_space_after_letter
+    assert loaded.encodes_in_pieces
     # Llama 3's split would give "!\n" and cut the number after three digits.
     split = loaded.backend.pre_tokenizer
     assert split is not None

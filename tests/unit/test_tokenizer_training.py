@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +16,7 @@ from firstlight.tokenizer import (
     LLAMA3_PATTERN,
     train_tokenizer,
 )
+from firstlight.tokenizer.parts import in_thread
 
 
 def test_training_is_deterministic(texts: list[str]) -> None:
@@ -85,3 +89,49 @@ def test_an_error_of_the_texts_comes_through_unchanged() -> None:
 
     with pytest.raises(InputError, match=r"^file x is damaged$"):
         train_tokenizer(broken(), 300)
+
+
+# Long runs without a space, and signals
+
+
+def test_training_on_a_long_run_gives_tokens_of_bounded_length() -> None:
+    trained = train_tokenizer(["a" * 5000, "-" * 300], 300)
+    longest = max(len(token) for token in trained.backend.get_vocab())
+    assert longest == 256
+    # The bound is not a step of the tokenizer: a whole run of letters is merged.
+    assert trained.backend.pre_tokenizer is not None
+    assert len(trained.backend.pre_tokenizer.pre_tokenize_str("a" * 300)) == 1
+    assert len(trained.encode("a" * 1024)) == 4
+
+
+def test_training_of_which_the_texts_fail_raises_their_error_and_ends_its_thread() -> None:
+    def failing() -> Iterator[str]:
+        yield "a word " * 200_000
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(failing(), 300)
+    for thread in threading.enumerate():
+        if thread.name == "tokenizers":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_call_of_the_library_is_left_when_a_signal_raises_an_exception() -> None:
+    resume, ended = threading.Event(), threading.Event()
+
+    def call() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        resume.wait(60)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        in_thread(call).result()
+    assert not ended.is_set()
+    resume.set()
+    assert ended.wait(60)
+
+
+def test_error_of_the_library_in_another_thread_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError):
+        in_thread(lambda: 1 // 0).result()

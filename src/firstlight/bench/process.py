@@ -212,6 +212,7 @@ class ForkServer:
                 start_new_session=True,
             )
         self._unread = b""
+        self._is_ready = False
 
     def __enter__(self) -> ForkServer:
         return self
@@ -228,6 +229,10 @@ class ForkServer:
             out, err = Path(folder) / "out", Path(folder) / "err"
             job = {"request": request, "out": str(out), "err": str(err)}
             assert self._server.stdin is not None
+            if not self._is_ready:
+                # The server imports for seconds; a signal ends this wait.
+                self._line(None)
+                self._is_ready = True
             with signals_waiting():
                 self._server.stdin.write((json.dumps(job) + "\n").encode())
                 self._server.stdin.flush()
@@ -294,10 +299,12 @@ def end_group(group: int) -> None:
 
 
 def _serve(measure: Any) -> None:
-    """Fork a process for each line of stdin; write its process id, and its exit code at its end."""
+    """Write a line once everything is imported. Then fork a process for each line of stdin; write
+    its process id, and its exit code at its end."""
     # Imported before forking, which saves time in each fork. Not torch's compiler (_inductor):
     # importing it starts threads, and a process with threads can't be forked safely.
     importlib.import_module("torch._dynamo")
+    os.write(1, b"ready\n")
     for line in sys.stdin:
         job = json.loads(line)
         process = os.fork()

@@ -6,10 +6,12 @@ import atexit
 import contextlib
 import gc
 import json
+import os
 import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -55,6 +57,8 @@ _IMPORT_MACHINERY = "<frozen importlib"
 
 #: Seconds after which a signal that arrived during an import is raised again.
 _SOON = 0.001
+#: Seconds that such a signal waits for the end of the import, before it ends the process.
+_LONGEST_WAIT = 0.5
 
 
 class Terminated(BaseException):
@@ -76,14 +80,20 @@ def cleaning_up_when_terminated() -> Iterator[None]:
     Ignored signals (nohup) stay ignored. In other threads than the main one, nothing changes.
 
     The exception of a signal that arrives during an import is raised after the import. C++ code
-    that imports modules swallows exceptions, and a half-initialised module would stay.
+    that imports modules swallows exceptions, and a half-initialised module would stay. An import
+    that takes long, such as that of torch, ends with the process.
     """
     waiting: list[int] = []
+    arrived = 0.0
     before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal arrived
         # Without our handler for SIGALRM, another part of the program uses the timer.
         if signal.SIGALRM in before and _is_importing(frame):
+            arrived = arrived or time.monotonic()
+            if time.monotonic() - arrived > _LONGEST_WAIT:
+                _end_now(number)
             waiting.append(number)
             signal.setitimer(signal.ITIMER_REAL, _SOON)
             return
@@ -115,6 +125,14 @@ def cleaning_up_when_terminated() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def _end_now(number: int) -> None:
+    """End the process as after the exception of a signal, without unwinding."""
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    with contextlib.suppress(OSError):
+        os.write(2, f"firstlight: error: {word}\n".encode())
+    os._exit(128 + number)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -25,7 +25,7 @@ from firstlight.console import progress_bar
 from firstlight.data import ray_engine
 from firstlight.data.cleaning import ChangeCounts
 from firstlight.data.conversations import BadRecordError
-from firstlight.data.cutting import cut_long, cut_tail, within_tokens
+from firstlight.data.cutting import compress, cut_tail, within_tokens
 from firstlight.data.encoding import Encode, Encoded, TextPiece, encode, encode_in_order
 from firstlight.data.random_tokens import prepare_random, requested_tokens
 from firstlight.data.records import REASONS, Record, digest_of, nothing_read, read_documents
@@ -44,6 +44,7 @@ from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import new_folder
 from firstlight.hardware.environment import usable_cpus
 from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.formats import cut_long
 
 Engine = Literal["local", "ray"]
 #: A function from a document's text to its split. "tail": the last `val_fraction` of the document
@@ -296,7 +297,7 @@ class _Preparation:
                 done = f"{self.written:,} documents, {size / 1e6:,.0f} MB"
                 bar.update(task, advance=len(text), done=done)
                 if piece.split == "val":
-                    self.gzip_bytes += len(compressor.compress(text))
+                    self.gzip_bytes += compress(compressor, text)
                 if piece.last:
                     self.writer.write(piece.split, self._with_separators(parts))
                     parts = []
@@ -390,7 +391,7 @@ class _Preparation:
             held_out: documents to validate on, which come first.
         """
         assigned = self._assigned(documents, held_out)
-        cuttable = self.tokenizer.splits_at_space_after_letter
+        cuttable = self.tokenizer.encodes_in_pieces
         for number, (document, split) in enumerate(assigned, start=1):
             if split is None:
                 self._reject(document, BadRecordError("duplicate", REASONS["duplicate"]))

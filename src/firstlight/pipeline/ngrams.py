@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from firstlight.data.cutting import compress
 from firstlight.pipeline import settings
 from firstlight.pipeline.held_out import HeldOut
 
@@ -119,7 +120,8 @@ class TextSample:
 
 def xz_bits_per_byte(data: bytes) -> float:
     """Bits per byte of data compressed by xz."""
-    return 8 * len(lzma.compress(data)) / max(len(data), 1)
+    xz = lzma.LZMACompressor()
+    return 8 * (compress(xz, data) + len(xz.flush())) / max(len(data), 1)
 
 
 def _shuffled(pieces: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, size_text
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
+from firstlight.data.cutting import compress
 from firstlight.data.records import REASONS, Record, digest_of, nothing_read, read_documents
 from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
 from firstlight.errors import InputError
@@ -276,6 +277,8 @@ class _Counts:
         if self.val_documents:
             self._key.update(f"{self.val_documents} for validation".encode())
         head = b"".join(self._head)[:_GZIP_BYTES]
+        gzip = zlib.compressobj(9, wbits=31)
+        gzip_bytes = compress(gzip, head) + len(gzip.flush())
         whole = int(sum(text_size(source) for source in sources))
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
         characters = int(counted.sum())
@@ -294,7 +297,7 @@ class _Counts:
             first_rejected=self._first_rejected,
             changes=self._changes.record(),
             changed_files=self._changes.names(),
-            gzip_bits_per_byte=8 * len(zlib.compress(head, 9, 31)) / len(head),
+            gzip_bits_per_byte=8 * gzip_bytes / len(head),
             hardness=self._sample.hardness(held),
             content_key=self._key.hexdigest()[:16],
             is_sampled=is_sampled,

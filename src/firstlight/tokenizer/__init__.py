@@ -9,6 +9,10 @@ characters, never the special token. Special tokens are also called control toke
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import queue
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import tokenizers
@@ -21,8 +25,9 @@ from firstlight.tokenizer.formats import (
     LLAMA3_PATTERN,
     QWEN2_PATTERN,
     SPLIT_PATTERNS,
+    cut_long,
 )
-from firstlight.tokenizer.parts import byte_level_split, require_unicode
+from firstlight.tokenizer.parts import byte_level_split, in_thread, require_unicode
 from firstlight.tokenizer.tokenizer import TextStream, Tokenizer
 
 __all__ = [
@@ -35,6 +40,12 @@ __all__ = [
     "Tokenizer",
     "train_tokenizer",
 ]
+
+#: Characters of the longest piece in which merges are counted. The library's time for a piece grows
+#: with the square of its length: a genome on one line would take hours.
+_LONGEST_PIECE = 256
+#: Characters of texts that are given to the library at a time, about.
+_BATCH_CHARACTERS = 1 << 18
 
 
 def train_tokenizer(
@@ -50,7 +61,9 @@ def train_tokenizer(
         texts: the corpus, in texts of any length.
         vocab_size: number of tokens, including special tokens and the 256 bytes. If the corpus has
             too few pairs to merge, the tokenizer has fewer tokens.
-        pattern: regular expression that splits texts; no merge crosses the bounds of a match.
+        pattern: regular expression that splits texts; no merge crosses the bounds of a match. A
+            match of more than 256 characters is split further in training, and only there: no token
+            has more characters.
         special_tokens: special tokens, with ids 0, 1, ...; the first one is the eos token.
 
     Raises:
@@ -64,7 +77,7 @@ def train_tokenizer(
             f"(256 bytes and {len(special_tokens)} special)"
         )
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = byte_level_split(pattern)
+    backend.pre_tokenizer = byte_level_split(pattern, rf"[\s\S]{{{_LONGEST_PIECE}}}")
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -74,14 +87,53 @@ def train_tokenizer(
     )
     seen = 0
 
-    def counted() -> Iterator[str]:
+    def batches() -> Iterator[list[str]]:
         nonlocal seen
+        batch, size = [], 0
         for text in texts:
-            seen += len(text)
             require_unicode(text)
-            yield text
+            for piece in cut_long(text):
+                batch.append(piece)
+                size += len(piece)
+                if size >= _BATCH_CHARACTERS:
+                    yield batch
+                    batch, size = [], 0
+            seen += len(text)
+        yield batch
 
-    backend.train_from_iterator(counted(), trainer)
+    _train(backend, trainer, batches())
     if seen == 0:
         raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
+    # Encoding needs no such bound, which llama.cpp could not apply: its time is nearly linear.
+    backend.pre_tokenizer = byte_level_split(pattern)
     return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)
+
+
+def _train(
+    backend: tokenizers.Tokenizer, trainer: trainers.BpeTrainer, batches: Iterator[list[str]]
+) -> None:
+    """Train `backend` in another thread (see `in_thread`), on batches that are read in this one:
+    reading a file or a dataset can then be interrupted, too."""
+    waiting: queue.Queue[list[str] | None] = queue.Queue(1)
+    stopped = threading.Event()
+
+    def received() -> Iterator[list[str]]:
+        while (batch := waiting.get()) is not None:
+            if stopped.is_set():
+                raise InterruptedError
+            yield batch
+
+    training = in_thread(lambda: backend.train_from_iterator(received(), trainer))
+    try:
+        for batch in itertools.chain(batches, [None]):
+            while not training.done():
+                with contextlib.suppress(queue.Full):
+                    waiting.put(batch, timeout=1)
+                    break
+    except BaseException:
+        # The thread takes this batch, or the one before it, and ends.
+        stopped.set()
+        with contextlib.suppress(queue.Full):
+            waiting.put_nowait([])
+        raise
+    training.result()

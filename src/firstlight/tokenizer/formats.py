@@ -10,6 +10,7 @@ import base64
 import binascii
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -369,13 +370,13 @@ def _trial_texts() -> Iterator[str]:
             yield from (text, text + "\0!")
 
 
-def splits_at_space_after_letter(state: dict[str, Any]) -> bool:
-    """True if `a + b` always encodes to the ids of `a` and then of `b`, for any text `a` that ends
-    with a letter and any text `b` that begins with a space or a newline.
+def encodes_in_pieces(state: dict[str, Any]) -> bool:
+    """True if `a + b` always encodes to the ids of `a` and then of `b` where `_BOUNDARY` matches
+    between `a` and `b`.
 
     This holds for byte-level BPE with the split pattern of GPT-2 or Llama 3: no match of these
-    patterns has white space after a letter, and they have no look-behind. A long document can then
-    be encoded in pieces, which is several times faster and needs bounded memory.
+    patterns has such a place inside, and they have no look-behind. A long document can then be
+    encoded in pieces, which is several times faster and needs bounded memory.
 
     Args:
         state: the content of tokenizer.json.
@@ -397,3 +398,33 @@ def splits_at_space_after_letter(state: dict[str, Any]) -> bool:
         and bool(patterns)
         and patterns <= {GPT2_PATTERN, LLAMA3_PATTERN}
     )
+
+
+#: Characters of a piece. A longer document is encoded in pieces of about this size.
+_PIECE_CHARACTERS = 1 << 18
+#: Characters after those of a piece among which a boundary is looked for.
+_BOUNDARY_CHARACTERS = 1 << 18
+
+#: A space after any other character; a newline or ASCII punctuation after a letter or digit.
+_BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
+
+
+def cut_long(text: str) -> list[str]:
+    """The text in pieces of about `_PIECE_CHARACTERS`, each cut where `_BOUNDARY` matches.
+
+    The encodings of the pieces concatenate to that of the text for a tokenizer that
+    `encodes_in_pieces`. The exception is a run without a boundary in `_BOUNDARY_CHARACTERS`, such
+    as a genome on one line: it is cut anywhere, so that a piece is never longer than both numbers
+    together, and the tokens on both sides of the cut may differ.
+    """
+    pieces = []
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        end = start + _PIECE_CHARACTERS
+        if (match := _BOUNDARY.search(text, end, end + _BOUNDARY_CHARACTERS)) is not None:
+            end = match.start()
+        elif len(text) - end <= _BOUNDARY_CHARACTERS:
+            break
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]

@@ -13,9 +13,10 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
@@ -23,6 +24,8 @@ from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 from firstlight.errors import FirstlightError, InputError, TokenizerError
 from firstlight.files.atomic import plain_lines, read_file, read_json_object
 from firstlight.tokenizer.patterns import may_panic
+
+T = TypeVar("T")
 
 #: Usual names of padding tokens. Qwen pads with `<|endoftext|>`, because its turns end with another
 #: token.
@@ -220,6 +223,26 @@ def library_errors(problem: str, *, muted: bool) -> Iterator[None]:
         raise TokenizerError(f"{problem}: {reason} ({_remedy(reason)})") from error
 
 
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Start a long call of the library in another thread; return its outcome, to wait for.
+
+    A signal's handler runs in the main thread, once a call of the library returns there. Waiting
+    for the other thread is interrupted at once. If the handler raises an exception, the call
+    continues in its thread, and its result is dropped.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - a panic is not an Exception
+            outcome.set_exception(error)
+
+    # A daemon: the process can end without waiting for it.
+    threading.Thread(target=run, name="tokenizers", daemon=True).start()
+    return outcome
+
+
 def _remedy(reason: str) -> str:
     """Advice for the message about an error of the library."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
@@ -266,11 +289,11 @@ def _pass_on(held: IO[bytes], stderr: int) -> None:
         os.write(stderr, held.read())
 
 
-def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer that splits a text by a pattern, and writes each byte as a character."""
+def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer that splits a text by each pattern, and writes each byte as a character."""
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -15,13 +15,14 @@ import tokenizers
 from firstlight.errors import TokenizerError, nearest
 from firstlight.files.atomic import write_file
 from firstlight.tokenizer.formats import (
+    encodes_in_pieces,
     find_tokenizer_file,
     read_tokenizer_file,
-    splits_at_space_after_letter,
 )
 from firstlight.tokenizer.parts import (
     chat_template_of,
     extended_backend,
+    in_thread,
     library_errors,
     named_tokens,
     natural_pad_token,
@@ -33,6 +34,10 @@ from firstlight.tokenizer.patterns import may_panic
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
 
 _CANT_ENCODE = "the tokenizer can't encode this text"
+
+#: Characters from which texts are encoded by `encode_batch`, in another thread: `encode` of the
+#: library holds Python's global interpreter lock, three seconds for a megabyte.
+_LONG = 1 << 14
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -192,9 +197,8 @@ class Tokenizer:
             TokenizerError: the tokenizer has no token for a part of the text, or one of its
                 patterns fails on the text.
         """
-        if len(text) < 2**14:
+        if len(text) < _LONG:
             return self.encoding(text, special_tokens=special_tokens).ids
-        # `backend.encode` holds Python's global interpreter lock: three seconds for a megabyte.
         return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encoding(self, text: str, *, special_tokens: bool = False) -> tokenizers.Encoding:
@@ -206,7 +210,10 @@ class Tokenizer:
         require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
         with library_errors(_CANT_ENCODE, muted=self._may_panic):
-            return backend.encode(text, add_special_tokens=False)
+            if len(text) < _LONG:
+                return backend.encode(text, add_special_tokens=False)
+            batch = in_thread(lambda: backend.encode_batch([text], add_special_tokens=False))
+            return batch.result()[0]
 
     def encode_batch(
         self, texts: Sequence[str], *, special_tokens: bool = False
@@ -216,7 +223,10 @@ class Tokenizer:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
         with library_errors(_CANT_ENCODE, muted=self._may_panic):
-            encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encode = backend.encode_batch_fast
+            call = functools.partial(encode, list(texts), add_special_tokens=False)
+            is_long = sum(map(len, texts)) >= _LONG
+            encoded = in_thread(call).result() if is_long else call()
         return [encoding.ids for encoding in encoded]
 
     @functools.cached_property
@@ -251,9 +261,9 @@ class Tokenizer:
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @functools.cached_property
-    def splits_at_space_after_letter(self) -> bool:
-        """See `formats.splits_at_space_after_letter`."""
-        return splits_at_space_after_letter(self._state())
+    def encodes_in_pieces(self) -> bool:
+        """See `formats.encodes_in_pieces`."""
+        return encodes_in_pieces(self._state())
 
     @functools.cached_property
     def byte_token_ids(self) -> frozenset[int]:
