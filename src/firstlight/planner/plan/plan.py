@@ -88,8 +88,9 @@ class Plan:
         warnings: warnings of sizes of the model that the machine computes slowly.
         suggestion: the model and the schedule for the budget.
         suggested: the estimate for `suggestion`.
-        replacements: old and new value of each key of the recipe as written that the suggested
-            recipe has another value of; the old value is None for a key that is not set.
+        replacements: old and new value of each key (`section.key`) whose value in the suggested
+            recipe differs from the recipe as written; the old value is None for a key that is not
+            set.
     """
 
     machine: Machine
@@ -197,8 +198,8 @@ def make_plan(
     budget = budget or Budget()
     if budget.is_given and (why := _starting_weights(recipe, init_from)):
         raise ConfigError(
-            f"--budget and --tokens suggest a new model, and {why}: leave them out; "
-            "schedule.max_minutes gives a run its time"
+            f"--budget and --tokens suggest a new model, and {why}: leave them out, and set "
+            "schedule.max_minutes to train for a given time"
         )
     resolved = resolve_for(recipe, machine, init_from)
     estimator = estimator or Estimator()
