@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from planner_recipes import FixedEstimator
 
 from firstlight.cli.main import main
 from firstlight.console import parse_count, parse_time
@@ -683,27 +684,36 @@ def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None
     assert 15 < found.tokens / found.parameters < 45
 
 
-def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(
-    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    values = {
-        "data": {"dir": str(data), "seq_len": 32},
-        "model": {**_MODEL, "model_type": "qwen3", "vocab_size": 320, "num_key_value_heads": 2},
-        "optimizer": {"name": "muon", "muon_learning_rate": 0.01, "learning_rate": 0.3},
-        "schedule": {"kind": "wsd", "max_steps": 100, "warmup_steps": 7, "cooldown_steps": 30},
-        "efficiency": {"precision": "fp32", "compile": False},
-    }
-    path, out = write(tmp_path / "mine.yaml", values), tmp_path / "found.yaml"
-    options = ("--no-search", "--tokens", "100K", "--write", str(out))
-    found, said = planned(capfd, path, *options)
-    before, after = (load_recipe(one).model_dump(mode="json") for one in (path, out))
+def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data: Path) -> None:
+    written = parse_recipe(
+        {
+            "data": {"dir": str(data), "seq_len": 32},
+            "model": {**_MODEL, "model_type": "qwen3", "vocab_size": 320, "num_key_value_heads": 2},
+            "batch": {
+                "global_batch_tokens": 4096,
+                "ramp_start_tokens": 1024,
+                "ramp_steps": 10,
+            },
+            "optimizer": {"name": "muon", "muon_learning_rate": 0.01, "learning_rate": 0.3},
+            "schedule": {"kind": "wsd", "max_steps": 100, "warmup_steps": 7, "cooldown_steps": 30},
+        }
+    )
+    plan = make_plan(
+        written,
+        find_machine("RTX 4090"),
+        budget=Budget(tokens=100_000),
+        searches=False,
+        estimator=FixedEstimator(),
+    )
+    assert plan.chosen is not None
+    before, after = written.model_dump(mode="json"), plan.chosen.model_dump(mode="json")
+    named = plan.to_json()["replacements"]
     changed = {
         f"{section}.{key}": (before[section].get(key), new)
         for section, keys in after.items()
         for key, new in (keys or {}).items()
         if before[section].get(key) != new
     }
-    named = {key: tuple(pair) for key, pair in found["replacements"].items()}
     assert named.keys() == changed.keys()
     assert {key: new for key, (_, new) in named.items()} == {k: v for k, (_, v) in changed.items()}
     assert named["model.hidden_size"] == (32, 128)
@@ -712,10 +722,13 @@ def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(
     assert named["schedule.warmup_ratio"] == (None, 0.07)
     assert named["schedule.decay_fraction"] == (None, 0.3)
     assert "optimizer.learning_rate" not in named
-    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in said.splitlines() if line}
-    assert lines["model.hidden_size"] == "32 -> 128"
-    assert lines["schedule.warmup_ratio"] == "not set -> 0.07"
-    assert lines["schedule.cooldown_steps"] == "30 -> null"
+    said = [line.split(maxsplit=1) for line in blocks(plan) if isinstance(line, str)]
+    lines = {key: rest for key, *rest in said if " ".join(rest)}
+    assert lines["model.hidden_size"] == ["32 -> 128"]
+    assert lines["schedule.warmup_ratio"] == ["not set -> 0.07"]
+    assert lines["schedule.cooldown_steps"] == ["30 -> null"]
+    assert lines["batch.ramp_steps"] == ["10 -> null"]
+    assert lines["optimizer.muon_learning_rate"] == ["0.01 -> 0.005"]
     assert named.keys() <= lines.keys()
 
 
@@ -729,8 +742,13 @@ def test_passes_over_the_text_in_a_budget_of_time_are_at_most_the_recipes_epochs
         efficiency={"compile": False},
         optimizer={"name": "adafactor"},
     )
-    machine = find_machine("RTX 4090")
-    plan = make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
+    plan = make_plan(
+        written,
+        find_machine("RTX 4090"),
+        budget=Budget(seconds=60.0),
+        searches=False,
+        estimator=FixedEstimator(),
+    )
     assert plan.suggestion is not None
     assert plan.suggestion.epochs is not None
     assert 2.5 < plan.suggestion.epochs <= 3

@@ -6,22 +6,20 @@ import gc
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
 
 import pytest
+from planner_recipes import FixedEstimator
 
 from firstlight.cli.plan import write_recipe
 from firstlight.data.conversations import to_conversation, to_pair
 from firstlight.errors import ConfigError
 from firstlight.planner.plan import compute_optimal
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
-from firstlight.planner.plan.machine import find_machine, resolve_for, with_changes
+from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.planner.plan.plan import Budget, make_plan
-from firstlight.planner.speed.gpu import Range
-from firstlight.planner.speed.throughput import SpeedPrediction
 from firstlight.recipe import load_recipe
 from firstlight.training.loop import train
 
@@ -61,18 +59,6 @@ def test_a_recipe_is_planned_before_its_data_are_prepared(
     assert settled.model.vocab_size == sizes.get(path.stem, settled.model.vocab_size) > 0
 
 
-class FastMachine(Estimator):
-    """Estimates that every candidate fits and trains at the same speed, without tracing it."""
-
-    def estimate(self, candidate: Candidate) -> Estimate:
-        recipe = with_changes(candidate.recipe, candidate.changes)
-        speed = SpeedPrediction(*[Range(1e6, 1e6, 1e6)] * 3, {}, {}, "compute")
-        return Estimate(candidate.name, candidate.changes, recipe, speed=speed)
-
-    def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
-        return map(self.estimate, candidates)
-
-
 @pytest.mark.parametrize("name", _FINE_TUNING)
 def test_budget_for_recipe_that_starts_from_weights_is_refused(name: str) -> None:
     recipe = load_recipe(_ROOT / "recipes" / f"{name}.yaml")
@@ -93,7 +79,7 @@ def test_budget_for_recipe_suggests_one_that_learns_with_its_family_and_optimize
         find_machine("RTX 4090"),
         budget=Budget(tokens=12_800),
         searches=False,
-        estimator=FastMachine(),
+        estimator=FixedEstimator(),
     )
     assert plan.chosen is not None
     write_recipe(tmp_path / "planned.yaml", plan.chosen)
