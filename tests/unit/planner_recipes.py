@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from plain_recipe import plain_recipe
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
+from firstlight.planner.plan.machine import with_changes
+from firstlight.planner.speed.gpu import Range
+from firstlight.planner.speed.throughput import SpeedPrediction
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
@@ -59,3 +64,16 @@ def real_steps(recipe: ResolvedRecipe) -> None:
     batch = Batch(ids, ids.clone(), ids.numel(), documents)
     for _ in range(2):
         program.step([batch] * recipe.batch.accumulation(shape[1]), lr_scale=1.0)
+
+
+class FixedEstimator(Estimator):
+    """Estimates without tracing: every candidate fits, and trains at the same speed."""
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        recipe = with_changes(candidate.recipe, candidate.changes)
+        rate = Range(1e6, 1e6, 1e6)
+        speed = SpeedPrediction(rate, rate, rate, {}, {}, "compute")
+        return Estimate(candidate.name, candidate.changes, recipe, speed=speed)
+
+    def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
+        return map(self.estimate, candidates)

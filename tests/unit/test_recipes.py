@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 
 import pytest
+from planner_recipes import FixedEstimator
 
+from firstlight.cli.plan import write_recipe
 from firstlight.data.conversations import to_conversation, to_pair
+from firstlight.errors import ConfigError
+from firstlight.planner.plan import compute_optimal
 from firstlight.planner.plan.machine import find_machine, resolve_for
+from firstlight.planner.plan.plan import Budget, make_plan
 from firstlight.recipe import load_recipe
+from firstlight.training.loop import train
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RECIPES = sorted((_ROOT / "recipes").glob("*.yaml"))
+
+#: The recipes that start from weights: the rest train new models.
+_FINE_TUNING = [
+    "gpt2-124m-finetune",
+    "llama-3.2-1b-lora",
+    "sft-tiny",
+    "tour-continue",
+    "tour-dpo",
+    "tour-sft",
+]
+_NEW_MODELS = [path for path in _RECIPES if path.stem not in _FINE_TUNING]
 
 
 @pytest.mark.parametrize("path", _RECIPES, ids=lambda path: str(path.stem))
@@ -38,6 +57,51 @@ def test_a_recipe_is_planned_before_its_data_are_prepared(
     assert settled.model is not None
     sizes = {"gpt2-124m": 50257, "demo": 4096, "llama-1b-fsdp": 128256}
     assert settled.model.vocab_size == sizes.get(path.stem, settled.model.vocab_size) > 0
+
+
+@pytest.mark.parametrize("name", _FINE_TUNING)
+def test_budget_for_recipe_that_starts_from_weights_is_refused(name: str) -> None:
+    recipe = load_recipe(_ROOT / "recipes" / f"{name}.yaml")
+    with pytest.raises(ConfigError, match=r"suggest a new model, and a recipe with.* weights"):
+        make_plan(recipe, find_machine("RTX 4090"), budget=Budget(seconds=60), searches=False)
+
+
+@pytest.mark.parametrize("path", _NEW_MODELS, ids=lambda path: str(path.stem))
+def test_budget_for_recipe_suggests_one_that_learns_with_its_family_and_optimizer(
+    path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Smaller than the smallest rung of the ladder, which takes seconds to train with Muon.
+    monkeypatch.setattr(compute_optimal, "_SHAPES", ((64, 2),))
+    small = {"data.dir": str(data), "data.seq_len": "32", "efficiency.compile": "false"}
+    recipe = load_recipe(path, [*small.items(), ("efficiency.precision", "fp32")])
+    plan = make_plan(
+        recipe,
+        find_machine("RTX 4090"),
+        budget=Budget(tokens=12_800),
+        searches=False,
+        estimator=FixedEstimator(),
+    )
+    assert plan.chosen is not None
+    write_recipe(tmp_path / "planned.yaml", plan.chosen)
+    run = {"run.dir": str(tmp_path / "run"), "run.device": "cpu", "schedule.max_steps": "50"}
+    # One process trains here: none shares its work.
+    run |= {"distributed.engine": "none", "evaluation.max_rows": "1"}
+    found = load_recipe(tmp_path / "planned.yaml", list(run.items()))
+    before = plan.recipe
+    assert found.model is not None
+    assert found.model.model_type == before.model.model_type
+    assert found.model.tie_word_embeddings == before.model.tie_word_embeddings
+    assert (found.optimizer.name, found.init) == (before.optimizer.name, before.init)
+    own = before.optimizer.model_copy(update={"tuned_width": before.model.hidden_size})
+    scaled = own.for_width(found.model.hidden_size)
+    for role in ("embedding", "head", "matrix", "vector"):
+        assert found.optimizer.peak_rate(role) == pytest.approx(scaled.peak_rate(role), rel=1e-9)
+    losses: list[float] = []
+    train(found, on_step=lambda record: losses.append(record["train/loss"]))
+    assert len(losses) == 50
+    # The first step guesses about evenly.
+    assert losses[0] == pytest.approx(math.log(320), abs=0.3)
+    assert mean(losses[-10:]) < losses[0] - 0.5
 
 
 def test_the_prepared_data_decide_over_the_recipes_vocabulary(data: Path) -> None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
-from firstlight.models import LlamaConfig
-from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.models import ModelConfig
+from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,15 @@ def worth_of_tokens(tokens: float, unique: float | None) -> float:
 MOST_EPOCHS = 40.0
 
 
-def useful_tokens(tokens: float, unique: float | None) -> float:
-    """The number of tokens worth reading: at most `MOST_EPOCHS` epochs of the text.
+def useful_tokens(tokens: float, unique: float | None, most_epochs: float = MOST_EPOCHS) -> float:
+    """The number of tokens worth reading: at most `most_epochs` epochs of the text.
 
     Args:
         tokens: tokens that there is time for.
         unique: tokens of the text; None if nothing is repeated.
+        most_epochs: largest number of epochs.
     """
-    return tokens if unique is None else min(tokens, MOST_EPOCHS * unique)
+    return tokens if unique is None else min(tokens, most_epochs * unique)
 
 
 def batch_tokens(flops: float, seq_len: int) -> int:
@@ -101,15 +105,6 @@ def batch_tokens(flops: float, seq_len: int) -> int:
     return seq_len * (1 << round(math.log2(rows)))
 
 
-def peak_learning_rate(flops: float) -> float:
-    """AdamW's peak learning rate, for a run of this number of FLOPs with `batch_tokens` a step,
-    rounded to two digits.
-
-    Source: DeepSeek LLM (Bi et al. 2024), equation 1: 0.3118 x FLOPs^-0.125.
-    """
-    return float(f"{0.3118 * flops**-0.1250:.1e}")
-
-
 @dataclass(frozen=True)
 class Suggestion:
     """The suggested model and run for a budget.
@@ -117,32 +112,35 @@ class Suggestion:
     Attributes:
         config: config of the model.
         parameters: number of the model's parameters.
+        active_parameters: number of parameters that are used for a token: fewer than all in a
+            mixture of experts.
         tokens: tokens of the run.
-        global_batch_tokens, max_steps, learning_rate: suggested values of the recipe's keys.
+        global_batch_tokens, max_steps: suggested values of the recipe's keys.
         seconds: duration at the expected rate.
         loss: smallest and largest expected loss at the end, nats a token.
         epochs: passes over the text at hand; None if its size is not known.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     parameters: int
+    active_parameters: int
     tokens: int
     global_batch_tokens: int
     max_steps: int
-    learning_rate: float
     seconds: float
     loss: tuple[float, float]
     epochs: float | None
 
 
 def suggest(
-    rate: Callable[[LlamaConfig], float | None],
-    models: Iterable[LlamaConfig],
+    rate: Callable[[ModelConfig], float | None],
+    models: Iterable[ModelConfig],
     *,
     seq_len: int,
     seconds: float | None = None,
     tokens: float | None = None,
     unique_tokens: float | None = None,
+    most_epochs: float = MOST_EPOCHS,
 ) -> Suggestion:
     """The model of a budget with the least expected loss.
 
@@ -153,6 +151,7 @@ def suggest(
         seq_len: tokens of a sequence.
         seconds, tokens: the budget as time or as tokens; exactly one of them.
         unique_tokens: tokens of the text at hand; None if there is no limit.
+        most_epochs: largest number of epochs of the text in a budget of time.
 
     Raises:
         ConfigError: not even the smallest model fits, or not exactly one budget is given.
@@ -165,13 +164,13 @@ def suggest(
         # The models are sorted by size: no larger one fits either.
         if speed is None:
             break
-        in_time = useful_tokens(speed * (seconds or 0.0), unique_tokens)
+        in_time = useful_tokens(speed * (seconds or 0.0), unique_tokens, most_epochs)
         budget = tokens if tokens is not None else in_time
         one = _suggestion(config, speed, budget, seq_len, unique_tokens)
         worth = worth_of_tokens(one.tokens, unique_tokens)
-        loss = _DECIDING.loss(one.parameters, worth)
+        loss = _DECIDING.loss(one.active_parameters, worth)
         is_short = tokens is not None or worth < one.tokens
-        if is_short and best is not None and worth < _TOKENS_A_PARAMETER * one.parameters:
+        if is_short and best is not None and worth < _TOKENS_A_PARAMETER * one.active_parameters:
             # If only tokens are limited, any larger model is better, but not worth its cost.
             break
         if best is not None and loss >= best[0]:
@@ -191,10 +190,10 @@ _TOKENS_A_PARAMETER = 20.0
 
 
 def _suggestion(
-    config: LlamaConfig, speed: float, budget: float, seq_len: int, unique: float | None
+    config: ModelConfig, speed: float, budget: float, seq_len: int, unique: float | None
 ) -> Suggestion:
     model = meta_model(config)
-    parameters = sum(p.numel() for p in model.parameters())
+    count = count_parameters(model)
     flops = train_flops_per_token(model, seq_len) * max(budget, 1.0)
     batch = batch_tokens(flops, seq_len)
     # A learning-rate schedule needs some steps, so a small budget gets smaller steps.
@@ -204,13 +203,13 @@ def _suggestion(
     tokens = steps * batch
     return Suggestion(
         config=config,
-        parameters=parameters,
+        parameters=count.total,
+        active_parameters=count.active,
         tokens=tokens,
         global_batch_tokens=batch,
         max_steps=steps,
-        learning_rate=peak_learning_rate(flops),
         seconds=tokens / speed,
-        loss=expected_loss(parameters, worth_of_tokens(tokens, unique), config.vocab_size),
+        loss=expected_loss(count.active, worth_of_tokens(tokens, unique), config.vocab_size),
         epochs=None if unique is None else tokens / unique,
     )
 
@@ -224,15 +223,13 @@ def with_steps(found: Suggestion, steps: int, unique_tokens: float | None = None
         steps: the new number of steps.
         unique_tokens: tokens of the text at hand; None if there is no limit.
     """
-    config, tokens = found.config, steps * found.global_batch_tokens
+    tokens = steps * found.global_batch_tokens
     worth = worth_of_tokens(tokens, unique_tokens)
-    flops = train_flops_per_token(meta_model(config), config.max_position_embeddings) * tokens
     return replace(
         found,
         tokens=tokens,
         max_steps=steps,
-        learning_rate=peak_learning_rate(flops),
-        loss=expected_loss(found.parameters, worth, config.vocab_size),
+        loss=expected_loss(found.active_parameters, worth, found.config.vocab_size),
         epochs=None if unique_tokens is None else tokens / unique_tokens,
     )
 
@@ -249,32 +246,83 @@ _SHAPES = (
 )
 
 
-def model_ladder(
-    vocab_size: int, seq_len: int, *, ties: bool = True, cuts: int = 1
-) -> Iterator[LlamaConfig]:
-    """Models of the Llama family, smallest first. SwiGLU has 8/3 of the hidden size. Heads have a
-    size of 64; from a hidden size of 2,048 on, 128, with a quarter as many key-value heads.
+#: Keys of sizes that are proportional to the width.
+_PROPORTIONAL_SIZES = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "kv_lora_rank",
+    "q_lora_rank",
+)
+
+
+def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
+    """Models of the same family in other sizes, smallest first.
+
+    They keep all other keys of the model: the size of a head, the head's tie to the embedding, the
+    numbers of experts, the context. The sizes of MLP and experts stay proportional to the width,
+    and so does the number of key-value heads to that of the heads.
 
     Args:
-        vocab_size, seq_len: vocabulary and context of all models.
-        ties: True ties the embedding and the head up to a hidden size of 1,024.
+        model: config of the model.
         cuts: number of processes among which the key-value heads are to be divided evenly. Their
             number is then the possible one that is nearest to the usual one; the usual one if none
             is possible.
+
+    Raises:
+        ConfigError: the family has none of these sizes with the model's other keys.
     """
+    ladder: dict[tuple[int, int], ModelConfig] = {}
+    problem = ""
     for hidden, layers in _SHAPES:
-        head_dim = 64 if hidden < 2048 else 128
-        heads = hidden // head_dim
-        step = 64 if hidden < 1024 else 256
-        usual = heads // 4 if hidden >= 2048 and heads % 4 == 0 else heads
-        shared = [count for count in range(cuts, heads + 1, cuts) if heads % count == 0]
-        yield LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=math.ceil(hidden * 8 / 3 / step) * step,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=min(shared, key=lambda count: abs(count - usual), default=usual),
-            max_position_embeddings=seq_len,
-            tie_word_embeddings=ties and hidden <= 1024,
-        )
+        try:
+            config = _resized(model, hidden, layers, cuts)
+        except ValidationError as error:
+            # For instance a model with experts in every tenth layer has no smaller depth.
+            problem = str(error.errors()[0]["msg"])
+            continue
+        ladder[config.hidden_size, layers] = config
+    if not ladder:
+        raise ConfigError(f"the model section is valid in its own size only: {problem}")
+    yield from ladder.values()
+
+
+def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelConfig:
+    """The model with about this width, and this number of layers; arguments as in `model_ladder`.
+
+    Raises:
+        ValidationError: the model's other keys are invalid with these sizes.
+    """
+    values: dict[str, Any] = model.model_dump()
+    width, depth, heads = model.hidden_size, model.num_hidden_layers, model.num_attention_heads
+    count = max(round(hidden * heads / width), 1)
+    # The multiple of the width of a head that is nearest.
+    hidden = hidden if width % heads else count * width // heads
+    changes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": count,
+        "max_window_layers": round(values.get("max_window_layers", 0) * layers / depth),
+        "first_k_dense_replace": min(values.get("first_k_dense_replace", 0), layers - 1),
+        "mlp_only_layers": [i for i in values.get("mlp_only_layers", ()) if i < layers],
+    }
+    for key in _PROPORTIONAL_SIZES:
+        size = (values.get(key) or 0) * hidden / width
+        step = 16 if size < 256 else 64 if size < 2560 else 256
+        changes[key] = math.ceil(size / step) * step or None
+    if "num_key_value_heads" in values:
+        usual = count * values["num_key_value_heads"] / heads
+        possible = [n for n in range(1, count + 1) if count % n == 0]
+        shared = [n for n in possible if n % cuts == 0] or possible
+        changes["num_key_value_heads"] = min(shared, key=lambda n: abs(n - usual))
+    if "linear_num_key_heads" in values:
+        keys = values["linear_num_key_heads"]
+        changes["linear_num_key_heads"] = max(round(keys * count / heads), 1)
+        each = values["linear_num_value_heads"] // keys
+        changes["linear_num_value_heads"] = each * changes["linear_num_key_heads"]
+    for key in ("layer_types", "no_rope_layers"):
+        # Lists of layers are mostly repetitions of a pattern.
+        listed = values.get(key)
+        changes[key] = listed and [listed[i % depth] for i in range(layers)]
+    known = {key: value for key, value in changes.items() if key in values}
+    return type(model).model_validate(values | known)

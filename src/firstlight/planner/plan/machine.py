@@ -246,7 +246,7 @@ def facts_of(recipe: Recipe, machine: Machine) -> Facts:
     Raises:
         ConfigError: the number of devices is no multiple of tensor_parallel x pipeline.
     """
-    processes, tokens = copies_of(recipe, machine.count), _epoch_tokens(recipe)
+    processes, tokens = copies_of(recipe, machine.count), epoch_tokens(recipe)
     if machine.is_here or machine.target.kind == "cpu":
         return facts_here(machine.hardware, processes=processes, epoch_tokens=tokens)
     gpu = machine.gpu
@@ -263,7 +263,7 @@ def facts_of(recipe: Recipe, machine: Machine) -> Facts:
     )
 
 
-def _epoch_tokens(recipe: Recipe) -> int | None:
+def epoch_tokens(recipe: Recipe) -> int | None:
     """Tokens of the training split; None where the data are not on this machine."""
     found = [prepared_vocabulary(folder) for folder in _folders(recipe)]
     return None if None in found else sum(one[1] for one in found if one)

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.errors import ConfigError
-from firstlight.models import LlamaConfig, ModelConfig
+from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.optim.registry import OPTIMIZERS
 from firstlight.parallel.selection import named_engine
 from firstlight.planner.memory.ranks import copies_of, why_not_cut
 from firstlight.planner.plan.compute_optimal import (
+    MOST_EPOCHS,
     Suggestion,
     model_ladder,
     suggest,
@@ -31,8 +34,8 @@ from firstlight.planner.plan.estimate import (
 from firstlight.planner.plan.machine import (
     Machine,
     PlannedRun,
+    epoch_tokens,
     planned_run,
-    prepared_vocabulary,
     resolve_for,
     with_changes,
 )
@@ -85,6 +88,9 @@ class Plan:
         warnings: warnings of sizes of the model that the machine computes slowly.
         suggestion: the model and the schedule for the budget.
         suggested: the estimate for `suggestion`.
+        replacements: old and new value of each key (`section.key`) whose value in the suggested
+            recipe differs from the recipe as written; the old value is None for a key that is not
+            set.
     """
 
     machine: Machine
@@ -99,6 +105,7 @@ class Plan:
     warnings: Sequence[str] = ()
     suggestion: Suggestion | None = None
     suggested: Estimate | None = None
+    replacements: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -157,6 +164,7 @@ class Plan:
             "nearest": [one.to_json() for one in self.nearest],
             "suggestion": suggestion,
             "suggested": None if self.suggested is None else self.suggested.to_json(),
+            "replacements": self.replacements,
             "recipe": None if self.chosen is None else self.chosen.model_dump(mode="json"),
         }
 
@@ -183,11 +191,17 @@ def make_plan(
 
     Raises:
         ConfigError: the recipe can't be trained on any machine; or there is a price, but neither a
-            budget nor a run of known length.
+            budget nor a run of known length; or there is a budget, but the recipe trains weights
+            that exist.
         ModelError: `init_from` is not the folder of a model.
     """
-    resolved = resolve_for(recipe, machine, init_from)
     budget = budget or Budget()
+    if budget.is_given and (why := _starting_weights(recipe, init_from)):
+        raise ConfigError(
+            f"--budget and --tokens suggest a new model, and {why}: leave them out, and set "
+            "schedule.max_minutes to train for a given time"
+        )
+    resolved = resolve_for(recipe, machine, init_from)
     estimator = estimator or Estimator()
     estimator.tell("as it stands")
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
@@ -214,7 +228,42 @@ def make_plan(
         )
     if budget.is_given:
         plan = dataclasses.replace(plan, **_for_budget(plan, budget, estimator))
+        assert plan.suggested is not None
+        changed = _replacements(recipe, resolved, plan.suggested.recipe)
+        plan = dataclasses.replace(plan, replacements=changed)
     return plan
+
+
+def _starting_weights(recipe: Recipe, init_from: str | None) -> str:
+    """The reason why the shape of the recipe's model is that of weights that exist, as text; "" for
+    a new model."""
+    if init_from is not None:
+        return "--init-from gives the weights to start from"
+    if recipe.model is None:
+        return "a recipe without a model section starts from given weights"
+    for section in ("lora", "preference"):
+        if getattr(recipe, section) is not None:
+            return f"a recipe with a {section} section starts from given weights"
+    return ""
+
+
+def _replacements(
+    written: Recipe, resolved: ResolvedRecipe, suggested: ResolvedRecipe
+) -> dict[str, tuple[Any, Any]]:
+    """See `Plan.replacements`."""
+    found: dict[str, tuple[Any, Any]] = {}
+    given, before = written.model_dump(mode="json"), resolved.model_dump(mode="json")
+    for section, values in suggested.model_dump(mode="json").items():
+        set_keys = getattr(getattr(written, section), "model_fields_set", ())
+        for key, new in (values or {}).items():
+            default = (given[section] or {}).get(key)
+            # A key that the recipe leaves open has the value with which it runs without a budget.
+            old = default if key in set_keys else before[section].get(key)
+            if old != new:
+                found[f"{section}.{key}"] = old, new
+            elif default != new:
+                found[f"{section}.{key}"] = None, new
+    return found
 
 
 def _run_of(estimate: Estimate, machine: Machine) -> PlannedRun | None:
@@ -247,8 +296,7 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
         )
     recipe, machine = plan.recipe, plan.machine
     seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
-    prepared = None if recipe.data.dir is None else prepared_vocabulary(recipe.data.dir)
-    unique = None if prepared is None else float(prepared[1])
+    unique, most_epochs = epoch_tokens(recipe), largest_epochs(recipe)
     most_parameters = _most_parameters(recipe, machine)
     flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
     suggested: dict[str, Any] = {}
@@ -269,18 +317,19 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
             seconds=budget.seconds,
             tokens=budget.tokens,
             unique_tokens=unique,
+            most_epochs=most_epochs,
         )
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
-        estimate = best_estimate(_suggested_recipe(recipe, found), machine, estimator)
-        if estimate is None:
+        estimate = best_estimate(_suggested_recipe(plan, found), machine, estimator)
+        if estimate is None or "optimizer.name" in estimate.changes:
             # Next a model that is a fifth smaller, but not smaller than one that is known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         assert estimate.tokens_per_second is not None
         fitting = max(fitting, found.parameters)
-        one = _in_time(found, estimate, budget, unique)
+        one = _in_time(found, estimate, budget, unique, most_epochs)
         if not suggested or _loss(one) < _loss(suggested):
             suggested = one
         reached = estimate.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
@@ -295,6 +344,12 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
     return suggested
 
 
+def largest_epochs(recipe: Recipe) -> float:
+    """Largest number of passes over the text in a budget of time: `schedule.epochs`, or
+    `MOST_EPOCHS`."""
+    return min(recipe.schedule.epochs or MOST_EPOCHS, MOST_EPOCHS)
+
+
 def _loss(suggested: dict[str, Any]) -> float:
     found: Suggestion = suggested["suggestion"]
     return sum(found.loss)
@@ -307,17 +362,10 @@ def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
     return pieces * machine.usable_bytes / _STATE_BYTES
 
 
-def _models_to_train(recipe: ResolvedRecipe) -> list[LlamaConfig]:
+def _models_to_train(recipe: ResolvedRecipe) -> list[ModelConfig]:
     """The models of the ladder that can be sharded as the recipe asks, smallest first."""
     cut = recipe.distributed
-    ladder = list(
-        model_ladder(
-            recipe.model.vocab_size,
-            recipe.data.seq_len,
-            ties=cut.pipeline == 1,
-            cuts=cut.tensor_parallel,
-        )
-    )
+    ladder = list(model_ladder(recipe.model, cuts=cut.tensor_parallel))
     models = [one for one in ladder if not any(why_not_cut(one, cut))]
     if not models:
         why = "; ".join(why_not_cut(ladder[-1], cut))
@@ -345,51 +393,76 @@ def _flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return train_flops_per_token(meta_model(config), seq_len)
 
 
-def _suggested_recipe(recipe: ResolvedRecipe, found: Suggestion) -> ResolvedRecipe:
+def _suggested_recipe(plan: Plan, found: Suggestion) -> ResolvedRecipe:
+    """The recipe with the suggestion's model, batch and number of steps, and with the learning
+    rates of its width."""
+    recipe, optimizer = plan.recipe, plan.recipe.optimizer
+    if has_width_rule(recipe):
+        # Without a tuned_width, the rates are those of the recipe's own model.
+        width = optimizer.tuned_width or recipe.model.hidden_size
+        optimizer = optimizer.model_copy(update={"tuned_width": width})
+        optimizer = optimizer.for_width(found.config.hidden_size)
+    schedule = _kept_schedule(plan)
+    if recipe.schedule.initial_learning_rate is not None:
+        # The warm-up begins at the same share of the peak.
+        ratio = optimizer.learning_rate / recipe.optimizer.learning_rate
+        schedule["initial_learning_rate"] = ratio * recipe.schedule.initial_learning_rate
     return with_changes(
-        recipe.model_copy(update={"model": found.config}),
+        recipe.model_copy(update={"model": found.config, "optimizer": optimizer}),
         {
             "batch": {"micro_batch_size": 1, "global_batch_tokens": found.global_batch_tokens},
-            "schedule": {
-                **recipe.schedule.model_dump(
-                    exclude={
-                        *("epochs", "max_minutes", "decay_steps", "decay_tokens"),
-                        *("cooldown_steps", "min_learning_rate"),
-                    }
-                ),
-                "max_steps": found.max_steps,
-                "min_lr_ratio": None
-                if recipe.schedule.kind == "constant"
-                else recipe.schedule.minimum_scale(recipe.optimizer.learning_rate),
-            },
-            **_learning_rates(recipe, found.learning_rate),
+            "schedule": {**schedule, "max_steps": found.max_steps},
         },
     )
 
 
-def _learning_rates(recipe: ResolvedRecipe, peak: float) -> dict[str, float]:
-    """Changes to the recipe that set the peak learning rate, and scale the rate of the first step
-    with it."""
-    initial, changes = recipe.schedule.initial_learning_rate, {"optimizer.learning_rate": peak}
-    if initial is not None:
-        share = initial / recipe.optimizer.learning_rate
-        changes["schedule.initial_learning_rate"] = share * peak
-    return changes
+def has_width_rule(recipe: Recipe) -> bool:
+    """True if the learning rates of the recipe's optimizer can follow the model's width."""
+    return "tuned_width" in OPTIMIZERS[recipe.optimizer.name].options
+
+
+def _kept_schedule(plan: Plan) -> dict[str, Any]:
+    """The keys of the recipe's schedule for a run of another length. Warm-up and decay that are
+    given in steps or tokens keep their share of the run; if the length of the recipe's run is not
+    known, they get the default share."""
+    config = plan.recipe.schedule
+    values = config.model_dump(
+        exclude={"epochs", "max_minutes", "decay_steps", "decay_tokens", "min_learning_rate"}
+    )
+    if config.kind != "constant":
+        values["min_lr_ratio"] = config.minimum_scale(plan.recipe.optimizer.learning_rate)
+    run = None if plan.run is None else plan.run.schedule
+
+    def share(steps: int) -> float:
+        assert run is not None
+        # Rounded down, so that two shares of a run are not more than all of it.
+        return min(math.floor(1e5 * steps / run.max_steps) / 1e5, 1.0)
+
+    if config.warmup_steps or config.warmup_tokens:
+        values |= {"warmup_steps": None, "warmup_tokens": None}
+        values["warmup_ratio"] = share(run.warmup_steps) if run and run.max_steps else None
+    if config.cooldown_steps:
+        values["cooldown_steps"] = None
+        values["decay_fraction"] = share(run.cooldown_steps) if run and run.max_steps else None
+    return values
 
 
 def _in_time(
-    found: Suggestion, estimate: Estimate, budget: Budget, unique_tokens: float | None
+    found: Suggestion,
+    estimate: Estimate,
+    budget: Budget,
+    unique_tokens: float | None,
+    most_epochs: float,
 ) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`. With a budget in seconds, with as
     many steps as the estimated speed has time for."""
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
-        tokens = useful_tokens(budget.seconds * speed, unique_tokens)
+        tokens = useful_tokens(budget.seconds * speed, unique_tokens, most_epochs)
         steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, unique_tokens)
-        rates = _learning_rates(estimate.recipe, found.learning_rate)
-        changes = {"schedule.max_steps": steps, **rates}
+        changes = {"schedule.max_steps": steps}
         estimate = dataclasses.replace(estimate, recipe=with_changes(estimate.recipe, changes))
     found = dataclasses.replace(found, seconds=found.tokens / speed)
     return {"suggestion": found, "suggested": estimate}

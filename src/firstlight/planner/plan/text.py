@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from firstlight.planner.memory.prediction import PARTS
 from firstlight.planner.plan.compute_optimal import MOST_EPOCHS
 from firstlight.planner.plan.estimate import Estimate
 from firstlight.planner.plan.machine import PlannedRun
-from firstlight.planner.plan.plan import Plan, cost
+from firstlight.planner.plan.plan import Plan, cost, has_width_rule, largest_epochs
 from firstlight.planner.speed.gpu import Range
 from firstlight.recipe import ResolvedRecipe
 
@@ -196,27 +197,57 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     assert found is not None
     assert estimate is not None
     config = found.config
+    active, kind = "", "parameter"
+    if found.active_parameters < found.parameters:
+        active, kind = f"{found.active_parameters / 1e6:,.0f}M active, ", "active parameter"
     yield (
-        f"to train with this budget: {found.parameters / 1e6:,.0f}M parameters "
-        f"(hidden_size {config.hidden_size}, {config.num_hidden_layers} layers), "
-        f"{count_text(found.tokens)} tokens, {found.tokens / found.parameters:.2g} a parameter"
+        f"to train with this budget: {config.model_type}, {found.parameters / 1e6:,.0f}M "
+        f"parameters ({active}hidden_size {config.hidden_size}, {config.num_hidden_layers} "
+        f"layers), {count_text(found.tokens)} tokens, "
+        f"{found.tokens / found.active_parameters:.2g} per {kind}"
     )
-    low, high = found.loss
     yield (
         f"    {found.max_steps:,} steps of {found.global_batch_tokens:,} tokens, micro-batches of "
-        f"{estimate.recipe.batch.micro_batch_size} rows, learning rate {found.learning_rate:g}"
+        f"{estimate.recipe.batch.micro_batch_size} rows"
     )
     yield f"    {in_words(estimate)}"
     yield f"    {hours(found.seconds)}{_price(plan, found.seconds)}"
-    yield (
-        f"    expected loss {low:.2f} to {high:.2f} nats a token: on web text with a vocabulary of "
-        "32,000; other text has another"
-    )
+    low, high = found.loss
+    if low == math.log(config.vocab_size):
+        yield "    expected loss not known: the run is too short for the scaling laws"
+    else:
+        yield (
+            f"    expected loss {low:.2f} to {high:.2f} nats a token: on web text with a "
+            "vocabulary of 32,000; other text has another"
+        )
     if found.epochs is not None:
-        read = f"    the prepared text is read {found.epochs:.2g} times"
-        # Not exactly `MOST_EPOCHS`, because a run has whole steps.
-        is_all = found.epochs > 0.9 * MOST_EPOCHS
-        yield f"{read}: more would be worth little, and more text much" if is_all else read
+        yield f"    the prepared text is read {found.epochs:.2g} times{_limit(plan, found.epochs)}"
+    yield "    in place of the recipe's values:"
+    width = max(len(key) for key in plan.replacements)
+    for key, (old, new) in plan.replacements.items():
+        before = "not set" if old is None else _written(old)
+        yield f"      {key:<{width}}  {before} -> {_written(new)}"
+    if not has_width_rule(plan.recipe):
+        yield (
+            f"    note: the learning rates are the recipe's: for {plan.recipe.optimizer.name}, no "
+            "rule is known by which they follow the width"
+        )
+
+
+def _limit(plan: Plan, epochs: float) -> str:
+    """The reason why the text is not read more often, as the end of a sentence; "" if it is only
+    the budget."""
+    # Not exactly the limit, because a run has whole steps.
+    if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
+        return ""
+    if epochs < 0.9 * MOST_EPOCHS:
+        return ", as schedule.epochs limits it"
+    return ": more would be worth little, and more text much"
+
+
+def _written(value: Any) -> str:
+    """A value of the recipe as in YAML, numbers with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
 def _price(plan: Plan, seconds: float) -> str:
