@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from plain_recipe import plain_recipe
 
 from firstlight.cli.plan import plan_command
 from firstlight.hardware.gpus import find_gpu
-from firstlight.planner.memory.kernels import Layout, Operator, OperatorCount, bytes_of
+from firstlight.planner.memory.kernels import (
+    Layout,
+    Operator,
+    OperatorCount,
+    bytes_of,
+    cuda_target,
+)
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.plan.machine import find_machine
 from firstlight.planner.speed.gpu import (
     BOUNDS,
     DEFAULT_SHARES,
     MeasuredGpu,
+    assumed_shares,
     measured_gpu,
     read_measured,
     save_measured,
     shares_for,
     shares_of,
 )
-from firstlight.planner.speed.recipe import TimedStep, fit_constants, relative_errors
+from firstlight.planner.speed.recipe import (
+    TimedStep,
+    count_operators,
+    fit_constants,
+    relative_errors,
+    workload_of,
+)
 from firstlight.planner.speed.throughput import Workload, predict_speed
 
 H200 = find_gpu("H200")
@@ -37,6 +52,13 @@ CONSTANTS = {
     "fused_traffic": 2.2,
 }
 MEASURED = MeasuredGpu(CONSTANTS, 0.08, 11, 20, "2.11.0", 640 * 2**20)
+
+#: Layers, hidden_size, heads and sequence length of GPT-2 models by their number of parameters.
+_SIZES = {
+    "1M": (4, 128, 4, 256),
+    "124M": (12, 768, 12, 1024),
+    "1.5B": (48, 1600, 25, 1024),
+}
 
 _RECIPE = """
 data: {dir: /nowhere, seq_len: 64}
@@ -64,8 +86,13 @@ def _plan(folder: Path, gpu: str) -> tuple[str, dict[str, Any]]:
 
 def test_a_plan_says_whether_a_kind_of_gpu_was_measured(cache: Path, tmp_path: Path) -> None:
     said, before = _plan(tmp_path, "H200")
-    assert "speed of H200: from the data sheet" in said
-    assert before["as_it_stands"]["speed"]["source"] == "from the data sheet"
+    assumed = "from the data sheet and a measured H100, not measured itself"
+    assert f"speed of H200: {assumed}" in said
+    assert before["as_it_stands"]["speed"]["source"] == assumed
+    # An H200 loads the kernels of an H100.
+    h100 = measured_gpu(find_gpu("H100"))
+    assert h100 is not None
+    assert before["as_it_stands"]["training"]["overhead_bytes"] == h100.context_bytes
     save_measured(cache, "H200", MEASURED)
     said, after = _plan(tmp_path, "H200")
     assert (
@@ -77,7 +104,7 @@ def test_a_plan_says_whether_a_kind_of_gpu_was_measured(cache: Path, tmp_path: P
     step = after["as_it_stands"]["speed"]["step_seconds"]
     assert step["high"] / step["expected"] == pytest.approx(1.08, abs=0.01)
     said, other = _plan(tmp_path, "A100 40GB")
-    assert "speed of A100 40GB: from the data sheet" in said
+    assert f"speed of A100 40GB: {assumed}" in said
     assert other["as_it_stands"]["training"]["overhead_bytes"] == 500 * 2**20
 
 
@@ -104,9 +131,87 @@ def test_a_damaged_file_counts_as_none(cache: Path, content: str) -> None:
     cache.parent.mkdir()
     cache.write_text(content)
     assert read_measured(cache) == {}
-    assert shares_for(H200) is DEFAULT_SHARES
+    assert shares_for(H200) == assumed_shares(H200)
     save_measured(cache, "H200", MEASURED)
     assert measured_gpu(H200) == MEASURED
+
+
+@pytest.mark.parametrize(
+    ("name", "reaches"), [("H200", 0.81), ("A100 80GB", 0.85), ("T4", 24 / 65)]
+)
+def test_shares_of_unmeasured_gpu_are_scaled_from_the_h100(name: str, reaches: float) -> None:
+    gpu = find_gpu(name)
+    h100, found = shares_for(find_gpu("H100")), assumed_shares(gpu)
+    expected = h100.products.expected * reaches / 0.81
+    assert found.products.expected == pytest.approx(expected)
+    assert found.launch_seconds.expected == pytest.approx(h100.launch_seconds.expected)
+    assert found.compiled_launch_seconds.expected == pytest.approx(
+        h100.compiled_launch_seconds.expected
+    )
+    assert found.bandwidth.expected == pytest.approx(h100.bandwidth.expected)
+    same = h100 if name == "H200" else DEFAULT_SHARES
+    assert found.attention.expected == pytest.approx(same.attention.expected)
+    assert found.attention_backward.expected == pytest.approx(same.attention_backward.expected)
+    # As wide as without a measurement.
+    for one in ("products", "launch_seconds"):
+        default, scaled = getattr(DEFAULT_SHARES, one), getattr(found, one)
+        assert scaled.slow / scaled.fast == pytest.approx(default.slow / default.fast)
+
+
+#: Pairs of which the first GPU is at least as fast as the second in 16 bits, by their data sheets:
+#: TFLOP/s with accumulation in fp32, GB/s, multiprocessors x clock (GHz).
+#:
+#: B200 2250, 8000, 148 x 1.9; H200 989, 4800, 132 x 1.8; H100 989, 3350, 132 x 1.8; H100 PCIe 756,
+#: 2000, 114 x 1.8; A100 80GB 312, 2039, and 40GB 312, 1555, both 108 x 1.4; L40S 362, 864, 142 x
+#: 2.5; RTX 5090 210, 1792, 170 x 2.4; RTX 4090 165, 1008, 128 x 2.5; V100 125, 900, 80 x 1.5;
+#: RTX 3090 71, 936, 82 x 1.7; RTX 4070 58, 504, 46 x 2.5; RTX 3060 26, 360, 28 x 1.8; T4 65, 320,
+#: 40 x 1.6, but 24 TFLOP/s for longer than an instant.
+#:
+#: The L40S is not compared with an A100, nor an RTX 4070 with an RTX 3090: each has the higher
+#: value of one figure.
+_ORDER = (
+    *(("B200", "H200"), ("H200", "H100"), ("H100", "H100 PCIe"), ("H100 PCIe", "A100 40GB")),
+    *(("H100", "A100 80GB"), ("A100 80GB", "A100 40GB"), ("A100 40GB", "V100 16GB")),
+    *(("H100", "L40S"), ("H100", "RTX 5090"), ("A100 40GB", "RTX 4090")),
+    *(("RTX 5090", "RTX 4090"), ("RTX 4090", "RTX 3090"), ("RTX 4090", "RTX 4070")),
+    *(("RTX 3090", "RTX 3060 12GB"), ("RTX 4070", "RTX 3060 12GB"), ("V100 16GB", "T4")),
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"), [("1M", 1), ("1M", 32), ("124M", 2), ("124M", 16), ("1.5B", 8)]
+)
+def test_order_of_gpus_follows_their_data_sheets(size: str, rows: int) -> None:
+    layers, width, heads, seq_len = _SIZES[size]
+    recipe = plain_recipe(
+        {
+            "data": {"dir": "-", "seq_len": seq_len},
+            "model": {
+                "model_type": "gpt2",
+                "vocab_size": 2000 if size == "1M" else 50304,
+                "hidden_size": width,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+            },
+            "batch": {"micro_batch_size": rows},
+            "efficiency": {"precision": "bf16", "compile": False},
+        }
+    )
+    # V100 and T4 have no bf16: fp16 has the same products and bytes.
+    counted = count_operators(recipe, cuda_target("any", (8, 0)))
+    for compiled in (False, True):
+        work = replace(workload_of(recipe), compiled=compiled)
+        rate = {
+            name: predict_speed(
+                counted, work, replace(find_gpu(name), bf16=find_gpu(name).fp16)
+            ).tokens_per_second.expected
+            for name in {name for pair in _ORDER for name in pair}
+        }
+        for faster, slower in _ORDER:
+            # Where the host's launches take all of the time, all are equal.
+            assert rate[faster] >= rate[slower] * (1 - 1e-9), (faster, slower, compiled, rate)
+        # Nearly equal: 24 and 26 TFLOP/s, 320 and 360 GB/s.
+        assert 0.7 < rate["T4"] / rate["RTX 3060 12GB"] < 1.1, rate
 
 
 def test_constants_out_of_their_bounds_are_refused(cache: Path) -> None:

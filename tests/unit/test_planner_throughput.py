@@ -240,7 +240,7 @@ def test_each_of_a_prediction_adds_up() -> None:
 def test_many_small_operators_are_bound_by_launching() -> None:
     tiny = op("add.Tensor", [((8,), FP32)], [((8,), FP32)])
     work = Workload(8, 1.0, "fp32")
-    found = predict_speed(step((tiny, 1000)), work, ROUND_GPU)
+    found = predict_speed(step((tiny, 1000)), work, ROUND_GPU, DEFAULT_SHARES)
     assert found.bound == "launching"
     expected = 1000 * DEFAULT_SHARES.launch_seconds.expected
     assert found.phases["forward"] == pytest.approx(expected)
@@ -254,8 +254,8 @@ def test_python_sees_each_operator_of_selective_checkpointing_twice() -> None:
     view = op("view.default", [((4,), FP32)], [((4,), FP32)])
     back = replace(tiny, phase="backward")
     work, traced = Workload(8, 1.0, "bf16"), step((tiny, 100), (view, 50), (back, 300))
-    plain = predict_speed(traced, work, ROUND_GPU).phases
-    seen = predict_speed(traced, replace(work, dispatches=True), ROUND_GPU).phases
+    plain = predict_speed(traced, work, ROUND_GPU, DEFAULT_SHARES).phases
+    seen = predict_speed(traced, replace(work, dispatches=True), ROUND_GPU, DEFAULT_SHARES).phases
     launch = DEFAULT_SHARES.launch_seconds.expected
     each = DEFAULT_SHARES.dispatch_launches * 150 * launch
     assert plain["forward"] == pytest.approx(100 * launch)
@@ -272,7 +272,8 @@ def test_each_call_of_an_optimizer_takes_time_of_the_host() -> None:
     one = op("_fused_adamw_.default", [((4,), FP32)], [((4,), FP32)], phase="optimizer")
     work, launch = Workload(8, 1.0, "bf16"), DEFAULT_SHARES.launch_seconds.expected
     for calls in (1, 200):
-        found = predict_speed(step((one, 1)), replace(work, updates=calls), ROUND_GPU).phases
+        called = replace(work, updates=calls)
+        found = predict_speed(step((one, 1)), called, ROUND_GPU, DEFAULT_SHARES).phases
         expected = (1 + DEFAULT_SHARES.update_launches * calls) * launch
         assert found["optimizer"] == pytest.approx(expected)
 
@@ -434,6 +435,7 @@ def test_published_rates_lie_in_the_range(
     rates = predict_recipe_speed(recipe, find_gpu(gpu), counted).tokens_per_second
     assert rates.slow < published < rates.fast
     assert rates.fast < 3 * rates.slow
+    assert rates.expected == pytest.approx(published, rel=0.1)
 
 
 def test_all_micro_batches_of_a_step_are_counted() -> None:

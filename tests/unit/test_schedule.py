@@ -136,7 +136,7 @@ def test_schedule_from_initial_rate_equals_other_programs_curves(begin: str) -> 
         progress = (step - warm) / (steps - warm)
         return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    values = {"min_learning_rate": lowest, "initial_learning_rate": initial}
+    values: dict[str, Any] = {"min_learning_rate": lowest, "initial_learning_rate": initial}
     found = resolved(peak=peak, max_steps=steps, warmup_steps=warm, **values)
     rates = [peak * scale for scale in scales(found)]
     assert rates == pytest.approx([rate(step) for step in range(steps)], rel=1e-14, abs=0)
@@ -145,7 +145,7 @@ def test_schedule_from_initial_rate_equals_other_programs_curves(begin: str) -> 
 
 
 def test_every_kind_from_initial_rate_is_a_step_later() -> None:
-    values = {"max_steps": 20, "warmup_steps": 4, "initial_learning_rate": 1e-4}
+    values: dict[str, Any] = {"max_steps": 20, "warmup_steps": 4, "initial_learning_rate": 1e-4}
     for kind in KINDS:
         plain = resolved(kind=kind, max_steps=20, warmup_steps=4)
         late = resolved(kind=kind, **values)

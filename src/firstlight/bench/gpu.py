@@ -225,6 +225,8 @@ def _overview(sections: Sequence[str], found: Findings | None, results: Results)
 
 All published benchmark figures of firstlight on GPUs are on this page and those of its parts; other
 pages are measured on CPUs unless they say otherwise.
+Speeds that `firstlight plan` predicts for GPUs which were not measured here are
+[assumed](planning.md#how-speed-is-predicted).
 
 {_COMMANDS}
 A call measures for at most `--minutes`, and leaves rows that would not end in time for the next

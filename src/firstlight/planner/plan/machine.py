@@ -21,7 +21,7 @@ from firstlight.efficiency.compilation import TRITON_CAPABILITY
 from firstlight.efficiency.precision import has_only_fp16_units
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
-from firstlight.hardware.gpus import GPU, find_gpu
+from firstlight.hardware.gpus import GPU, GPUS, find_gpu
 from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.optim.curve import Schedule
 from firstlight.optim.schedule import PredictedLength, resolve_schedule
@@ -172,9 +172,11 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """GPU memory of a process outside of torch's allocator; None if it was not measured on this GPU
-    type."""
+    """GPU memory of a process outside of torch's allocator; None if it was measured neither on this
+    GPU type nor on an H100 of the same capability, for which the same kernels are loaded."""
     found = measured_gpu(gpu)
+    if found is None and gpu.capability == GPUS["H100"].capability:
+        found = measured_gpu(GPUS["H100"])
     return None if found is None else found.context_bytes
 
 

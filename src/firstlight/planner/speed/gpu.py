@@ -16,9 +16,11 @@ of tiles beyond the edge, and the idle multiprocessors of the last turn, are los
 Multiplication Background User's Guide": tile and wave quantization). Each tile takes the time of
 about 64 more elements of the inner dimension for its beginning and end.
 
-For GPU types that `firstlight bench gpu` has measured, fitted constants (`measured_gpus.json`)
-replace these shares. The ranges were set wide enough for two published rates of GPT-2 124M in
-compiled bf16 on an A100 with 40 GB:
+For GPU types that `firstlight bench gpu` has measured (an H100), fitted constants
+(`measured_gpus.json`) replace these shares. Other types take the H100's constants, scaled by what
+each reaches of its data sheet in products alone (`assumed_shares`), so that the order of two GPUs
+follows from their data sheets and not from which of them was measured. Their ranges stay as wide as
+above, enough for two published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
@@ -29,6 +31,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -39,7 +42,7 @@ import torch
 from firstlight.data.remote import cache_folder
 from firstlight.errors import InputError
 from firstlight.files.atomic import read_json, write_json
-from firstlight.hardware.gpus import GPU
+from firstlight.hardware.gpus import GPU, GPUS
 from firstlight.models.blockwise import blocks_of
 from firstlight.planner.memory.kernels import Operator
 from firstlight.planner.speed.operators import (
@@ -133,7 +136,7 @@ class Shares:
     misaligned: Range = field(default_factory=lambda: Range(0.15, 0.25, 0.50))
     dispatch_launches: float = 2.4
     update_launches: float = 30.0
-    source: str = "from the data sheet"
+    source: str = "from the data sheet and a measured H100, not measured itself"
 
 
 DEFAULT_SHARES = Shares()
@@ -144,12 +147,15 @@ PACKET_BYTES = 16
 _TILE = 128
 #: Elements of the inner dimension that take as long as the beginning and end of a tile.
 _TILE_ENDS = 64
-#: fp32 FLOP/s of one multiprocessor: 128 lanes, two operations, some 1.8 GHz.
-_FLOPS_A_MULTIPROCESSOR = 128 * 2 * 1.8e9
+#: Clock of consumer GPUs at the data sheet's rates, in Hz, by capability; 1.8 GHz for others.
+_CLOCKS = {(8, 6): 1.7e9, (8, 9): 2.5e9, (12, 0): 2.4e9}
+#: fp32 operations of one multiprocessor in a cycle: 128 lanes, two operations.
+_OPERATIONS_A_CYCLE = 128 * 2
 #: Multiprocessors of GPUs whose number does not follow from the rate, because their multiprocessors
 #: have 64 lanes of fp32 (V100, A100), or twice the usual rate.
 _MULTIPROCESSORS = {
     "V100": 80,
+    "RTX 2080 Ti": 68,
     "T4": 40,
     "A100": 108,
     "A30": 56,
@@ -169,7 +175,39 @@ def multiprocessors(gpu: GPU) -> int:
         if gpu.name.startswith(name):
             return _MULTIPROCESSORS[name]
     # Consumer GPUs differ in the number of multiprocessors, not in the work of one in a cycle.
-    return max(1, round(gpu.fp32 / _FLOPS_A_MULTIPROCESSOR))
+    clock = _CLOCKS.get(gpu.capability, 1.8e9)
+    return max(1, round(gpu.fp32 / (_OPERATIONS_A_CYCLE * clock)))
+
+
+#: Share of the data sheet's 16-bit rate that torch's large matrix products reach. All rates are
+#: from one program (github.com/zzc0721/torch-performance-test-data, `database.md`, January 2026),
+#: of which the H100's is also what firstlight measured, but for the T4: its 70 W allow 42 TFLOP/s
+#: for an instant, and 24 in products without a pause (forums.developer.nvidia.com, topic 264462).
+_REACHED = {
+    "T4": 24 / 65,
+    "L4": 0.58,
+    "V100": 0.76,
+    "RTX 2080 Ti": 1.0,
+    "A100": 0.85,
+    "A100 40GB PCIe": 0.77,
+    "A100 80GB PCIe": 0.77,
+    "H100": 0.81,
+    "H100 PCIe": 0.66,
+    "H200": 0.81,
+    "GH200": 0.81,
+    "B200": 0.75,
+}
+
+
+def reached_share(gpu: GPU) -> float:
+    """The share of the data sheet's 16-bit rate that large matrix products alone reach. Without a
+    published measurement: 1 for GPUs whose matrix units have the half rate of GeForce cards, which
+    the board can supply with power (RTX 3060, 3090, 4090: 1.0 to 1.08), else 0.8 (RTX A6000: 0.79,
+    L40S: 0.74)."""
+    for name in sorted(_REACHED, key=len, reverse=True):
+        if re.match(rf"{name}\b", gpu.name):
+            return _REACHED[name]
+    return 1.0 if gpu.fp16 < 3 * gpu.fp32 else 0.8
 
 
 def tile_share(product: MatrixProduct, units: int) -> float:
@@ -347,11 +385,34 @@ def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
     return _all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
 
 
+def assumed_shares(gpu: GPU) -> Shares:
+    """The shares of a GPU of a type that was not measured: an H100's, with the ranges of
+    `DEFAULT_SHARES`.
+
+    A kernel takes as long to launch as on the H100's host, whatever the GPU. Large products reach
+    the same part of `reached_share` as on the H100. Fused attention has the H100's share on GPUs of
+    its capability, which run the same kernels, and elsewhere that of `DEFAULT_SHARES`.
+    """
+    anchor = GPUS["H100"]
+    measured = measured_gpu(anchor)
+    assert measured is not None, f"{PACKAGED} lacks the H100"
+    factors = {
+        name: measured.constants[name] / getattr(DEFAULT_SHARES, name).expected for name in BOUNDS
+    }
+    factors["products"] *= reached_share(gpu) / reached_share(anchor)
+    if gpu.capability != anchor.capability:
+        factors["attention"] = 1.0
+    factors["attention_backward"] = factors["attention"]
+    factors["compiled_launch_seconds"] = factors["launch_seconds"]
+    scaled = {name: getattr(DEFAULT_SHARES, name) * value for name, value in factors.items()}
+    return replace(DEFAULT_SHARES, **scaled)
+
+
 def shares_for(gpu: GPU) -> Shares:
-    """The fitted shares of a GPU's type; `DEFAULT_SHARES` if it was not measured."""
+    """The fitted shares of a GPU's type; see `assumed_shares` if it was not measured."""
     found = measured_gpu(gpu)
     if found is None:
-        return DEFAULT_SHARES
+        return assumed_shares(gpu)
     return shares_of(found.constants, max(found.error, _LEAST_ERROR), found.source)
 
 

@@ -247,7 +247,7 @@ def _on_gpu(
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
-    unmeasured = "worked out from its data sheet, and was not measured"
+    unmeasured = "worked out from its data sheet and a measured H100, and was not measured"
     notes = [
         f"speed on a {gpu.name} is {shares.source if is_measured else unmeasured}: "
         f"{multiprocessors(gpu)} multiprocessors, {shares.products.slow:.0%} to "
