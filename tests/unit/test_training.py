@@ -999,18 +999,18 @@ def test_longer_schedule_that_raises_the_rate_warns_with_both_rates(
     changes: dict[str, Any],
     warns: bool,
 ) -> None:
-    stop_after(recipe, 5)
+    stop_after(recipe, 5)  # with a checkpoint of step 4
     train(changed(recipe, schedule=changes), resume=True, progress=True)
     err, peak = capsys.readouterr().err, OptimizerConfig().learning_rate
-    was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(5) for steps in (12, 20))
+    was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(4) for steps in (12, 20))
     said = (
-        f"step 6 would have had {was:.4g} by that of the checkpoint, and has {longer:.4g} now "
+        f"step 5 would have had {was:.4g} by that of the checkpoint, and has {longer:.4g} now "
         "(schedule.decay_steps 12 keeps the old schedule)\n"
     )
     assert (said in err) == warns
     assert ("the schedule of the learning rate has changed" in err) == warns
     # The advised key keeps the rate.
-    assert metrics(recipe)[5]["learning_rate"] == pytest.approx(longer if warns else was)
+    assert metrics(recipe)[4]["learning_rate"] == pytest.approx(longer if warns else was)
 
 
 def test_nothing_is_said_of_an_unchanged_recipe(
