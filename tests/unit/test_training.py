@@ -34,6 +34,7 @@ from firstlight.errors import (
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.curve import Schedule
+from firstlight.optim.registry import OptimizerConfig
 from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.report.records import last_start, read_json_lines, read_run
 from firstlight.report.report import draw_report
@@ -1016,6 +1017,29 @@ def test_a_changed_setting_is_said(
     assert f"warning: {said}" in capsys.readouterr().err
     # The new rate counts, on the old schedule.
     assert metrics(recipe)[5]["learning_rate"] == 2e-3 * Schedule(12, 2, 12, 0.1).lr_scale(5)
+
+
+@pytest.mark.parametrize(
+    "changes, warns", [({"max_steps": 20}, True), ({"max_steps": 20, "decay_steps": 12}, False)]
+)
+def test_longer_schedule_that_raises_the_rate_warns_with_both_rates(
+    recipe: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    warns: bool,
+) -> None:
+    stop_after(recipe, 5)  # with a checkpoint of step 4
+    train(changed(recipe, schedule=changes), resume=True, progress=True)
+    err, peak = capsys.readouterr().err, OptimizerConfig().learning_rate
+    was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(4) for steps in (12, 20))
+    said = (
+        f"step 5 would have had {was:.4g} by that of the checkpoint, and has {longer:.4g} now "
+        "(schedule.decay_steps 12 keeps the old schedule)\n"
+    )
+    assert (said in err) == warns
+    assert ("the schedule of the learning rate has changed" in err) == warns
+    # The advised key keeps the rate.
+    assert metrics(recipe)[4]["learning_rate"] == pytest.approx(longer if warns else was)
 
 
 def test_nothing_is_said_of_an_unchanged_recipe(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from firstlight.checkpoint.checkpoint import (
     OPTIMIZER_NAME,
@@ -23,9 +24,11 @@ from firstlight.checkpoint.manifest import (
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.registry import OPTIMIZERS
+from firstlight.optim.schedule import ScheduleConfig, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe
 from firstlight.report.records import RECIPE_NAME
+from firstlight.training.length import length_of
 from firstlight.training.model_section import changed_keys
 from firstlight.training.processes import on_main
 from firstlight.training.run import Run
@@ -43,6 +46,10 @@ _KEPT_OF_DATA = {
     **dict.fromkeys(("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256")),
     "row_alignment": "stream",
 }
+
+
+#: Difference of two learning rates, as a share of the higher one, that is not worth a warning.
+_SAME_RATE = 0.01
 
 
 def take_up(run: Run, folder: Path) -> None:
@@ -95,6 +102,8 @@ def take_up(run: Run, folder: Path) -> None:
     ]
     if changed:
         run.tell(f"warning: changed since the checkpoint: {', '.join(changed)}")
+    if not is_branch and run.has_steps_left and (jump := _rate_jump(run, before, saved)):
+        run.tell(f"warning: {jump}")
     threads, now_threads = saved.get("threads"), torch.get_num_threads()
     if run.program.hardware.device.type == "cpu" and threads not in (None, now_threads):
         run.tell(
@@ -104,6 +113,41 @@ def take_up(run: Run, folder: Path) -> None:
         )
     if not run.goes_on:
         run.tell(f"the run is complete: step {run.state.step} of {run.max_steps}")
+
+
+def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """The learning rate of the next step by the checkpoint's schedule and by that of the run, as
+    text, if they differ, as they do in a cosine run that is made longer; None if they are equal.
+
+    Args:
+        run: the run, set to the checkpoint.
+        before: the recipe in the checkpoint.
+        saved: the trainer state of the checkpoint.
+    """
+    if before.get("schedule") == run.recipe.schedule.model_dump():
+        return None
+    peak, step, seq_len = run.recipe.optimizer.learning_rate, run.state.step, run.seq_len
+    rows, length = run.dataset.num_rows(seq_len), saved.get("length")
+    try:
+        config = ScheduleConfig.model_validate(before["schedule"])
+        if config.max_minutes is not None and length is None:
+            return None  # of an older version
+        known = None if length is None else length_of(length)
+        old = resolve_schedule(config, peak, rows, run.batch, seq_len, known)
+    except (KeyError, ValidationError, ConfigError):
+        return None  # of an older version, or of another batch
+    was, now = (peak * schedule.lr_scale(step) for schedule in (old, run.schedule))
+    if abs(now - was) <= _SAME_RATE * max(now, was):
+        return None
+    keeps = ""
+    # At a minimum of 0, further steps would learn nothing.
+    falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
+    if falls and run.recipe.schedule.max_minutes is None:
+        keeps = f" (schedule.decay_steps {old.decay_steps} keeps the old schedule)"
+    return (
+        f"the schedule of the learning rate has changed: step {step + 1} would have had {was:.4g} "
+        f"by that of the checkpoint, and has {now:.4g} now{keeps}"
+    )
 
 
 def continue_schedule(run: Run, init_from: str | Path | None) -> None:
