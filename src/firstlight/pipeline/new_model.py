@@ -171,9 +171,11 @@ class _FirstSteps:
         """
         if self._call.on_step is not None:
             self._call.on_step(record)
+        if self._is_done:
+            return
         self._rates.append(record["tokens_per_second"])
         self._seconds += record["seconds"]
-        if self._is_done or self._seconds < _FIRST_SECONDS or len(self._rates) <= _SLOW_STEPS:
+        if self._seconds < _FIRST_SECONDS or len(self._rates) <= _SLOW_STEPS:
             return
         self._is_done = True
         reached = statistics.median(self._rates[_SLOW_STEPS:])
