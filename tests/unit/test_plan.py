@@ -18,8 +18,11 @@ from planner_recipes import FixedEstimator
 from firstlight.cli.main import main
 from firstlight.console import parse_count, parse_time
 from firstlight.data.corpus import TokenDataset
+from firstlight.efficiency.config import EfficiencyConfig
+from firstlight.efficiency.precision import packet_note
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
+from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.curve import Schedule
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
@@ -156,7 +159,7 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     odd = recipe(model={**_MODEL, "intermediate_size": 67, "vocab_size": 101})
     resolved = resolve_for(odd, t4)
     width, layers = resolved.model.hidden_size, resolved.model.num_hidden_layers
-    shapes = alignment._matrix_shapes(resolved)
+    shapes = matrix_shapes(resolved.model)
     total = sum(a * b for a, b in shapes)
     mlp, head = 3 * layers * width * 67 / total, width * 101 / total
     found = list(alignment_warnings(resolved, None))
@@ -189,6 +192,50 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     # fp32 is not computed by matrix units.
     slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})
     assert not list(alignment_warnings(resolve_for(slow, t4), None))
+
+
+@pytest.mark.parametrize(
+    "gpu, precision, multiple, named",
+    [
+        ("H100", "bf16", 64, "hidden_size 72 (next: 128), intermediate_size 200 (next: 256)"),
+        ("A100 40GB", "bf16", 64, "hidden_size 72 (next: 128), intermediate_size 200 (next: 256)"),
+        ("H100", "tf32", 32, "hidden_size 72 (next: 96), intermediate_size 200 (next: 224)"),
+        ("RTX 4090", "bf16", None, ""),
+        ("T4", "fp16", None, ""),
+        ("H100", "fp32", None, ""),
+        ("H100", "fp8", 128, "hidden_size 72 (next: 128), intermediate_size 200 (next: 256)"),
+    ],
+)
+def test_widths_that_matrix_units_read_in_parts_are_named_with_their_cost(
+    gpu: str, precision: str, multiple: int | None, named: str
+) -> None:
+    sizes = {"hidden_size": 72, "intermediate_size": 200, "vocab_size": 640}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    efficiency = {"precision": precision, "compile": False}
+    planned = recipe(model={**_MODEL, **sizes, **heads}, efficiency=efficiency)
+    machine = find_machine(gpu)
+    resolved = resolve_for(planned, machine)
+    found = list(alignment_warnings(resolved, None, machine.hardware.capability))
+    if multiple is None:
+        assert found == []
+        return
+    shapes = matrix_shapes(resolved.model)
+    padded = [[-(-size // multiple) * multiple for size in shape] for shape in shapes]
+    more = sum(a * b for a, b in padded) / sum(a * b for a, b in shapes) - 1
+    assert found == [
+        f"not multiples of {multiple}, which this GPU's matrix units read at full speed: {named}. "
+        f"Their products cost at least what the next multiples cost: {more:.1%} more arithmetic"
+    ]
+
+
+def test_widths_of_a_v100_are_multiples_of_8_and_training_names_others_too() -> None:
+    config = resolve_for(recipe(model={**_MODEL, "intermediate_size": 68}), find_machine("T4"))
+    note = packet_note(config.model, EfficiencyConfig(precision="fp16"), (7, 0))
+    assert note is not None
+    assert "not multiples of 8, which" in note
+    assert "intermediate_size 68 (next: 72)" in note
+    assert packet_note(config.model, EfficiencyConfig(precision="fp16"), None) is None
+    assert packet_note(config.model, EfficiencyConfig(precision="fp16"), (6, 0)) is None
 
 
 def test_the_gain_of_an_aligned_size_is_measured_on_this_machine(

@@ -12,6 +12,9 @@ from torch import nn
 from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster
+from firstlight.hardware.gpus import matrix_packet_bytes
+from firstlight.models import ModelConfig
+from firstlight.models.accounting import matrix_shapes
 
 #: CUDA's compute capability from which there are fp8 matrix units.
 FP8_CAPABILITY = (8, 9)
@@ -57,6 +60,50 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     # Without torch's cache of rounded weights: a forward pass multiplies with each weight once, and
     # with activation checkpointing only the cache would hold them all, 2 bytes a parameter.
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+#: Bytes of a number in a matrix product, by `EfficiencyConfig.products`; 2 for the others.
+_PRODUCT_BYTES = {"fp32": 4, "tf32": 4, "fp8": 1}
+
+
+def packet_note(
+    config: ModelConfig,
+    efficiency: EfficiencyConfig,
+    capability: tuple[int, int] | None,
+    *,
+    above: int = 1,
+) -> str | None:
+    """A note about the widths of a model that a GPU's matrix units do not read at full speed (see
+    `matrix_packet_bytes`), with what they cost; None if there are none.
+
+    Args:
+        config: config of the model.
+        efficiency: the recipe's section.
+        capability: CUDA's compute capability of the GPU; None for another device.
+        above: only widths that are multiples of this number are named.
+    """
+    products = efficiency.products
+    if capability is None or capability < FP16_CAPABILITY or products == "fp32":
+        return None
+    multiple = matrix_packet_bytes(capability) // _PRODUCT_BYTES.get(products, 2)
+    shapes = matrix_shapes(config, efficiency.vocab_multiple)
+    sizes = sorted({size for shape in shapes for size in shape if size % multiple})
+    sizes = [size for size in sizes if size % above == 0]
+    if not sizes:
+        return None
+    keys = {value: key for key, value in config if key.endswith("size")}
+    padded = {size: -(-size // multiple) * multiple for size in sizes}
+    more = sum(
+        padded.get(rows, rows) * padded.get(columns, columns) for rows, columns in shapes
+    ) / sum(rows * columns for rows, columns in shapes)
+    named = ", ".join(
+        f"{keys.get(size, 'a width inside the model')} {size:,} (next: {next_size:,})"
+        for size, next_size in padded.items()
+    )
+    return (
+        f"not multiples of {multiple}, which this GPU's matrix units read at full speed: {named}. "
+        f"Their products cost at least what the next multiples cost: {more - 1:.1%} more arithmetic"
+    )
 
 
 @contextlib.contextmanager

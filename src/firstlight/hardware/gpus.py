@@ -73,6 +73,17 @@ class GPU:
         return rates.get(precision, 0.0) or self.fp32
 
 
+#: Capabilities of the data-centre GPUs from the A100 on.
+_WIDE_PACKETS = {(8, 0), (9, 0), (10, 0), (10, 3)}
+
+
+def matrix_packet_bytes(capability: tuple[int, int]) -> int:
+    """The number of bytes of which the rows of a matrix are best a multiple, so that a GPU's matrix
+    units read them at full speed: 128 on an A100 and its successors, 16 on other GPUs (NVIDIA,
+    "Matrix Multiplication Background User's Guide", table 1)."""
+    return 128 if capability in _WIDE_PACKETS else 16
+
+
 #: PCIe 3.0, 4.0 and 5.0 with 16 lanes, GB/s in one direction.
 _PCIE3, _PCIE4, _PCIE5 = 16, 32, 64
 

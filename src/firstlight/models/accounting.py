@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from firstlight.models import Model, ModelConfig, build_model
 from firstlight.models.llama_layers import RMSNorm
@@ -58,6 +58,27 @@ def meta_model(config: ModelConfig) -> Model:
     """The model on the meta device, without memory for its parameters."""
     with torch.device("meta"):
         return build_model(config)
+
+
+def matrix_shapes(config: ModelConfig, vocab_multiple: int = 1) -> list[tuple[int, int]]:
+    """The shapes of all weights that activations are multiplied with, those of each expert apart.
+
+    Args:
+        config: config of the model.
+        vocab_multiple: number of which the embedding's rows are a multiple.
+    """
+    with torch.device("meta"):
+        model = build_model(config, vocab_multiple)
+    named = model.layers.named_parameters()
+    weights: list[Tensor] = [p for name, p in named if not name.endswith("conv1d.weight")]
+    weights.append(model.lm_head.weight)
+    # Experts have their weights in one tensor of three dimensions.
+    return [
+        (weight.shape[-2], weight.shape[-1])
+        for weight in weights
+        if weight.dim() >= 2
+        for _ in range(math.prod(weight.shape[:-2]))
+    ]
 
 
 def count_parameters(model: Model) -> ParameterCount:

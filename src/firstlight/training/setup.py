@@ -25,6 +25,7 @@ from firstlight.checkpoint.run_folder import held
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
 from firstlight.data.corpus import Corpus
+from firstlight.efficiency.precision import packet_note
 from firstlight.errors import ConfigError, DataError, StorageError
 from firstlight.files.atomic import require_writable
 from firstlight.hardware.device import Hardware
@@ -150,6 +151,10 @@ def _assembled(
     attach(model, resolved, hardware)
     for note in peft_notes(model):
         tell(f"warning: {note}")
+    if init_from is None and newest is None:
+        note = packet_note(model.config, resolved.efficiency, hardware.capability)
+        if note is not None:
+            tell(f"note: {note}")
     program = TrainingProgram(resolved, model, hardware, engine)
     # From here on, random numbers are for dropout, which has to differ between ranks.
     torch.manual_seed(resolved.run.seed + engine.rank)

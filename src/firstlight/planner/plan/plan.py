@@ -214,7 +214,7 @@ def make_plan(
             "--budget or --tokens"
         )
     here = machine.hardware.device if machine.is_here else None
-    warnings = list(alignment_warnings(resolved, here))
+    warnings = list(alignment_warnings(resolved, here, machine.hardware.capability))
     plan = Plan(machine, resolved, first, run, budget=budget, warnings=warnings)
     if searches:
         best = best_estimate(open_micro_batch(resolved), machine, estimator, first)

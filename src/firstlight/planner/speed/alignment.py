@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
-from firstlight.efficiency.precision import dtype_of
+from firstlight.efficiency.precision import dtype_of, packet_note
 from firstlight.hardware.device import synchronize
-from firstlight.models import build_model
+from firstlight.models.accounting import matrix_shapes
 from firstlight.planner.speed.gpu import DEFAULT_SHARES, PACKET_BYTES
 from firstlight.recipe import ResolvedRecipe
 
@@ -37,18 +37,24 @@ _ROUNDS = 5
 _LEAST_GAIN = 1.01
 
 
-def alignment_warnings(recipe: ResolvedRecipe, here: torch.device | None) -> Iterator[str]:
+def alignment_warnings(
+    recipe: ResolvedRecipe, here: torch.device | None, capability: tuple[int, int] | None = None
+) -> Iterator[str]:
     """A warning for each misaligned size: its share of the work, and the gain of an aligned one.
 
     Args:
         recipe: recipe with its model.
         here: device of this machine that the gain is measured on; None takes the upper bound for
             GPUs.
+        capability: CUDA's compute capability of the GPU; None for another device.
     """
+    note = packet_note(recipe.model, recipe.efficiency, capability, above=_PACKET)
+    if note is not None:
+        yield note
     dtype = dtype_of(recipe.efficiency.precision)
     if here is None and dtype == torch.float32 and recipe.efficiency.products != "tf32":
         return  # not computed by matrix units
-    shapes = _matrix_shapes(recipe)
+    shapes = matrix_shapes(recipe.model, recipe.efficiency.vocab_multiple)
     total = sum(rows * columns for rows, columns in shapes)
     for size in sorted({size for shape in shapes for size in shape if size % _PACKET}):
         own = [shape for shape in shapes if size in shape]
@@ -83,22 +89,6 @@ def alignment_warnings(recipe: ResolvedRecipe, here: torch.device | None) -> Ite
             f"{name} is no multiple of {_PACKET}, and {share:.0%} of the matrix products use it: "
             f"{advice}, {origin} {gain:.2f} times the speed of a step{together}"
         )
-
-
-def _matrix_shapes(recipe: ResolvedRecipe) -> list[tuple[int, int]]:
-    """The shapes of all weights that activations are multiplied with."""
-    with torch.device("meta"):
-        model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
-    named = model.layers.named_parameters()
-    weights: list[torch.Tensor] = [p for name, p in named if not name.endswith("conv1d.weight")]
-    weights.append(model.lm_head.weight)
-    # Experts have their weights in one tensor of three dimensions.
-    return [
-        (weight.shape[-2], weight.shape[-1])
-        for weight in weights
-        if weight.dim() >= 2
-        for _ in range(math.prod(weight.shape[:-2]))
-    ]
 
 
 def _measured_gain(
