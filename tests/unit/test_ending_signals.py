@@ -85,7 +85,9 @@ def test_a_signal_in_the_last_import_of_a_command_does_not_end_what_comes_after(
 @pytest.mark.parametrize(
     "number, word", [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")]
 )
-def test_signal_in_an_endless_import_ends_the_process(tmp_path: Path, number: int, word: str) -> None:
+def test_signal_in_an_endless_import_ends_the_process(
+    tmp_path: Path, number: int, word: str
+) -> None:
     (tmp_path / "endless.py").write_text(
         f"import os\nos.kill(os.getpid(), {int(number)})\nwhile True:\n    pass\n", encoding="utf-8"
     )
