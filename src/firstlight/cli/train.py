@@ -204,7 +204,7 @@ def _check_that_input_exists(paths: Sequence[str]) -> None:
             raise ConfigError(url_input(name))
         siblings = [str(sibling) for sibling in path.expanduser().parent.glob("*")]
         raise ConfigError(
-            f"{name} does not exist{nearest(str(path), siblings)}: name files or folders of texts, "
+            f"{path} does not exist{nearest(str(path), siblings)}: name files or folders of texts, "
             "`stdlib`, hf:NAME, or a recipe (.yaml)"
         )
 
