@@ -24,6 +24,7 @@ ROUTES = {
     "/v1/chat/completions": CHAT,
     "/metrics": b"",
     "/openapi.json": b"",
+    "/": b"",
     "/docs": b"",
     "/health/": b"",
     "//health": b"",

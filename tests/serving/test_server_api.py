@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenize
 from firstlight.errors import ModelError, TokenizerError
 from firstlight.generation.engine import generate
 from firstlight.serving.access import OUT_OF_MEMORY, Access
+from firstlight.serving.api import start_page
 from firstlight.serving.config import Limits
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.limits import most_bytes_per_token
@@ -228,7 +232,7 @@ def test_pieces_that_are_held_back_come_with_their_log_probabilities(direct: Dir
 @pytest.mark.parametrize(
     "method, path, status",
     [
-        ("GET", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/v1", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/v1/models/no/such", 404),
@@ -249,6 +253,24 @@ def test_what_is_not_there_is_told_in_the_same_shape(
     answer = direct.ask(path, method=method, body=[b""])
     assert answer.status == status
     assert answer.error["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_root_of_the_server_is_a_page_about_the_model(direct: Direct, method: str) -> None:
+    answer = direct.ask("/", method=method)
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_start_page_names_model_and_chat_command_without_their_markup() -> None:
+    page = start_page("a <b> model\x1b", Path("/runs/it's <i>"))
+    assert "<h1>a &lt;b&gt; model⟨U+001B⟩</h1>" in page
+    command = html.unescape(re.findall("<p><code>(.*)</code>", page)[0])
+    words = ["firstlight", "chat", "/runs/it's <i>", "--web", "--port", "0"]
+    assert shlex.split(command) == words
+    assert "http:" not in page
+    assert "https:" not in page
 
 
 @pytest.mark.parametrize("stream", [False, True])

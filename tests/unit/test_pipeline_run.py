@@ -233,8 +233,15 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     with pytest.raises(ConfigError, match="no run of these inputs and options"):
         trained(texts, steps=7, overrides=stopped, resume=True)
     (texts / "more.txt").write_text("one more text that nobody has seen before it was here\n")
-    with pytest.raises(ConfigError, match="no run of these inputs is in runs"):
+    with pytest.raises(ConfigError) as raised:
         trained(texts, steps=None, overrides={}, resume=True)
+    assert str(raised.value) == (
+        "no run of these inputs is in runs: the texts have changed since the run in runs/texts-2 "
+        f"(new: {texts}/more.txt); firstlight train runs/texts-2/recipe.yaml --resume continues it "
+        "with the texts as they were; leave out --resume to begin one"
+    )
+    # The advised command finds its data, and stops again after a step.
+    assert main(["train", "runs/texts-2/recipe.yaml", "--resume"]) == 75
     (texts / "more.txt").unlink()
     second = trained(texts, steps=None, overrides={}, resume=True)
     assert second.run_folder == first.run_folder
@@ -244,11 +251,15 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     assert third.run_folder == Path("runs/texts-2")
 
 
-def test_changed_texts_are_another_run(tmp_path: Path) -> None:
+def test_changed_texts_are_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     trained(texts, steps=1)
-    (texts / "more.txt").write_text("one more text that nobody has seen before it was here\n")
-    assert trained(texts, steps=1).run_folder == Path("runs/texts-2")
+    first, second, *_ = sorted(texts.iterdir())
+    first.write_text("one more text that nobody has seen before it was here\n")
+    second.unlink()
+    assert trained(texts, steps=1, progress=True).run_folder == Path("runs/texts-2")
+    changed = f"(changed: {first}; missing: {second})\n"
+    assert f"have changed since the run in runs/texts {changed}" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="has a run of other texts or options"):
         trained(texts, steps=2, run_dir="runs/texts")
 

@@ -149,7 +149,8 @@ firstlight: from raw text to your own language model. A folder of text is enough
 
   firstlight train my_texts/ --budget 30m   make a tokenizer, a model and a report, in 30 minutes
   firstlight chat RUN                       talk to the model; RUN is the folder that train names
-  firstlight serve RUN                      a chat page, and an HTTP API for OpenAI's clients
+  firstlight chat RUN --web                 the same in a browser
+  firstlight serve RUN                      an HTTP API for OpenAI's clients
   firstlight convert RUN --to gguf --out F  the model for llama.cpp and others
   firstlight train recipe.yaml              train with every setting in your hands
   firstlight info                           what this machine can do

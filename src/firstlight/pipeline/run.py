@@ -18,6 +18,7 @@ from firstlight.pipeline.run_folder import (
     RECIPE_NAME,
     RunCall,
     earlier_request,
+    facts_of_files,
     place_of_run,
     remembered,
 )
@@ -197,6 +198,7 @@ def _result(
         call.remember(
             request=remembered(request),
             inputs=list(map(str, request.inputs)),
+            files=facts_of_files(request.inputs),
             content_key=work.content_key,
         )
         try:

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from firstlight.console import time_text
-from firstlight.errors import ConfigError
+from firstlight.data.sources import find_sources
+from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import make_folder, storage_errors, write_file, write_json
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length
 from firstlight.pipeline.request import Request
+from firstlight.pipeline.scan import SHOWN_FILES
 
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe
@@ -43,6 +45,8 @@ _LEAST_SECONDS = 10.0
 _SLOWER = 1.25
 #: Attributes of a request that an earlier call's state has beside its overrides.
 _LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
+#: Largest number of files that are remembered.
+_KNOWN_FILES = 1000
 #: Reason in the recipe for choices that have no other.
 _MEASURED = "new models learned best with it: docs/learning.md"
 #: Width of comment lines in the recipe, in characters.
@@ -221,13 +225,59 @@ def place_of_run(
         if _is_of(state, content_key) and state["request"] == remembered(request):
             break
         if is_given:
+            changed = "".join(f"{one}; " for one in _changes_since(state, folder, request))
             raise ConfigError(
-                f"{folder} has a run of other texts or options: choose another --run.dir, or "
-                "leave it out"
+                f"{folder} has a run of other texts or options: {changed}choose another --run.dir, "
+                "or leave it out"
             )
     if folder != base:
-        tell(f"{base} has a run of other texts or options: this one is in {folder}")
+        changed = "".join(f"; {one}" for one in _changes_since(read_state(base), base, request))
+        tell(f"{base} has a run of other texts or options: this one is in {folder}{changed}")
     return folder
+
+
+def facts_of_files(inputs: Sequence[str]) -> dict[str, list[int]]:
+    """Size in bytes and time of the last change of the first files among the inputs, by name. A
+    later call with other texts finds by them which files have changed."""
+    try:
+        paths = [source.path for source in find_sources(inputs) if source.path is not None]
+    except InputError:
+        return {}  # conversations in files that are no texts
+    stats = {str(path): path.stat() for path in paths[:_KNOWN_FILES]}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def _changes_since(state: Mapping[str, Any], folder: Path, request: Request) -> Iterator[str]:
+    """The files that have changed since the run of an earlier call on the same inputs, and the
+    command that continues this run, as text; nothing if the run has other inputs.
+
+    Args:
+        state: state of the run folder.
+        folder: the run folder.
+        request: inputs of this call.
+    """
+    if state.get("inputs") != list(request.inputs) or "content_key" not in state:
+        return
+    before, now = state.get("files", {}), facts_of_files(request.inputs)
+    kinds = {
+        "changed": [name for name in now if name in before and before[name] != now[name]],
+        "new": [name for name in now if name not in before] if before else [],
+        "missing": [name for name in before if name not in now],
+    }
+    shown = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    if not shown:
+        return
+    yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
+    # Conversations are read from their own files, which a run requires as they were.
+    if state.get("begun") and not state.get("complete") and state.get("kind") != "chat":
+        model = state["request"].get("init_from")
+        start = [] if model is None else ["--init-from", model]
+        command = ["firstlight", "train", str(folder / RECIPE_NAME), "--resume", *start]
+        yield f"{shlex.join(command)} continues it with the texts as they were"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
@@ -247,15 +297,20 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     wanted = remembered(request)
     is_bare = not (request.has_length or request.size or wanted["overrides"])
     found: dict[tuple[bool, float], dict[str, Any]] = {}
+    changes: list[str] = []
     for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
         state = read_state(folder)
+        # Of several runs, one that can be continued.
+        changes = max(changes, list(_changes_since(state, folder, request)), key=len)
         if _is_of(state, content_key) and (is_bare or state["request"] == wanted):
             changed = (folder / STATE_NAME).stat().st_mtime
             found[not state.get("complete"), changed] = state["request"]
     if not found:
         raise ConfigError(
             f"no run of these inputs{'' if is_bare else ' and options'} is in "
-            f"{base if is_given else base.parent}: leave out --resume to begin one"
+            f"{base if is_given else base.parent}: "
+            + "".join(f"{one}; " for one in changes)
+            + "leave out --resume to begin one"
         )
     earlier = found[max(found)]
     length = {name: earlier[name] for name in _LENGTH_AND_SIZE}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
+import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from firstlight.console import say
+from firstlight.console import say, visible
 from firstlight.errors import FirstlightError
 from firstlight.serving.access import (
     CLIENT_GONE,
@@ -44,6 +47,7 @@ from firstlight.serving.scheduler import Update
 from firstlight.serving.service import Service
 
 _PLAIN_ROUTES = (
+    "/",
     "/v1/models",
     "/v1/completions",
     "/v1/chat/completions",
@@ -51,6 +55,20 @@ _PLAIN_ROUTES = (
     "/metrics",
     "/openapi.json",
 )
+#: Method, path and description of the routes on the start page.
+_ROUTES = (
+    ("POST", "/v1/chat/completions", "answers a conversation"),
+    ("POST", "/v1/completions", "continues a text"),
+    ("GET", '<a href="/v1/models">/v1/models</a>', "the model"),
+    ("GET", '<a href="/health">/health</a>', "whether requests are answered"),
+    ("GET", '<a href="/metrics">/metrics</a>', "counts and times for Prometheus"),
+    ("GET", '<a href="/openapi.json">/openapi.json</a>', "all fields and their bounds"),
+)
+_PAGE_HEADERS = {
+    "content-type": "text/html; charset=utf-8",
+    # The page loads nothing and runs no script.
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
+}
 _Endpoint = Callable[[Request], Awaitable[Response]]
 _LAST_EVENT = b"data: [DONE]\n\n"
 
@@ -142,6 +160,12 @@ def _add_information(app: FastAPI, service: Service) -> None:
         "owned_by": "firstlight",
     }
 
+    # HEAD too, with which browsers and monitors look for a page.
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def start() -> Response:
+        """A page for people who open the server's address in a browser."""
+        return Response(start_page(service.name, service.folder), headers=_PAGE_HEADERS)
+
     @app.get("/v1/models", responses=responses(Models, 401, 403))
     async def models() -> Response:
         """List the server's only model."""
@@ -171,6 +195,32 @@ def _add_information(app: FastAPI, service: Service) -> None:
         return Response(
             service.metrics.page(), headers={"content-type": service.metrics.content_type}
         )
+
+
+def start_page(name: str, folder: Path) -> str:
+    """The page at the server's root, in HTML: the model, the routes, and the way to chat.
+
+    Args:
+        name: the model's name for clients.
+        folder: folder of the model.
+    """
+    chat = html.escape(shlex.join(["firstlight", "chat", str(folder), "--web", "--port", "0"]))
+    rows = "".join(
+        f"<tr><td><code>{method} {path}</code><td>{words}" for method, path, words in _ROUTES
+    )
+    # `visible`, because names of folders may have control characters.
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{html.escape(visible(name))}</title>
+<style>body {{ font: 16px/1.5 sans-serif; max-width: 45em; margin: 2em auto; padding: 0 1em }}
+code {{ overflow-wrap: anywhere }} td {{ padding: .2em 1em .2em 0; vertical-align: top }}</style>
+<h1>{html.escape(visible(name))}</h1>
+<p>firstlight serves this model by OpenAI's HTTP API, for programs:</p>
+<table>{rows}</table>
+<p>To chat in a browser, run this command. It prints the address of a chat page:</p>
+<p><code>{chat}</code></p>
+</html>
+"""
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

@@ -131,6 +131,7 @@ class Service:
         limits: Limits,
     ) -> None:
         self.name, self.limits = name, limits
+        self.folder = loaded.folder.resolve()
         self.created = int(time.time())
         self._loaded = loaded
         self.scheduler = Scheduler(make_decoder, max_queue=max_queue, deliver=self._deliver)
