@@ -36,11 +36,17 @@ INSTALL_TORCH = $(PIP_INSTALL) --no-deps $(TORCH_INDEX:%=--retries 1 --extra-ind
 # wait for each other on the same cores are slower than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
-# Left out of the quick tests: files of whole runs, of plans, of benchmarks and of large texts.
-SLOWER := allocator batch beams bench_* chat_training compiled convert* cooldown evaluation few_rows forecast \
-	gguf layers lora_training minutes mixed_training optimizer_eight_bit pipeline_* plan planner_* \
-	preference prepare remote report* saving schedules_in_runs slurm_example sources stopping tasks \
-	text_stream tokenizer_parity training tuning weights
+# Left out of the quick tests: files of whole runs, of plans, of benchmarks, of large texts and of trackers,
+# and the longest tests of other files.
+SLOWER := allocator batch beams bench_* chat_training compiled compute_optimal convert* cooldown \
+	document_masking evaluation evaluation_sample few_rows findings first_evaluation forecast gguf layers \
+	longer_context lora lora_training micro_batch minutes mixed_training moe ngrams optimizer_eight_bit \
+	optimizer_master optimizer_rules parquet pipeline_* plan planner_* preference prepare ray_address \
+	remote report* row_alignment saving scaling_page schedules_in_runs site slurm_example sources stopping \
+	tasks tensorboard text_stream tokenizer_damage tokenizer_parity trackers training tuning vocabulary \
+	waiting weights
+LONGEST := conversations.py::test_the_longest_conversation_that_is_taken_is_prepared \
+	hardware.py::test_a_limit_of_addresses_is_known
 
 .PHONY: demo tour test test-quick test-random test-faults test-mutants test-slow test-gpu test-torch docs benchmarks constraints clean
 
@@ -63,7 +69,7 @@ test: .venv/test-ready
 	exit $$((tests || types))
 
 test-quick: .venv/test-ready
-	$(PYTEST) tests/unit $(SLOWER:%='--ignore-glob=*/unit/test_%.py') \
+	$(PYTEST) tests/unit $(SLOWER:%='--ignore-glob=*/unit/test_%.py') $(LONGEST:%=--deselect=tests/unit/test_%) \
 		tests/e2e/test_cli.py::test_every_verb_of_the_pipeline_says_what_it_made
 
 SEED := 1

@@ -1,4 +1,4 @@
-"""The Makefile: the build and the version of torch that it installs or keeps."""
+"""The Makefile: the torch that it installs or keeps, and the choice of the quick tests."""
 
 from __future__ import annotations
 
@@ -106,3 +106,16 @@ def test_the_version_of_torch_is_the_same_in_all_files() -> None:
     oldest = re.search(r">= \[(\d+), (\d+)\]", makefile)
     assert oldest
     assert f'"torch>={oldest[1]}.{oldest[2]}"' in (_ROOT / "pyproject.toml").read_text("utf-8")
+
+
+def test_the_tests_left_out_of_the_quick_ones_are_there() -> None:
+    makefile = (_ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    left_out = {
+        name: re.search(rf"^{name} := (.*)$", makefile, re.M)[1].split()  # type: ignore[index]
+        for name in ("SLOWER", "LONGEST")
+    }
+    unit = _ROOT / "tests/unit"
+    assert [one for one in left_out["SLOWER"] if not [*unit.glob(f"test_{one}.py")]] == []
+    for test in left_out["LONGEST"]:
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (unit / f"test_{file}").read_text(encoding="utf-8"), test
