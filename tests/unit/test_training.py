@@ -176,6 +176,27 @@ def test_every_step_has_one_line_with_all_its_figures(recipe: dict[str, Any]) ->
     assert result.evaluation.loss == records[-1]["val/loss"]
 
 
+def test_samples_at_epoch_are_written_with_the_step_that_ends_each_epoch(
+    recipe: dict[str, Any], corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    prepare(sorted(corpus.iterdir())[:9], tokenizer, tmp_path / "few", val_fraction=0.2)
+    rows = TokenDataset(tmp_path / "few", "train").num_rows(32)
+    steps = [-(-rows * epoch // 4) for epoch in (1, 2)]
+    assert rows % 4
+    assert 2 < steps[0] < 15
+    recipe = changed(
+        recipe,
+        data={"dir": str(tmp_path / "few")},
+        schedule={"max_steps": steps[1] + 1},
+        evaluation={"samples_at": "epoch", "every_steps": 1000, "sample_tokens": 2},
+    )
+    stop_after(recipe, steps[0] + 1)
+    train(recipe, resume=True)
+    written = [sample["step"] for sample in read_json_lines(run_folder(recipe) / "samples.jsonl")]
+    assert written == [*steps, steps[1] + 1]
+    assert [r["step"] for r in metrics(recipe) if "val/loss" in r] == [steps[1] + 1]
+
+
 def test_on_step_sees_what_is_logged_when_it_is_logged(recipe: dict[str, Any]) -> None:
     seen: list[dict[str, Any]] = []
 

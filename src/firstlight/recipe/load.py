@@ -421,7 +421,7 @@ OTHER_NAMES = {
         "evaluation computes losses, samples and the scores of evaluation.tasks",
     ),
     "start_context": "evaluation.sample_prompts",
-    "print_sample_iter": "evaluation.every_steps; samples come with evaluations",
+    "print_sample_iter": "evaluation.every_steps; or evaluation.samples_at: epoch",
     **dict.fromkeys(
         (
             *("logging_steps", "logging_strategy", "logging_first_step", "log_interval"),

@@ -259,8 +259,12 @@ class EvaluationConfig(Section):
     spread evenly and the same each time. The result train_eval/loss is computed like val/loss,
     without dropout; 0 is off."""
     sample_prompts: list[str] = Field(default=[""])
-    """texts that the model continues at each evaluation; with data of conversations, messages that
-    it answers."""
+    """texts that the model continues at each evaluation (see samples_at); with data of
+    conversations, messages that it answers."""
+    samples_at: Literal["evaluation", "epoch"] = "evaluation"
+    """when sample texts are written: at each "evaluation" but the one before the first step, or
+    with the step that ends an "epoch", a pass over the training split; both also with the last
+    step."""
     sample_tokens: int = Field(64, ge=1)
     """largest number of tokens of a sample."""
     temperature: float = Field(0.8, ge=0)

@@ -170,6 +170,14 @@ class Run:
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
     @property
+    def ends_epoch(self) -> bool:
+        """True if the last step took the last row of a pass over the training split."""
+        if self.state.step == 0:
+            return False
+        rows, seen = self.dataset.num_rows(self.seq_len), self.state.rows_seen
+        return seen // rows > (seen - self.batch.at(self.state.step - 1)) // rows
+
+    @property
     def micro_batch_size(self) -> int:
         """Sequences of a forward pass: the recipe's number, or fewer if memory has run out."""
         return self.state.micro_batch_rows or self.recipe.batch.rows

@@ -10,7 +10,7 @@ from typing import Literal
 
 #: Parts of the training loop's time other than steps: the first generated text of a process,
 #: evaluations of the loss, scores of tasks, saves.
-Part = Literal["first text", "evaluation", "tasks", "save"]
+Part = Literal["first text", "samples", "evaluation", "tasks", "save"]
 
 #: First steps of a process, which allocate memory and compile, and are slower than the others. The
 #: steps after them are the settled steps.

@@ -47,11 +47,17 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     is_start = run.state.step == 0 and not run.is_last(0)
     tasks_due = bool(run.tasks) and run.is_due(config.tasks_every_steps or config.every_steps)
     tasks_due = tasks_due and not is_start
-    if not losses_due and not tasks_due:
+    samples_due = losses_due and not is_start
+    if config.samples_at == "epoch":
+        samples_due = run.ends_epoch or run.is_last(run.state.step)
+    if not losses_due and not tasks_due and not samples_due:
         return
     check()
     run.program.model.eval()
     run.samples = []
+    if samples_due and not losses_due:
+        with run.times.part("samples"):
+            _write_samples(run, check)
     if losses_due:
         prompts = config.sample_prompts
         if "first text" not in run.times.seconds and run.budget is not None and prompts:
@@ -60,7 +66,7 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
             with run.times.part("first text"):
                 _sample(run, prompts[0], 2, check)
         with run.times.part("evaluation"):
-            if not is_start:
+            if samples_due:
                 _write_samples(run, check)
             _validate(run, check)
     if tasks_due:
