@@ -35,8 +35,15 @@ _HEAD_BYTES = 1 << 20
 
 #: Parameters of the options that are only for texts.
 TEXT_OPTIONS = (
-    *("budget", "tokens", "steps", "size", "plan_only", "gpu"),
-    *("text_key", "val_inputs", "as_is"),
+    "budget",
+    "tokens",
+    "steps",
+    "size",
+    "plan_only",
+    "gpu",
+    "text_key",
+    "val_inputs",
+    "as_is",
 )
 
 

@@ -105,7 +105,9 @@ def split_documents(
         is_whole: the text is one document, whatever is in it.
     """
     document = _Document(largest)
-    rest, place, is_first = b"", 0, True
+    rest = b""
+    place = 0
+    is_first = True
     for block in itertools.chain(blocks, [None]):
         text = rest + (block or b"")
         begin, mark = 0, None
@@ -177,7 +179,10 @@ class _Document:
         elif even_empty or content.strip():
             yield DocumentPart(line, content, (*((beside,) if beside else ()), *self.kept))
         self._line += self._newlines
-        self.size, self._newlines, self._separator, self.kept = 0, 0, beside, {}
+        self.size = 0
+        self._newlines = 0
+        self._separator = beside
+        self.kept = {}
         self._parts.clear()
 
 
@@ -232,7 +237,10 @@ def without_gutenberg(text: str) -> str:
     Of a file with several books, every book is kept. A text in which no line begins with such a
     mark is returned unchanged; "" is returned if there is no text between the marks.
     """
-    books, begin, is_inside, is_marked = [], 0, True, False
+    books: list[str] = []
+    begin = 0
+    is_inside = True
+    is_marked = False
     for mark in _MARKS.finditer(text):
         if mark["print"] is not None and not text[mark.end() :].strip():
             continue  # a few books have the small print after the text

@@ -199,7 +199,9 @@ def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
     if most_bytes is None:
         yield from iter(lambda: stream.read(_BLOCK_BYTES), b"")
         return
-    left, line, is_first = most_bytes, [b""], True
+    left = most_bytes
+    line = [b""]
+    is_first = True
     while left > 0 and (block := stream.read(min(left, _BLOCK_BYTES))):
         left -= len(block)
         if end := block.rfind(b"\n") + 1:

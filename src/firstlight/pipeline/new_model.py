@@ -191,7 +191,8 @@ class _FirstSteps:
             factor: the same as a multiple of the expected speed.
             used: seconds of the training loop.
         """
-        plan, call, before = self._plan, self._call, self._plan.choices
+        plan, call = self._plan, self._call
+        before = plan.choices
         found = f"{reached:,.0f} tokens/s instead of {before.tokens_per_second:,.0f}"
         plan = replace(plan, speed=plan.speed.times(factor))
         own = {key: before[key] for key in (*_SHAPE, "data.seq_len")}

@@ -143,7 +143,15 @@ def train_texts(
     began = time.time() if began is None else began
     tell = say if progress else _silent
     request = request_of(
-        *(inputs, budget, tokens, steps, size, overrides, text_key, init_from, val_inputs),
+        inputs,
+        budget,
+        tokens,
+        steps,
+        size,
+        overrides,
+        text_key,
+        init_from,
+        val_inputs,
         as_is=as_is,
     )
     work = work_of(request, tell, progress=progress)

@@ -126,7 +126,8 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     """
     if before.get("schedule") == run.recipe.schedule.model_dump():
         return None
-    peak, step, seq_len = run.recipe.optimizer.learning_rate, run.state.step, run.seq_len
+    peak, step = run.recipe.optimizer.learning_rate, run.state.step
+    seq_len = run.seq_len
     rows, length = run.dataset.num_rows(seq_len), saved.get("length")
     try:
         config = ScheduleConfig.model_validate(before["schedule"])
