@@ -79,13 +79,17 @@ class WatchedDecoder(BatchDecoder):
         self._done = threading.Condition()
 
     def add(
-        self, prompt_ids: Sequence[int], on_logits: Callable[[Tensor], None] | None = None
+        self,
+        prompt_ids: Sequence[int],
+        on_logits: Callable[[Tensor], None] | None = None,
+        *,
+        may_fill: bool = False,
     ) -> Tensor:
         """As a decoder does."""
         self.prompts.append(list(prompt_ids))
         with self._done:
             self._done.notify_all()
-        return super().add(prompt_ids, on_logits)
+        return super().add(prompt_ids, on_logits, may_fill=may_fill)
 
     def step(self, token_ids: Sequence[int]) -> Tensor:
         """As a decoder does, once it may."""

@@ -49,7 +49,7 @@ def _machine() -> dict[str, Any]:
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         if name == "fp32" or hardware.bf16
     }
-    result = {
+    result: dict[str, Any] = {
         "device": str(hardware.device),
         "name": hardware.name,
         "memory_bytes": hardware.memory_bytes,

@@ -152,9 +152,9 @@ def _assembled(
     for note in peft_notes(model):
         tell(f"warning: {note}")
     if init_from is None and newest is None:
-        note = packet_note(model.config, resolved.efficiency, hardware.capability)
-        if note is not None:
-            tell(f"note: {note}")
+        widths = packet_note(model.config, resolved.efficiency, hardware.capability)
+        if widths is not None:
+            tell(f"note: {widths}")
     program = TrainingProgram(resolved, model, hardware, engine)
     # From here on, random numbers are for dropout, which has to differ between ranks.
     torch.manual_seed(resolved.run.seed + engine.rank)
