@@ -318,7 +318,7 @@ def test_decay_that_starts_at_the_peak_is_build_nanogpts_get_lr_at_every_step() 
             return 6e-5
         return 6e-5 + 0.5 * (1 + math.cos(math.pi * (it - 715) / (19073 - 715))) * (6e-4 - 6e-5)
 
-    values = {"max_steps": 19073, "warmup_steps": 715, "min_lr_ratio": 0.1}
+    values: dict[str, Any] = {"max_steps": 19073, "warmup_steps": 715, "min_lr_ratio": 0.1}
     found = resolved(**values, decay_starts_at_peak=True)
     assert [6e-4 * found.lr_scale(step) for step in range(19080)] == pytest.approx(
         [get_lr(step) for step in range(19080)], rel=1e-12

@@ -274,7 +274,8 @@ OTHER_NAMES = {
     "shuffle": "the rows of each epoch are shuffled by run.seed",
     **dict.fromkeys(
         (
-            *("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+            "dataloader_persistent_workers",
+            "dataloader_multiprocessing_context",
             "dataloader_in_order",
         ),
         "data.workers are threads of the run, on which the order of the rows does not depend",
@@ -386,7 +387,9 @@ OTHER_NAMES = {
     ),
     **dict.fromkeys(
         (
-            *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
             "ddp_static_graph",
         ),
         "distributed.engine ddp needs no settings",
@@ -411,8 +414,12 @@ OTHER_NAMES = {
     "eval_only": "firstlight eval RUN evaluates without training",
     **dict.fromkeys(
         (
-            *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
-            *("eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics"),
+            "prediction_loss_only",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "eval_accumulation_steps",
+            "include_for_metrics",
+            "batch_eval_metrics",
             "include_inputs_for_metrics",
         ),
         "evaluation computes losses, samples and the scores of evaluation.tasks",
@@ -421,14 +428,23 @@ OTHER_NAMES = {
     "print_sample_iter": "evaluation.every_steps; or evaluation.samples_at: epoch",
     **dict.fromkeys(
         (
-            *("logging_steps", "logging_strategy", "logging_first_step", "log_interval"),
-            *("include_num_input_tokens_seen", "logging_nan_inf_filter", "logging_dir"),
+            "logging_steps",
+            "logging_strategy",
+            "logging_first_step",
+            "log_interval",
+            "include_num_input_tokens_seen",
+            "logging_nan_inf_filter",
+            "logging_dir",
         ),
         "each step is a line of metrics.jsonl in run.dir, with its tokens_seen",
     ),
     **dict.fromkeys(
         (
-            *("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "debug"),
+            "log_level",
+            "log_level_replica",
+            "log_on_each_node",
+            "disable_tqdm",
+            "debug",
             "skip_memory_metrics",
         ),
         "the run's messages have no levels, and its metrics are always complete",
@@ -439,7 +455,10 @@ OTHER_NAMES = {
     "wandb_run_name": "run.dir; trackers name the run after its folder",
     **dict.fromkeys(
         (
-            *("project", "wandb_project", "trackio_space_id", "trackio_bucket_id"),
+            "project",
+            "wandb_project",
+            "trackio_space_id",
+            "trackio_bucket_id",
             "trackio_static_space_id",
         ),
         "the tracker of run.trackers reads it from its environment variable, such as WANDB_PROJECT",
@@ -467,8 +486,15 @@ OTHER_NAMES = {
     "init_from": "firstlight train RECIPE --init-from MODEL starts from its weights",
     **dict.fromkeys(
         (
-            *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
-            *("hub_always_push", "hub_revision", "push_to_hub_model_id", "push_to_hub_token"),
+            "push_to_hub",
+            "hub_token",
+            "hub_private_repo",
+            "hub_model_id",
+            "hub_strategy",
+            "hub_always_push",
+            "hub_revision",
+            "push_to_hub_model_id",
+            "push_to_hub_token",
             "push_to_hub_organization",
         ),
         "firstlight push uploads a run's model after training",
