@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "decay ends a step late",
         "firstlight/optim/curve.py",
-        "(step + 1 - begin) / max",
-        "(step - begin) / max",
+        "taken = step - begin + (not self.decay_starts_at_peak)",
+        "taken = step - begin",
         (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
     ),
     Mutant(
