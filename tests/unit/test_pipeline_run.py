@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import inspect
 import json
+import os
 import random
 import re
 import shlex
@@ -776,9 +777,14 @@ def test_a_plan_for_a_gpu_needs_none(
     assert re.search(r"^precision +bf16 ", shown, re.M)
 
 
-def test_options_of_texts_are_refused_with_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_texts_are_refused_with_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "a.yaml", "--budget", "3m"]) == 2
     assert "--budget is for texts: leave it out with a.yaml" in capsys.readouterr().err
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert main(["train", str(pipe), "--steps", "3"]) == 2
+    assert f"{pipe} is a pipe, neither a file nor a folder" in capsys.readouterr().err
 
 
 def test_a_missing_input_is_no_recipe(

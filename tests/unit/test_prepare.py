@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from firstlight.data import cutting, encoding
 from firstlight.data import prepare as module
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.data.records import Record, read_documents
+from firstlight.data.records import Record, read_documents, read_records
 from firstlight.data.shards import Shard
 from firstlight.data.sources import SOURCES_NAME, find_sources
 from firstlight.data.writer import CorpusWriter, ShardWriter
@@ -486,6 +486,31 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
     sources[1].unlink()
     with pytest.raises(InputError, match=r"b\.jsonl was changed"):
         list(documents)
+
+
+def test_a_file_of_records_that_is_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    records = read_records(find_sources([path]))
+    assert next(records).value == {"text": "one"}
+    os.truncate(path, 20)
+    with pytest.raises(InputError, match=r"a\.jsonl was changed while it was read"):
+        list(records)
+
+
+def test_an_input_that_changes_after_it_was_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+
+    def split_of(text: str) -> Literal["train", "val"]:
+        if text == "three":
+            os.truncate(path, 0)
+        return "train"
+
+    later = write_jsonl(tmp_path / "b.jsonl", ["three"])
+    manifest = prepare([path, later], TOKENIZER, tmp_path / "out", split_of=split_of)
+    assert manifest["documents"]["written"] == 3
+    assert "a.jsonl: changed before or after it was read" in capsys.readouterr().err
 
 
 # Long documents

@@ -140,7 +140,16 @@ def test_files_of_other_kinds_are_counted_by_ending_each_once(
     assert list(by_ending(unread_files([".", "*", tmp_path / "d", "stdlib"])).items()) == list(
         counts.items()
     )
-    assert by_ending(unread_files(["*.p*"])) == {".pdf": 1}
+    os.mkfifo("d/pipe.p.txt")
+    os.symlink("nowhere", "d/gone.p.txt")
+    os.symlink("circle.p.txt", "circle.p.txt")
+    assert by_ending(unread_files(["*.p*", "d"])) == {
+        "broken link": 2,
+        ".pdf": 1,
+        ".png": 1,
+        "": 1,
+        "pipe": 1,
+    }
     assert unread_files(["a.txt"]) == []
     way = "(make text of it with pdftotext FILE.pdf FILE.txt)"
     assert listed(counts) == f"2 .pdf, 1 without an ending, 1 .png, 1 .tar.gz {way}"
@@ -254,7 +263,10 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         ),
         ("corpus/table.odt", r"table\.odt is an OpenDocument text: make text of it with pandoc "),
         ("https://a.org/b.txt", r"https://a\.org/b\.txt is a URL: download it, with curl -LO "),
-        ("pipe.txt", r"pipe\.txt is neither a file nor a folder"),
+        (
+            "pipe.txt",
+            r"pipe\.txt is a pipe, neither a file .*: inputs .* cat \S*pipe\.txt > pipe\.txt\.txt",
+        ),
         ("hf:", r"hf: needs a dataset's name"),
         ("hf::x", r"hf: needs a dataset's name"),
         ("", r"an input is empty"),

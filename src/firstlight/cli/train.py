@@ -181,8 +181,12 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
             return _train_on_texts(paths, overrides, options)
         _check_that_input_exists(paths)
     path, overrides = split_arguments(arguments, "train", is_run=options["cooldown"] is not None)
+    from firstlight.data.sources import special_input, special_kind
+
     for name in TEXT_OPTIONS:
         if options.pop(name) not in (None, False, ()):
+            if kind := special_kind(Path(path).expanduser()):
+                raise ConfigError(special_input(path, kind))
             option = name.removesuffix("s" if name == "val_inputs" else "").replace("_", "-")
             raise ConfigError(f"--{option} is for texts: leave it out with {path}")
     return _train_recipe(path, overrides, **options)
@@ -194,7 +198,7 @@ def _check_that_input_exists(paths: Sequence[str]) -> None:
     Raises:
         ConfigError: a path does not exist, and is not named like a recipe.
     """
-    from firstlight.data.sources import url_input
+    from firstlight.data.sources import special_input, special_kind, url_input
 
     for name in paths:
         path = Path(name)
@@ -202,6 +206,8 @@ def _check_that_input_exists(paths: Sequence[str]) -> None:
             continue
         if "://" in name:
             raise ConfigError(url_input(name))
+        if kind := special_kind(path.expanduser()):
+            raise ConfigError(special_input(name, kind))
         siblings = [str(sibling) for sibling in path.expanduser().parent.glob("*")]
         raise ConfigError(
             f"{path} does not exist{nearest(str(path), siblings)}: name files or folders of texts, "

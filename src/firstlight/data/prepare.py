@@ -21,14 +21,21 @@ from typing import Any, Literal, get_args
 import numpy as np
 from rich.progress import TextColumn
 
-from firstlight.console import progress_bar
+from firstlight.console import progress_bar, say
 from firstlight.data import ray_engine
 from firstlight.data.cleaning import ChangeCounts
 from firstlight.data.conversations import BadRecordError
 from firstlight.data.cutting import compress, cut_tail, within_tokens
 from firstlight.data.encoding import Encode, Encoded, TextPiece, encode, encode_in_order
 from firstlight.data.random_tokens import prepare_random, requested_tokens
-from firstlight.data.records import REASONS, Record, digest_of, nothing_read, read_documents
+from firstlight.data.records import (
+    REASONS,
+    Record,
+    digest_of,
+    mark_of,
+    nothing_read,
+    read_documents,
+)
 from firstlight.data.shards import TokenArray
 from firstlight.data.sources import (
     DataSource,
@@ -126,7 +133,14 @@ def prepare(
     with encoder as encode, new_folder(out, replace=overwrite, synced=True) as folder:
         preparation = _Preparation(CorpusWriter(folder, tokenizer, shard_tokens), chosen)
         sources = without(sources, held_out)
+        marks = {source: mark_of(source) for source in [*sources, *held_out]}
         preparation.run(sources, text_key, encode, progress=progress, held_out=held_out)
+        if changed := [source.name for source, mark in marks.items() if mark_of(source) != mark]:
+            more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
+            say(
+                f"{changed[0]}{more}: changed before or after it was read, while other text was "
+                f"prepared: {out} has the text at that moment; prepare again for a newer one"
+            )
         options = [word for one in val_inputs for word in ("--val-input", neutral_name(str(one)))]
         options += ["--text-key", text_key] if text_key != "text" else []
         options += ["--as-is"] if as_is else []

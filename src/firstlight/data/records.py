@@ -135,40 +135,67 @@ def read_records(
             `largest_document`. None: whole records are needed.
 
     Raises:
-        InputError: a file as a whole can't be read (permissions, damaged compression), or a JSON
-            file is not a list.
+        InputError: a file as a whole can't be read (permissions, damaged compression), or was
+            changed while it was read; or a JSON file is not a list.
         MissingDependencyError: a package that a source needs is not installed.
     """
     for source in sources:
-        if source.dataset is not None:
-            for number, row in enumerate(_dataset_rows(source), start=1):
-                yield Record(source.name, number, row, is_line=False)
-            continue
-        assert source.path is not None
-        path, name, ending = source.path, source.name, source.path.name.lower()
-        try:
-            if ending.endswith(".parquet"):
-                for line, found in read_parquet(path, name, text_key):
-                    error = found if isinstance(found, BadRecordError) else None
-                    yield Record(name, line, None if error else found, error, is_line=False)
-                continue
-            with open_compressed(path) as file:
-                if ending.endswith(LINES_SUFFIXES):
-                    yield from _read_lines(file, path, name, text_key)
-                elif text_key is None:
-                    yield from _read_list(file, path, name)
-                elif ending.endswith(TABLE_FILE_SUFFIXES):
-                    # The reader ends before the file is closed, even if its caller stops earlier.
-                    with closing(read_table(file, path, text_key)) as rows:
-                        for line, found in rows:
-                            error = found if isinstance(found, BadRecordError) else None
-                            yield Record(name, line, None if error else {text_key: found}, error)
-                else:
-                    yield from _read_text(file, path, source, text_key)
-        except OSError as error:
-            raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
-        except (EOFError, zlib.error) as error:
-            raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
+        with _unchanged(source):
+            yield from _records_of(source, text_key)
+
+
+@contextlib.contextmanager
+def _unchanged(source: DataSource) -> Iterator[None]:
+    """Refuse a file that another program changes while it is read in the block.
+
+    Raises:
+        InputError: the file was changed. This error replaces one about the file's content, which
+            may be due to the change.
+    """
+    before, problem = mark_of(source), None
+    try:
+        yield
+    except InputError as error:
+        problem = error
+    if mark_of(source) != before:
+        raise InputError(
+            f"{source.name} was changed while it was read: call again once nothing writes to it"
+        ) from problem
+    if problem is not None:
+        raise problem
+
+
+def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, None, None]:
+    """The records of one source: see `read_records`."""
+    if source.dataset is not None:
+        for number, row in enumerate(_dataset_rows(source), start=1):
+            yield Record(source.name, number, row, is_line=False)
+        return
+    assert source.path is not None
+    path, name, ending = source.path, source.name, source.path.name.lower()
+    try:
+        if ending.endswith(".parquet"):
+            for line, found in read_parquet(path, name, text_key):
+                error = found if isinstance(found, BadRecordError) else None
+                yield Record(name, line, None if error else found, error, is_line=False)
+            return
+        with open_compressed(path) as file:
+            if ending.endswith(LINES_SUFFIXES):
+                yield from _read_lines(file, path, name, text_key)
+            elif text_key is None:
+                yield from _read_list(file, path, name)
+            elif ending.endswith(TABLE_FILE_SUFFIXES):
+                # The reader ends before the file is closed, even if its caller stops earlier.
+                with closing(read_table(file, path, text_key)) as rows:
+                    for line, found in rows:
+                        error = found if isinstance(found, BadRecordError) else None
+                        yield Record(name, line, None if error else {text_key: found}, error)
+            else:
+                yield from _read_text(file, path, source, text_key)
+    except OSError as error:
+        raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
+    except (EOFError, zlib.error) as error:
+        raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
 
 
 def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
@@ -237,13 +264,12 @@ def read_documents(
         text_key: the field of JSONL lines, or column of tables and datasets, that holds the text.
 
     Raises:
-        InputError: see `read_records`; or a file was changed while it was read.
-        MissingDependencyError: see `read_records`.
+        InputError, MissingDependencyError: see `read_records`.
     """
     for source in sources:
-        before, code = _mark_of(source), is_code(source)
+        code = is_code(source)
         left = math.inf if source.most_bytes is None else source.most_bytes
-        with closing(read_records([source], text_key)) as records:
+        with _unchanged(source), closing(_records_of(source, text_key)) as records:
             for record in records:
                 for document in _documents_of(record, source, text_key, code=code):
                     yield document
@@ -253,18 +279,14 @@ def read_documents(
                         left -= len(document.value.encode("utf-8"))
                 if left <= 0:
                     break
-        if _mark_of(source) != before:
-            raise InputError(
-                f"{source.name} was changed while it was read: call again once nothing writes to it"
-            )
 
 
-def _mark_of(source: DataSource) -> tuple[int, int, int] | None:
-    """(inode, size, ctime in ns) of a source's file; None if the source has no file. The ctime is
-    compared because any program can set back the mtime, but not the ctime."""
+def mark_of(source: DataSource) -> tuple[int, int, int] | None:
+    """(inode, size, ctime in ns) of a source's file; None if the source has no file that is found.
+    The ctime is compared because any program can set back the mtime, but not the ctime."""
     try:
         found = None if source.path is None else source.path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return None if found is None else (found.st_ino, found.st_size, found.st_ctime_ns)
 

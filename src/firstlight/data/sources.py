@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import shlex
+import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -175,8 +176,8 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
         if not _is_read(path, suffixes):
             raise InputError(_unread(path, suffixes))
         return [DataSource(name=item, path=path)]
-    if path.exists():
-        raise InputError(f"{item} is neither a file nor a folder")
+    if kind := special_kind(path):
+        raise InputError(special_input(item, kind))
     if any(character in item for character in "*?["):
         names = [name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
         files = [path for path in map(Path, sorted(names)) if _is_read(path, suffixes)]
@@ -194,16 +195,39 @@ def url_input(item: str) -> str:
     return f"{item} is a URL: download it, with curl -LO {shlex.quote(item)}, and name the file"
 
 
+def special_input(item: str, kind: str) -> str:
+    """The message about an INPUT of a `special_kind`."""
+    text = shlex.quote(f"{Path(item).name}.txt")
+    advice = "name a file or a folder of texts"
+    if kind == "pipe":
+        advice = (
+            "inputs are read more than once, so write its text to a file with "
+            f"cat {shlex.quote(item)} > {text}, and name that file"
+        )
+    return f"{item} is a {kind}, neither a file nor a folder: {advice}"
+
+
+def special_kind(path: Path) -> str:
+    """ "pipe", "socket", "device" or "broken link"; "" for a file, a folder and a missing path."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return "broken link" if os.path.islink(path) else ""
+    kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+    kinds |= {stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+    return kinds.get(stat.S_IFMT(mode), "")
+
+
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
     """The message about a folder without a file of a supported kind."""
     others = unread_files([folder], suffixes)
     if not others:
         return f"folder {item} holds no {_kinds(suffixes)}: put some there"
     counts = by_ending(others)
-    first = next(file for file in others if _ending(file.name.lower()) == next(iter(counts)))
+    first = next(file for file in others if _unread_kind(file) == next(iter(counts)))
     what = _kinds(suffixes).partition(" (")[0]
     there = f"folder {item} holds no {what}; it has {_counted(counts)}"
-    return f"{there}: {_unread(first, suffixes)}"
+    return f"{there}: {'put texts there' if special_kind(first) else _unread(first, suffixes)}"
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
@@ -220,7 +244,8 @@ def _kinds(suffixes: tuple[str, ...]) -> str:
 
 
 def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """The files of no supported kind in the folders and globs among INPUTs, except hidden files.
+    """The files of no supported kind in the folders and globs among INPUTs, except hidden files;
+    pipes, sockets, devices and broken links, too.
 
     Raises:
         InputError: a folder can't be read.
@@ -231,8 +256,9 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
             found.update(_files_under(path))
         elif not path.exists() and any(character in str(path) for character in "*?["):
             names = glob.glob(str(path), recursive=True)
-            found.update(Path(name) for name in names if os.path.isfile(name))
-    others = {file.resolve(): file for file in found if not _is_read(file, suffixes)}
+            found.update(Path(name) for name in names if not os.path.isdir(name))
+    # Unlike `Path.resolve`, this raises nothing for links that lead in a circle.
+    others = {os.path.realpath(file): file for file in found if not _is_read(file, suffixes)}
     return sorted(others.values())
 
 
@@ -287,9 +313,15 @@ def read_sources(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:
-    """Number of files with each ending (in lower case, "" for none), most frequent first."""
-    counts = Counter(_ending(file.name.lower()) for file in files)
+    """Number of files with each ending (in lower case, "" for none) or of each `special_kind`, most
+    frequent first."""
+    counts = Counter(map(_unread_kind, files))
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
+
+
+def _unread_kind(file: Path) -> str:
+    """The `special_kind` of a file that is not read, or its ending."""
+    return special_kind(file) or _ending(file.name.lower())
 
 
 def _ending(name: str) -> str:
@@ -323,6 +355,9 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
     """True if a file has one of the endings or, with the default endings, if it is text."""
+    # Opening a pipe would wait for a writer.
+    if not path.is_file():
+        return False
     name = path.name.lower()
     if name.endswith(suffixes):
         return True
@@ -344,8 +379,7 @@ def _files_under(folder: Path) -> Iterator[Path]:
         folders[:] = _searched(folders)
         for name in names:
             file = Path(root) / name
-            # `is_file` excludes broken links, and named pipes, which a read would wait for forever.
-            if not name.startswith(".") and file.is_file():
+            if not name.startswith("."):
                 yield file
 
 

@@ -266,7 +266,7 @@ class _Counts:
             held: the documents that are held out.
 
         Raises:
-            InputError: there is no text.
+            InputError: there is no text, or it is one repeated character.
         """
         if not self.documents:
             raise InputError(nothing_read(self._rejected, (self._first_rejected or [""])[0]))
@@ -283,6 +283,12 @@ class _Counts:
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
         characters = int(counted.sum())
         common = int(np.searchsorted(np.cumsum(counted), _COMMON_SHARE * characters)) + 1
+        if common == 1:
+            raise InputError(
+                f"{counted[0] / characters:.1%} of the text is the one character "
+                f"{chr(int(self._histogram.argmax()))!r}, from which nothing is learned: give text "
+                "with words"
+            )
         return CorpusFacts(
             documents=self.documents,
             text_bytes=self.text_bytes,
