@@ -112,8 +112,9 @@ def parts_of(recipe: Recipe) -> Parts:
         raise ConfigError("the examples need model, data.dir and schedule.max_steps in the recipe")
     if recipe.schedule.max_steps == 0:
         raise ConfigError("the examples need a step: give schedule.max_steps at least 1")
-    if recipe.schedule.warmup_tokens is not None:
-        raise ConfigError("the examples know no schedule.warmup_tokens: give warmup_steps")
+    for key, instead in (("warmup_tokens", "warmup_steps"), ("decay_tokens", "decay_steps")):
+        if getattr(recipe.schedule, key) is not None:
+            raise ConfigError(f"the examples know no schedule.{key}: give {instead}")
     if recipe.batch.ramp_steps is not None:
         raise ConfigError("the examples know no ramp: leave batch.ramp_start_tokens out")
     if type(recipe.batch.micro_batch_size) is not int:
