@@ -919,3 +919,24 @@ def test_layers_and_experts_need_tensors_and_numbers(tmp_path: Path) -> None:
     spoil({b"qwen3moe.expert_count": 100_000}, b"blk.0.ffn_gate_inp.weight")
     with pytest.raises(ModelError, match="routers do not know 100000 experts"):
         read_gguf(path)
+
+
+@pytest.mark.parametrize("is_key", [True, False])
+def test_texts_and_factors_as_long_as_a_sparse_file_are_refused_unread(
+    is_key: bool, tmp_path: Path
+) -> None:
+    length = struct.pack("<Q", 1 << 50)
+    architecture = struct.pack("<Q", 20) + b"general.architecture" + struct.pack("<I", 8)
+    path = tmp_path / "a.gguf"
+    with open(path, "wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1))
+        file.write(length if is_key else architecture + length)
+        file.truncate(1 << 40)
+    with pytest.raises(ModelError, match=r"a text of 1,125,899,906,842,624 bytes, and"):
+        read_gguf(path)
+    factors = struct.pack("<Q", 17) + b"rope_freqs.weight" + struct.pack("<IQIQ", 1, 1 << 33, 0, 0)
+    with open(path, "wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + factors)
+        file.truncate(1 << 40)
+    with pytest.raises(ModelError, match=r"tensor rope_freqs\.weight is \[8589934592\]"):
+        read_gguf(path)

@@ -31,6 +31,7 @@ from firstlight.conversion.gguf_writer import import_gguf
 from firstlight.errors import ModelError, describe_os_error
 
 _VERSIONS = (2, 3)
+_FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
 #: Ids of GGUF's value types "string" and "array".
 _STRING, _ARRAY = 8, 9
 #: Ids of GGUF's scalar value types -> format characters of `struct`.
@@ -40,6 +41,11 @@ _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 _MOST_VALUES = 2_000_000
 #: Maximum number of tensors in a file. Models have up to 3,000, since their experts are stacked.
 _MOST_TENSORS = 20_000
+#: Position up to which a text of the metadata may reach: a vocabulary of 262,144 tokens with its
+#: merges has 10 MB. A sparse file can have any size without taking space on the disk.
+_MOST_METADATA_BYTES = 1 << 28
+#: Maximum number of rotary factors, one for two numbers of a head.
+_MOST_FACTORS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def read_gguf(path: Path) -> GGUFModel:
             parser.require_apart(stored)
             factors = {
                 name: parser.tensor(name, stored.pop(name), data_start)
-                for name in (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
+                for name in _FACTORS
                 if name in stored
             }
             shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -199,6 +205,9 @@ class GGUFParser:
             data_start: position of the data section, from `parse`.
         """
         gguf = import_gguf()
+        # These are read before their shape can be compared with the config.
+        if name in _FACTORS and math.prod(stored.shape) > _MOST_FACTORS:
+            raise ModelError(f"the file is damaged: tensor {name} is {list(stored.shape)}")
         kind, row_bytes = self._kind_of(name, stored)
         self._position = self._file.seek(min(data_start + stored.offset, self._size))
         data = np.frombuffer(self._take(math.prod(stored.shape[:-1]) * row_bytes), dtype=np.uint8)
@@ -227,7 +236,13 @@ class GGUFParser:
         return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
 
     def _string(self) -> str:
-        return self._take(self._number("Q")).decode("utf-8")
+        length = self._number("Q")
+        if self._position + length > _MOST_METADATA_BYTES:
+            raise ModelError(
+                f"the file is damaged: a text of {length:,} bytes, and {_MOST_METADATA_BYTES:,} "
+                "bytes of metadata are read at most"
+            )
+        return self._take(length).decode("utf-8")
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
