@@ -410,7 +410,11 @@ def _suggested_recipe(plan: Plan, found: Suggestion) -> ResolvedRecipe:
     return with_changes(
         recipe.model_copy(update={"model": found.config, "optimizer": optimizer}),
         {
-            "batch": {"micro_batch_size": 1, "global_batch_tokens": found.global_batch_tokens},
+            "batch": {
+                "micro_batch_size": 1,
+                "divide_micro_batch": True,
+                "global_batch_tokens": found.global_batch_tokens,
+            },
             "schedule": {**schedule, "max_steps": found.max_steps},
         },
     )
