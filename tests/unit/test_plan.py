@@ -824,10 +824,11 @@ def test_a_budget_for_a_recipe_that_trains_given_weights_says_so(section: str) -
 
 
 def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
-    machine = find_machine("RTX 4090", count=128)
-    model = {**_MODEL, "num_attention_heads": 128, "hidden_size": 256, "intermediate_size": 512}
+    # No other model with heads 32 wide has a multiple of 133 heads.
+    machine = find_machine("RTX 4090", count=133)
+    model = {**_MODEL, "num_attention_heads": 133, "hidden_size": 4256, "intermediate_size": 8512}
     written = recipe(
-        model=model, distributed={"tensor_parallel": 128}, efficiency={"compile": False}
+        model=model, distributed={"tensor_parallel": 133}, efficiency={"compile": False}
     )
     with pytest.raises(ConfigError, match="no model of the ladder can be cut"):
         make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
