@@ -539,6 +539,7 @@ def test_prepared_text_has_the_hardness_of_its_scan_and_xz_of_all_that_is_held_o
     assert facts.hardness.ngram_bits_per_character != settings.NGRAM_BITS
     run = trained(tmp_path / "table.txt")
     data, xz = run.run_folder / "data", run.xz_bits_per_byte
+    assert xz is not None
     assert xz == pytest.approx(facts.hardness.held_out_xz_bits_per_byte, rel=0.05)
     found = counted_text(data, facts, xz).hardness
     assert found == dataclasses.replace(facts.hardness, held_out_xz_bits_per_byte=xz)

@@ -170,7 +170,8 @@ def _ends_early(choices: Choices) -> bool:
     """True if the run ends by its passes over the data, clearly before its time."""
     if "schedule.max_minutes" not in choices.keys:
         return False
-    return choices.seconds < settings.EARLY * 60 * choices["schedule.max_minutes"]
+    minutes: float = choices["schedule.max_minutes"]
+    return choices.seconds < settings.EARLY * 60 * minutes
 
 
 def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
