@@ -148,6 +148,14 @@ def test_xz_is_measured_on_all_parts_of_a_text() -> None:
     assert sample.hardness(HeldOut(None, 0.1)).xz_bits_per_byte == pytest.approx(1.1, abs=0.1)
 
 
+def test_held_out_text_is_measured_by_xz_alone() -> None:
+    sample = TextSample()
+    sample.add(b"", "a" * 80_000 + noise(20_000, "abcd"), 80_000)
+    found = sample.hardness(HeldOut(None, 0.2))
+    assert found.xz_bits_per_byte < 0.1
+    assert found.held_out_xz_bits_per_byte == pytest.approx(2.4, abs=0.1)
+
+
 def test_short_documents_are_measured_one_by_one() -> None:
     """Each begins in one of four ways, and goes on in one way."""
     lines = [letter + "ijklmnopqrstuvwxyz" for letter in noise(20_000, "abcd")]
