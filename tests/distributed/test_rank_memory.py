@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -90,9 +91,9 @@ def steps(
     }
 
 
-def require_planned(cases: list[dict[str, Any]], above: float, below: float) -> None:
+def require_planned(cases: list[dict[str, Any]], above: float, below: float, size: int = 2) -> None:
     """The plan of the process that needs most is what its steps take."""
-    results = run_ranks(_STEPS_DRIVER, [json.dumps(cases)], 2)
+    results = run_ranks(_STEPS_DRIVER, [json.dumps(cases)], size)
     for result in results:
         assert result.returncode == 0, result.stderr
     found = [
@@ -101,7 +102,8 @@ def require_planned(cases: list[dict[str, Any]], above: float, below: float) -> 
     ]
     for number, case in enumerate(cases):
         recipe = parse_resolved_recipe(case)
-        planned = of_one_rank(trace_memory(own_part(recipe, 2)), recipe, 2).peak_bytes
+        part = trace_memory(own_part(recipe, size))
+        planned = of_one_rank(part, recipe, size, on_cpu=True).peak_bytes
         # What gloo's threads free, nobody counts: the least of some steps.
         taken = max(min(ranks[number]) for ranks in found)
         if case["distributed"] == _WAYS["ddp"]:
@@ -142,3 +144,30 @@ def test_plans_of_all_ways_are_what_steps_take(way: str) -> None:
         for efficiency in more
     ]
     require_planned(cases, above=0.12, below=0.06)
+
+
+def zero(stage: int, offload: str, *more: Any, **efficiency: Any) -> dict[str, Any]:
+    """A recipe of `steps` for DeepSpeed's ZeRO."""
+    case = steps("ddp", *more, **efficiency)
+    return case | {"distributed": {"engine": "deepspeed", "zero_stage": stage, "offload": offload}}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed")
+def test_plan_of_deepspeed_on_one_process_is_what_its_steps_take() -> None:
+    cases = [zero(2, "cpu", _WIDE), zero(1, "none", _WIDE, 3), zero(3, "none", _DEEP)]
+    require_planned(cases, above=0.05, below=0.05, size=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_plans_of_all_stages_of_zero_are_what_steps_take(size: int, precision: str) -> None:
+    cases = [
+        zero(stage, offload, model, accumulation, precision=precision)
+        for model in (_WIDE, _DEEP)
+        for accumulation in (1, 3)
+        for stage in (1, 2, 3)
+        for offload in ("none", "cpu")
+    ]
+    require_planned(cases, above=0.05, below=0.05, size=size)

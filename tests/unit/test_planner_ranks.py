@@ -101,19 +101,44 @@ def test_the_references_of_pairs_are_made_with_the_whole_model() -> None:
     assert found.parts["weights"] == whole()["weights"] // 4
 
 
-def test_zero_cuts_by_its_stage_and_moves_what_is_offloaded() -> None:
-    for stage, cut in ((1, 1), (2, 2), (3, 3)):
+def test_zero_shards_by_its_stage_and_keeps_a_copy_of_the_weights() -> None:
+    size = whole()["weights"]
+    for stage, weights in ((1, size), (2, size), (3, size // 4)):
         found = of_one_rank(alone(), recipe(engine="deepspeed", zero_stage=stage), 4)
-        names = ("optimizer_states", "gradients", "weights")
-        assert [found.parts[name] < whole()[name] for name in names] == [i < cut for i in range(3)]
-    # It is given the whole model.
-    whole_model = PhasePeak(whole()["weights"], {"weights": whole()["weights"]})
+        step = found.phases["optimizer"].parts
+        assert step["weights"] == weights + size // 4
+        assert step["optimizer_states"] == 2 * size // 4
+        # The shard of the gradients, and the tensor that the update reads.
+        assert step["gradients"] == 2 * size // 4
+    # Stage 1 has all gradients, and the bucket for them, until the last micro-batch is done.
+    forward = of_one_rank(alone(), recipe(2, engine="deepspeed", zero_stage=1), 4).phases["forward"]
+    assert forward.parts["gradients"] == forward.parts["communication"] // 2 == size
+
+
+def test_zero_3_gathers_parameters_of_several_processes_only() -> None:
+    size = whole()["weights"]
+    whole_model = PhasePeak(size, {"weights": size})
     started = replace(alone(), phases={**alone().phases, "setup": whole_model})
-    found = of_one_rank(started, recipe(engine="deepspeed", zero_stage=3), 4)
+    zero = recipe(engine="deepspeed", zero_stage=3)
+    found = of_one_rank(started, zero, 4)
     assert found.phases["setup"] == whole_model
-    moved = of_one_rank(alone(), recipe(engine="deepspeed", zero_stage=1, offload="cpu"), 4)
-    assert "optimizer_states" not in moved.parts
-    assert moved.host_bytes == whole()["optimizer_states"] // 4
+    # The bucket, and all parameters, which are so small that they stay gathered.
+    assert found.phases["forward"].parts["communication"] == 2 * size
+    assert found.phases["optimizer"].parts["communication"] == 2 * size
+    assert of_one_rank(alone(), zero, 1).phases["forward"].parts["communication"] == size
+
+
+def test_zero_offloads_to_the_memory_of_the_device_if_that_is_a_cpu() -> None:
+    size = whole()["weights"]
+    largest = 4 * 1024 * 32
+    moved = recipe(engine="deepspeed", zero_stage=1, offload="cpu")
+    gpu, cpu = (of_one_rank(alone(), moved, 4, on_cpu=on_cpu) for on_cpu in (False, True))
+    assert "optimizer_states" not in gpu.parts
+    # Two moments, two copies of the weights, the gradients, and a buffer for one of them.
+    assert gpu.host_bytes == 5 * size // 4 + largest
+    assert cpu.host_bytes == 0
+    found = cpu.phases["optimizer"].bytes
+    assert found == gpu.phases["optimizer"].bytes + gpu.host_bytes
 
 
 def test_what_is_sent_counts_micro_batches_and_what_waits_on_the_host() -> None:

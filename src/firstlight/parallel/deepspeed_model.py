@@ -17,7 +17,7 @@ import shutil
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,8 +128,7 @@ class ZeroModel:
             folder = _new_swap_folder(config)
         if precision in _CAST:
             _cast_inside(model, device, _CAST[precision])
-        largest = max(p.numel() for p in model.parameters())
-        total = sum(p.numel() for p in model.parameters())
+        sizes = [p.numel() for p in model.parameters()]
         settings: dict[str, Any] = {
             # The training loop counts sequences and micro-batches itself. Any number of
             # accumulation steps above 1 makes DeepSpeed add up gradients until `set_last`.
@@ -143,8 +142,7 @@ class ZeroModel:
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": self.stage,
-                "reduce_bucket_size": max(largest, min(total, _BUCKET)),
-                "overlap_comm": device.type == "cuda",
+                **zero_settings(config, sizes, on_cpu=device.type == "cpu"),
                 **_offloading(config, folder, device),
             },
         }
@@ -214,6 +212,33 @@ class ZeroModel:
             with _gathered(parameter, changed=True):
                 parameter.copy_(value)
             set_shard(parameter, value)
+
+
+def zero_settings(
+    config: DistributedConfig, sizes: Sequence[int], *, on_cpu: bool
+) -> dict[str, Any]:
+    """The settings of DeepSpeed's `zero_optimization` that its memory depends on.
+
+    Args:
+        config: the recipe's `distributed` section.
+        sizes: number of elements of each of the model's parameters.
+        on_cpu: True if the model is on a CPU.
+
+    Raises:
+        ConfigError: the DeepSpeed file can't be read.
+    """
+    settings: dict[str, Any] = {
+        "reduce_bucket_size": max(*sizes, min(sum(sizes), _BUCKET)),
+        "overlap_comm": not on_cpu,
+        # DeepSpeed's defaults, of stage 3.
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_max_live_parameters": 1_000_000_000,
+    }
+    if config.deepspeed_config is not None:
+        handed_on = read_deepspeed_file(config.deepspeed_config).handed_on
+        given = handed_on.get("zero_optimization", {})
+        settings |= {key: given[key] for key in settings if key in given}
+    return settings
 
 
 def _initialized(

@@ -8,12 +8,13 @@ the memory of two real processes (tests/distributed/test_rank_memory.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, is_inside_a_layer, meta_model
+from firstlight.parallel.deepspeed_model import zero_settings
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.pipeline import unstageable
 from firstlight.parallel.selection import ENGINES, engine_name, named_engine
@@ -40,7 +41,7 @@ _MUCH = 2**30
 
 
 def of_one_rank(
-    prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int, *, on_cpu: bool = False
 ) -> MemoryPrediction:
     """The memory of one of several processes.
 
@@ -48,6 +49,7 @@ def of_one_rank(
         prediction: memory of the recipe of `own_part` in a single process.
         recipe: the resolved recipe.
         processes: number of processes.
+        on_cpu: True if the processes run on a CPU, whose memory also holds what is offloaded.
 
     Raises:
         ConfigError: the model or the batch can't be divided among the processes.
@@ -55,13 +57,13 @@ def of_one_rank(
     part, copies = own_part(recipe, processes), copies_of(recipe, processes)
     engine = engine_of(recipe, processes)
     if engine.updates_itself:
-        return _of_deepspeed(prediction, recipe, processes)
+        return _of_deepspeed(prediction, recipe, processes, on_cpu)
     if processes == 1:
         return prediction
     prediction = with_own_tables(prediction, recipe, part)
     by = [f"{engine.name} on {copies} devices"] if copies > 1 else []
     if engine.keeps_shards and copies > 1:
-        prediction = _of_fsdp(prediction, recipe, part, processes)
+        prediction = _of_fsdp(prediction, recipe, part, processes, on_cpu)
     elif engine.keeps_buckets:
         prediction = _of_ddp(prediction, part)
     for key in ("tensor_parallel", "pipeline"):
@@ -108,12 +110,17 @@ def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPredict
 
 
 def _of_fsdp(
-    prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe, processes: int
+    prediction: MemoryPrediction,
+    recipe: ResolvedRecipe,
+    part: ResolvedRecipe,
+    processes: int,
+    on_cpu: bool,
 ) -> MemoryPrediction:
     """FSDP2 keeps shards of the state and the gathered parameters: in the passes one or two
     layers (all with `reshard_after_forward: false`), and all parameters outside of the layers."""
     pieces = part.distributed.shard or copies_of(recipe, processes)
-    offloads = part.distributed.offload == "cpu"
+    # On a CPU, the shards are in the CPU's memory anyway.
+    offloads = part.distributed.offload == "cpu" and not on_cpu
     state = 0 if offloads else 1
     in_bf16 = is_put_together_in_bf16(recipe, processes)
     size = 2 if in_bf16 else 4
@@ -170,37 +177,117 @@ def _of_fsdp(
 
 
 def _of_deepspeed(
-    prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int, on_cpu: bool
 ) -> MemoryPrediction:
     """DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): stage 1 shards the optimizer's
     states, stage 2 gradients as well, stage 3 weights as well. Offloading moves the sharded parts
-    to the CPU."""
+    to the CPU. The buffers beside them are those of DeepSpeed 0.19."""
     stage = recipe.distributed.zero_stage or 2
-    # ZeRO shards in this order: states, gradients, weights.
-    cut = STATE[::-1][:stage]
     offloads = recipe.distributed.offload != "none"
-    moved = cut if offloads else ()
+    accumulates = recipe.batch.accumulation(recipe.data.seq_len, processes) > 1
+    sizes = [4 * p.numel() for p in meta_model(recipe.model).parameters()]
+    whole, largest = sum(sizes), max(sizes)
+    shard = -(-whole // processes)
+    settings = zero_settings(recipe.distributed, [size // 4 for size in sizes], on_cpu=on_cpu)
+    overlaps = settings["overlap_comm"] and stage < 3
+    # Gradients are copied into a bucket, and reduced once it is full. With overlapping
+    # communication a second one is filled meanwhile.
+    bucket = 4 * int(settings["reduce_bucket_size"]) * (2 if overlaps else 1)
+    moments = max(peak.parts.get("optimizer_states", 0) for peak in prediction.phases.values())
+    states = -(-moments // processes)
+
+    # Parameters that stage 3 gathers for good, and all that it has at once in the passes: they are
+    # not dropped before a billion others are used. A single process gathers nothing.
+    threshold = 4 * settings["stage3_param_persistence_threshold"]
+    small = sum(size for size in sizes if size <= threshold) if processes > 1 else 0
+    gathered = min(whole, 4 * int(settings["stage3_max_live_parameters"])) if processes > 1 else 0
+
+    # Memory that is there all the time: on the device, and moved to the CPU's memory.
+    # The update has a copy of the weights' shard, although the weights are in fp32 already.
+    held = {"weights": shard + (whole if stage < 3 else shard)}
+    moved: dict[str, int] = {}
+    if stage == 3:
+        # The bucket is made once, and so is a buffer of the gradients' shard. Small parameters stay
+        # gathered.
+        held["communication"] = bucket + small
+        if offloads:
+            # A second buffer of gradients is beside the update's copy of the weights.
+            moved = {"weights": 2 * shard, "gradients": 2 * shard, "optimizer_states": states}
+            del held["weights"]
+        else:
+            held |= {"gradients": shard, "optimizer_states": states}
+    elif offloads:
+        # Updated weights pass through a buffer, and gradients through one on either side, each as
+        # large as the largest parameter. Stage 2 adds up micro-batches in the CPU's memory.
+        gradients = shard * (2 if accumulates and stage == 2 else 1)
+        moved = {
+            "weights": 2 * shard,
+            "gradients": gradients,
+            "optimizer_states": states,
+            "communication": largest,
+        }
+        held = {"weights": whole, "communication": largest}
+    else:
+        held["optimizer_states"] = states
+
+    def passing(phase: str, *, late: bool = False) -> dict[str, int]:
+        """Bytes of gradients and of buffers that only this phase has."""
+        # In stages 1 and 2, the bucket is made with the first gradient, after those of the logits.
+        is_backward = "backward" in phase and phase != "backward of loss"
+        if phase in ("clipping", "optimizer"):
+            if offloads:
+                return {}
+            # The gradients' shard is copied into one tensor for the update, which also stage 3
+            # does although it has a buffer of them.
+            return {"gradients": shard * (1 if stage == 3 or phase == "clipping" else 2)}
+        if phase not in ("forward", *_LAST) and not is_backward:
+            return {}
+        if stage == 3:
+            # To be reduced, the gradients of the bucket are put in the order of processes.
+            ordered = min(bucket, whole) if late else 0
+            return {"communication": max(gathered - small, 0) + ordered}
+        summed = (whole if stage == 1 else 0 if offloads else shard) if accumulates else 0
+        if not is_backward:
+            # Stage 1 keeps its bucket until the last micro-batch.
+            kept = bucket if accumulates and stage == 1 else 0
+            return {"gradients": summed, "communication": kept}
+        if not late:
+            return {"gradients": summed, "communication": bucket}
+        if stage == 1 and not overlaps:
+            # All gradients are there before the first is copied into the bucket.
+            return {"gradients": whole, "communication": bucket}
+        own = 0 if offloads else shard
+        return {"gradients": summed + own, "communication": bucket}
+
+    kept = prediction.phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
+    keeps_all = recipe.efficiency.activation_checkpointing == "none"
 
     def shared(phase: str, peak: PhasePeak) -> PhasePeak:
         if phase == "setup":
             # DeepSpeed shards the model only after the whole of it is on the device.
             return peak
-        parts = {
-            name: 0 if name in moved else -(-size // processes) if name in cut else size
-            for name, size in peak.parts.items()
-        }
-        return _sum(parts)
+        others = {name: size for name, size in peak.parts.items() if name not in STATE}
+        is_early = keeps_all and others.get("activations", 0) > _EARLY * kept
+        always = [held, moved] if on_cpu else [held]
+        found = _total(others, *always, passing(phase, late=not is_early))
+        if "backward" not in phase or phase in _LAST:
+            return found
+        # The last gradient, that of the embedding, is beside the bucket when all the others are in.
+        last = _total(*always, passing(phase, late=True), {"gradients": sizes[0]})
+        return max(found, last, key=lambda peak: peak.bytes)
 
-    host = sum(
-        max(peak.parts.get(name, 0) for peak in prediction.phases.values()) // processes
-        for name in moved
-    )
+    host = 0 if on_cpu else sum(moved.values())
     found = with_peaks(prediction, shared, host)
-    note = (
-        "DeepSpeed is worked out, not traced: its buffers of up to 500 million numbers come on top"
-    )
-    notes = (*found.notes, note, *_of_the_host(recipe, processes))
-    return dataclasses.replace(found, notes=notes)
+    return dataclasses.replace(found, notes=(*found.notes, *_of_the_host(recipe, processes)))
+
+
+def _total(*kinds: Mapping[str, int]) -> PhasePeak:
+    """A peak of several kinds of memory at once."""
+    parts: dict[str, int] = {}
+    for kind in kinds:
+        for name, size in kind.items():
+            parts[name] = parts.get(name, 0) + size
+    return _sum(parts)
 
 
 def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:

@@ -92,8 +92,17 @@ def run_phases(
     kept = (*STATE, "communication")
     parts = next(iter(evaluating.values())).parts
     state = {name: size for name, size in parts.items() if name in kept}
-    copied = _copied_bytes(state, recipe)
-    if engine_of(recipe, machine.count).shards_state:
+    copied, gathered = _copied_bytes(state, recipe), 0
+    engine = engine_of(recipe, machine.count)
+    if engine.updates_itself:
+        # DeepSpeed holds more than is saved. Moments, and at stage 3 weights, are gathered by the
+        # main process before they are copied.
+        weights = 4 * count_parameters(meta_model(recipe.model)).total
+        gathered = state.get("optimizer_states", 0) * machine.count
+        copied = weights + gathered
+        if recipe.distributed.zero_stage == 3:
+            gathered += weights
+    elif engine.shards_state:
         # The main process writes the shards of all processes.
         copied *= copies_of(recipe, machine.count)
     # As `CheckpointSaver` decides: in the background if the copy fits into half of the free memory.
@@ -110,7 +119,7 @@ def run_phases(
         # by then.
         averaged = 4 * count_parameters(meta_model(recipe.model)).total
         peaks["averaging"] = _with(evaluating["evaluation"].parts, averaged_weights=averaged)
-    return {**peaks, "save": _with(state, checkpoint_copy=copied)}
+    return {**peaks, "save": _with(state, checkpoint_copy=copied + gathered)}
 
 
 def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:

@@ -210,9 +210,12 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
             jobs.append(evaluation_job(part, machine.target, samples=True))
         found = run_jobs(jobs, workers)
         traced = found[1] if compiles and candidate.compiles else found[0]
-        training = of_one_rank(found[0], recipe, machine.count)
+        on_cpu = machine.target.kind == "cpu"
+        training = of_one_rank(found[0], recipe, machine.count, on_cpu=on_cpu)
         last = found[-1] if candidate.evaluates else None
-        evaluation = None if last is None else of_one_rank(last, recipe, machine.count)
+        evaluation = None
+        if last is not None:
+            evaluation = of_one_rank(last, recipe, machine.count, on_cpu=on_cpu)
     except TrainingError:
         # A worker process failed, which does not make the candidate invalid.
         raise
