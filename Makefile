@@ -116,7 +116,7 @@ constraints: .venv/demo-ready
 	sed -n '/^#/p' constraints.txt > .venv/constraints.txt
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade \
 		--no-header --no-annotate --quiet --constraint .venv/torch.txt --output-file .venv/resolved.txt
-	sed -E '/^(nvidia-|cuda-|torch==|triton==)/d' .venv/resolved.txt >> .venv/constraints.txt
+	sed -E '/^(nvidia-[a-z0-9-]*[0-9]==|nvidia-(cu|nccl|nv)|cuda-|torch==|triton==)/d' .venv/resolved.txt >> .venv/constraints.txt
 	mv .venv/constraints.txt constraints.txt
 
 # torch first: asked for by another package, it could come as another build.

@@ -83,8 +83,12 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     )
 
 
-#: Zero-width non-joiner and joiner: invisible, but needed for words and emoji in many scripts.
-_JOINERS = "\u200c\u200d"
+#: Format characters that act on no other text: joiners, which words and emoji in many scripts need;
+#: soft hyphen; marks of direction for the characters beside them; Arabic and Syriac number signs;
+#: and the tags of flags.
+_HARMLESS = re.compile(
+    "[\u200c\u200d\u00ad\u200e\u200f\u061c\u0600-\u0605\u06dd\u070f\U000e0020-\U000e007f]"
+)
 #: Unicode categories of control and format characters, surrogates, and line and paragraph
 #: separators.
 _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -103,7 +107,7 @@ def visible(text: object) -> str:
 def _is_harmless(character: str) -> bool:
     return (
         character in "\n\t"
-        or character in _JOINERS
+        or _HARMLESS.match(character) is not None
         or unicodedata.category(character) not in _ACTING
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -261,6 +262,18 @@ def test_root_of_the_server_is_a_page_about_the_model(direct: Direct, method: st
     assert answer.status == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_start_page_of_a_model_elsewhere_has_no_path_of_the_machine(
+    direct: Direct, tmp_path: Path
+) -> None:
+    app = new_direct(loaded=dataclasses.replace(tiny_loaded(), folder=tmp_path / "mine"))
+    try:
+        page = app.ask("/").body.decode()
+    finally:
+        app.close()
+    assert "firstlight chat mine --web" in page
+    assert str(tmp_path) not in page
 
 
 def test_start_page_names_model_and_chat_command_without_their_markup() -> None:

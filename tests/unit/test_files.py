@@ -392,7 +392,8 @@ def test_remove_leftovers_removes_temporary_names_only(tmp_path: Path) -> None:
 
 
 def test_new_folder_after_a_killed_process_removes_only_its_own_leftovers(tmp_path: Path) -> None:
-    for abandoned in (".tmp-out-0123abcd", ".tmp-out2-0123abcd"):
+    others = [".tmp-out-2-0123abcd", ".tmp-out-aside-0123abcd", ".tmp-out2-0123abcd"]
+    for abandoned in (".tmp-out-0123abcd", *others):
         (tmp_path / abandoned).mkdir()
         (tmp_path / abandoned / "file").write_text("half")
     with new_folder(tmp_path / "out") as active:
@@ -401,7 +402,27 @@ def test_new_folder_after_a_killed_process_removes_only_its_own_leftovers(tmp_pa
         fill(tmp_path / "out")
         assert active.is_dir()
         (tmp_path / "out" / "file").unlink()
-    assert names(tmp_path) == [".tmp-out2-0123abcd", "out"]
+    assert names(tmp_path) == [*others, "out"]
+
+
+def test_new_folder_while_it_is_synced_is_not_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync_folder = seam.disk.sync_folder
+    is_first = True
+
+    def another_process(path: Path) -> None:
+        nonlocal is_first
+        if is_first and path.name.startswith(".tmp-out-"):
+            is_first = False
+            fill(tmp_path / "out")
+            (tmp_path / "out" / "file").unlink()
+        sync_folder(path)
+
+    monkeypatch.setattr(seam.disk, "sync_folder", another_process)
+    fill(tmp_path / "out", "whole")
+    assert not is_first
+    assert names(tmp_path / "out") == ["whole"]
 
 
 def test_require_writable_folder_without_permission_is_named(

@@ -95,8 +95,8 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         meta_model,
         state_bytes,
     )
-    from firstlight.weights.huggingface import load_model, read_config, tokenizer_of
-    from firstlight.weights.loading import fitting_tensors, nonfinite_tensor
+    from firstlight.weights.huggingface import read_config, tokenizer_of
+    from firstlight.weights.loading import fitting_tensors, nonfinite_tensor, stored_values
 
     config = read_config(folder)
     model = meta_model(config)
@@ -115,8 +115,8 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "active_parameters": count.active,
         "parameters_by_part": count.by_part,
         "dtypes": sorted({tensor.kind for tensor in stored.values()}),
-        # All weights are read for it, which takes about a second for each GB.
-        "nonfinite_tensor": nonfinite_tensor(load_model(folder).model),
+        # All weights are read for it, one after the other: about a second for each GB.
+        "nonfinite_tensor": nonfinite_tensor(stored_values(stored)),
         "config": config.model_dump(),
         "max_position_embeddings": context,
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),

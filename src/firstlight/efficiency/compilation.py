@@ -77,12 +77,17 @@ def compiled(
     return forward
 
 
+def records_cuda_graphs(config: EfficiencyConfig) -> bool:
+    """True if the training step runs as recorded CUDA graphs on a GPU."""
+    modes = ("reduce-overhead", "max-autotune")
+    recorded = config.compile_backend == "cudagraphs" or config.compile_mode in modes
+    return config.compile is True and recorded
+
+
 def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
     """True if the training step runs as recorded CUDA graphs, whose results lie in the graphs' own
     memory."""
-    modes = ("reduce-overhead", "max-autotune")
-    recorded = config.compile_backend == "cudagraphs" or config.compile_mode in modes
-    return config.compile is True and recorded and hardware.device.type == "cuda"
+    return records_cuda_graphs(config) and hardware.device.type == "cuda"
 
 
 def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Hardware) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import itertools
 import json
 import os
+import re
 import secrets
 import stat
 from collections import Counter
@@ -136,11 +136,11 @@ def new_folder(
             make_folder(temporary)
             with _locked(temporary):
                 yield temporary
-            _sync_tree(temporary, files=not synced)
-            if replace and path.is_dir():
-                _swap(temporary, path, aside)
-            else:
-                seam.disk.rename(temporary, path)
+                _sync_tree(temporary, files=not synced)
+                if replace and path.is_dir():
+                    _swap(temporary, path, aside)
+                else:
+                    seam.disk.rename(temporary, path)
         except BaseException:
             _remove(temporary)
             for folder in made_parents:
@@ -170,8 +170,11 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 def _remove_abandoned(path: Path) -> None:
     """Delete the temporary folders for `path` of processes that were killed."""
-    for folder in path.parent.glob(f"{_TEMPORARY_PREFIX}{glob.escape(path.name)}-*"):
+    name = re.compile(rf"{re.escape(_TEMPORARY_PREFIX + path.name)}-[0-9a-f]{{8}}")
+    for folder in path.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
+            if name.fullmatch(folder.name) is None:
+                continue  # of another folder, such as NAME-2
             # An empty folder may be one that another process has made and not locked yet.
             if any(folder.iterdir()):
                 with _locked(folder) as abandoned:
@@ -192,7 +195,9 @@ def _sync_tree(folder: Path, *, files: bool) -> None:
 
 def _swap(new: Path, path: Path, aside: Path | None) -> None:
     """Rename the folder `new` to `path`; rename the old folder to `aside`, or delete it if None."""
-    old = _temporary_name(path) if aside is None else aside
+    # Under a name that `_remove_abandoned` does not know: after a kill between the two renames, it
+    # is the only complete folder.
+    old = _temporary_name(path.with_name(f"{path.name}-aside")) if aside is None else aside
     seam.disk.rename(path, old)
     try:
         seam.disk.rename(new, path)

@@ -106,11 +106,11 @@ def parse_recipe(
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
+        # A given size replaces one that firstlight has chosen, and is kept.
+        if any(name == "batch.micro_batch_size" for name, _ in overrides):
+            _override(changed, "batch.divide_micro_batch", "false")
         for name, text in overrides:
             _override(changed, name, text)
-            if name == "batch.micro_batch_size":
-                # A given size replaces one that firstlight has chosen, and is kept.
-                _override(changed, "batch.divide_micro_batch", "false")
         values = changed
     return _parsed(Recipe, values, where)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import (
@@ -131,7 +133,10 @@ class Service:
         limits: Limits,
     ) -> None:
         self.name, self.limits = name, limits
-        self.folder = loaded.folder.resolve()
+        # For the start page, which anyone may read: no path of this machine.
+        self.folder = Path(os.path.relpath(loaded.folder))
+        if self.folder.parts[:1] == ("..",):
+            self.folder = Path(loaded.folder.name)
         self.created = int(time.time())
         self._loaded = loaded
         self.scheduler = Scheduler(make_decoder, max_queue=max_queue, deliver=self._deliver)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -126,24 +127,35 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     """
     if before.get("schedule") == run.recipe.schedule.model_dump():
         return None
-    peak, step = run.recipe.optimizer.learning_rate, run.state.step
+    step = run.state.step
     seq_len = run.seq_len
     rows, length = run.dataset.num_rows(seq_len), saved.get("length")
     try:
         config = ScheduleConfig.model_validate(before["schedule"])
+        peak = float(before["optimizer"]["learning_rate"])
+        rounded_up = config.warmup_tokens is not None and "decay_tokens" not in before["schedule"]
+        if rounded_up:
+            # Earlier versions rounded a warm-up in tokens up to whole steps.
+            steps = run.batch.steps_for(Fraction(config.warmup_tokens or 0, seq_len))
+            config = config.model_copy(update={"warmup_tokens": None, "warmup_steps": steps})
         if config.max_minutes is not None and length is None:
             return None  # of an older version
         known = None if length is None else length_of(length)
         old = resolve_schedule(config, peak, rows, run.batch, seq_len, known)
-    except (KeyError, ValidationError, ConfigError):
+    except (KeyError, TypeError, ValidationError, ConfigError):
         return None  # of an older version, or of another batch
-    was, now = (peak * schedule.lr_scale(step) for schedule in (old, run.schedule))
+    was = peak * old.lr_scale(step)
+    now = run.recipe.optimizer.learning_rate * run.schedule.lr_scale(step)
     if abs(now - was) <= _SAME_RATE * max(now, was):
         return None
     keeps = ""
     # At a minimum of 0, further steps would learn nothing.
     falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
-    if falls and run.recipe.schedule.max_minutes is None:
+    # A warm-up as a share of the run would follow the new length.
+    falls = falls and config.warmup_ratio is None
+    if rounded_up:
+        keeps = f" (schedule.warmup_steps {old.warmup_steps} without warmup_tokens keeps it)"
+    elif falls and run.recipe.schedule.max_minutes is None:
         keeps = f" (schedule.decay_steps {old.decay_steps} keeps the old schedule)"
     return (
         f"the schedule of the learning rate has changed: step {step + 1} would have had {was:.4g} "

@@ -44,7 +44,12 @@ from firstlight.weights.huggingface import (
     training_notes,
     unloaded_model,
 )
-from firstlight.weights.loading import fitting_tensors, grow_vocabulary, nonfinite_tensor
+from firstlight.weights.loading import (
+    file_tensors,
+    fitting_tensors,
+    grow_vocabulary,
+    nonfinite_tensor,
+)
 
 T = TypeVar("T")
 
@@ -331,7 +336,7 @@ def _starting_model(
     loaded = load_model(
         folder, dtype=torch.float32, mode="sequential", vocab_multiple=multiple, config=config
     )
-    if (damaged := nonfinite_tensor(loaded.model)) is not None:
+    if (damaged := nonfinite_tensor(file_tensors(loaded.model).items())) is not None:
         raise ModelError(
             f"{folder} can't be trained: its tensor {damaged} has values that are not finite "
             "numbers (NaN or infinity): start from an earlier checkpoint or from another model"

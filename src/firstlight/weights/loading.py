@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Protocol, Self, TypeVar
 
@@ -353,13 +353,21 @@ def weights_to_save(model: Model) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def nonfinite_tensor(model: Model) -> str | None:
-    """The name of the model's first tensor with a NaN or an infinity; None if there is none."""
-    for name, tensor in file_tensors(model).items():
+def nonfinite_tensor(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity; None if there is none."""
+    for name, tensor in tensors:
         # NaN propagates through both extremes, and no second tensor of this size is made.
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
             return name
     return None
+
+
+def stored_values(stored: Mapping[str, AnyStored]) -> Iterator[tuple[str, Tensor]]:
+    """The names and values of the tensors of `fitting_tensors`, one after the other in memory."""
+    for name, tensor in stored.items():
+        values = torch.empty(tensor.shape, dtype=tensor.dtype)
+        tensor.read_into(values)
+        yield name, values
 
 
 # Adding rows for new tokens to an existing model

@@ -222,8 +222,9 @@ def _suggestion(plan: Plan) -> Iterator[str]:
         )
     if found.epochs is not None:
         yield f"    the prepared text is read {found.epochs:.2g} times{_limit(plan, found.epochs)}"
-    yield "    in place of the recipe's values:"
-    width = max(len(key) for key in plan.replacements)
+    if plan.replacements:
+        yield "    in place of the recipe's values:"
+    width = max(map(len, plan.replacements), default=0)
     for key, (old, new) in plan.replacements.items():
         before = "not set" if old is None else _written(old)
         yield f"      {key:<{width}}  {before} -> {_written(new)}"

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from firstlight.efficiency.compilation import records_cuda_graphs
 from firstlight.hardware.gpus import GPU
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.planner.memory.kernels import OperatorCount, Target
@@ -48,8 +49,9 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
             meta_model(model), seq_len, frozen=recipe.lora is not None
         ),
         precision=recipe.efficiency.products,
-        compiled=recipe.efficiency.compile,
-        cuda_graphs=recipe.efficiency.compile_mode in ("reduce-overhead", "max-autotune"),
+        # The backend cudagraphs records torch's own kernels, and fuses none.
+        compiled=recipe.efficiency.compile and recipe.efficiency.compile_backend != "cudagraphs",
+        cuda_graphs=records_cuda_graphs(recipe.efficiency),
         dispatches=recipe.efficiency.activation_checkpointing == "selective",
         updates=updates_of(recipe),
         exchange=exchange,
