@@ -348,6 +348,15 @@ def test_records_are_cleaned_and_split_as_text_files_are(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.parametrize("text", ["<|endoftext|>", "</s>\r\n<|endoftext|>\n", " <|endoftext|> "])
+def test_a_record_of_only_separators_is_rejected_as_empty(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(text, "One."))
+    with (tmp_path / "b.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], [text], ["One."]])
+    found = [(one.value, str(one.error)) for one in read(tmp_path)]
+    assert found == [(None, "separators without a text"), ("One.", "None")] * 2
+
+
 def test_text_of_any_ending_is_read_and_other_files_are_counted(tmp_path: Path) -> None:
     texts = ["LICENSE", "README", "a.abc", "b.SRT", "c.log.gz", "d.yaml"]
     make_tree(tmp_path, *texts, "e.json", "f.html", "g.ipynb")

@@ -74,6 +74,7 @@ _REJECTED_BYTES = 1000
 _TOLD_BY = 10
 
 _ONLY_LICENCE = "Project Gutenberg's header and licence without a text"
+_ONLY_SEPARATORS = "separators without a text"
 _REPLACE = "replace it, or leave it out"
 
 REASONS = {
@@ -309,10 +310,12 @@ def _documents_of(
     # Text files were split while they were read.
     if "<" in text and not holds_one_document(source):
         found = split_documents([text.encode("utf-8")])
-        parts = [(one.content.decode("utf-8"), one.changes) for one in found if one.content]
+        parts = [((one.content or b"").decode("utf-8"), one.changes) for one in found]
     for part, changes in parts:
         text, made = cleaned(part, is_code=code)
-        problem = BadRecordError("empty", _ONLY_LICENCE) if not text else None
+        # Of a record with only separators, one empty part is found.
+        reason = _ONLY_LICENCE if part else _ONLY_SEPARATORS
+        problem = BadRecordError("empty", reason) if not text else None
         yield record._replace(value=text or None, error=problem, changes=changes + made)
 
 
