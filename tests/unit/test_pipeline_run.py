@@ -265,6 +265,14 @@ def test_changed_texts_are_another_run(tmp_path: Path, capsys: pytest.CaptureFix
         trained(texts, steps=2, run_dir="runs/texts")
 
 
+def test_texts_that_are_all_near_validation_texts_are_too_little(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=1, words=1000)
+    val = tmp_path / "val.txt"
+    val.write_text((texts / "00.txt").read_text() + "mat and bird\n")
+    with pytest.raises(InputError, match=r"hold 0 bytes of text that --val-input does not have"):
+        trained(texts, val_inputs=val)
+
+
 def test_a_second_call_at_once_is_refused_and_other_options_use_the_same_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
