@@ -265,6 +265,35 @@ def test_changed_texts_are_another_run(tmp_path: Path, capsys: pytest.CaptureFix
         trained(texts, steps=2, run_dir="runs/texts")
 
 
+def test_changed_validation_texts_and_runs_of_earlier_versions_are_told_on_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, val = write_texts(tmp_path / "texts", count=12), tmp_path / "val.txt"
+    val.write_text("a text that nobody has seen\n")
+    trained(texts, overrides=TINY | {"run.max_minutes": 1e-9}, val_inputs=val)
+    val.write_text("another text that nobody has seen\n")
+    go_on = "firstlight train runs/texts/recipe.yaml --resume continues it with the texts as they"
+    changed = f"the texts have changed since the run in runs/texts (changed: {val}); {go_on}"
+    with pytest.raises(ConfigError, match=re.escape(changed)):
+        trained(texts, steps=None, overrides={}, val_inputs=val, resume=True)
+    state = json.loads(Path("runs/texts/pipeline.json").read_text())
+    del state["files"]
+    Path("runs/texts/pipeline.json").write_text(json.dumps(state))
+    changed = f"have changed, or are read differently, since the run in runs/texts; {go_on}"
+    with pytest.raises(ConfigError, match=re.escape(changed)):
+        trained(texts, steps=None, overrides={}, val_inputs=val, resume=True)
+    assert trained(texts, steps=1, val_inputs=val, progress=True).run_folder.name == "texts-2"
+    assert changed in capsys.readouterr().err
+
+
+def test_texts_that_are_all_near_validation_texts_are_too_little(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=1, words=1000)
+    val = tmp_path / "val.txt"
+    val.write_text((texts / "00.txt").read_text() + "mat and bird\n")
+    with pytest.raises(InputError, match=r"hold 0 bytes of text that --val-input does not have"):
+        trained(texts, val_inputs=val)
+
+
 def test_a_second_call_at_once_is_refused_and_other_options_use_the_same_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

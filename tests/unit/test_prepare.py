@@ -189,7 +189,7 @@ def test_files_of_other_kinds_are_counted_and_listed(tmp_path: Path) -> None:
 
 
 def test_the_list_of_rejected_documents_is_there_only_if_there_are_some(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", ["x", "y"])
+    source = write_jsonl(tmp_path / "a.jsonl", ["a text", "b text"])
     prepare([source], TOKENIZER, tmp_path / "out")
     assert not (tmp_path / "out" / "rejected.jsonl").exists()
 

@@ -307,6 +307,9 @@ def test_validation_inputs_without_text_or_with_all_of_it_are_refused(tmp_path: 
     for name, message in (("b.txt", "no text to train on"), ("c.txt", "validation inputs have no")):
         with pytest.raises(InputError, match=message):
             prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", val_inputs=[tmp_path / name])
+    with pytest.raises(InputError, match="no text to train on beside what is held out"):
+        prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", split_of=lambda _: "val")
+    assert not (tmp_path / "out").exists()
 
 
 # Random tokens

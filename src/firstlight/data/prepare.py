@@ -320,8 +320,9 @@ class _Preparation:
             if self.max_tokens is not None and self.accepted:
                 raise ConfigError(f"max_tokens {self.max_tokens} has no room for text: give more")
             raise InputError(nothing_read(self.writer.rejected, self.writer.first_rejected))
-        if held_out and not self.writer.counts["train"]["documents"]:
-            raise InputError("the inputs have no text to train on that val_inputs don't have, too")
+        if not self.writer.counts["train"]["documents"]:
+            beside = "that val_inputs don't have, too" if held_out else "beside what is held out"
+            raise InputError(f"the inputs have no text to train on {beside}")
 
     def finish(self, unread: Sequence[Path]) -> dict[str, Any]:
         """Complete the folder; return its manifest.

@@ -33,6 +33,7 @@ class HeldOut:
         similar: number of held-out documents that are similar to an earlier held-out one.
         left_out: hashes of the documents that are not trained on, because they are similar to
             validation texts that were given.
+        left_out_bytes: UTF-8 bytes of these documents.
     """
 
     digests: frozenset[bytes] | None
@@ -40,6 +41,7 @@ class HeldOut:
     whole: frozenset[bytes] = frozenset()
     similar: int = 0
     left_out: frozenset[bytes] = frozenset()
+    left_out_bytes: int = 0
 
     def splitter(self) -> SplitOf:
         """A function from a document's text to its split, for one pass over the documents in order:
@@ -94,6 +96,7 @@ def hold_out_given(near: NearDuplicates, sizes: Mapping[bytes, int], count: int)
         sum(counts[:count]) / max(sum(counts), 1),
         similar=count - len(given),
         left_out=frozenset(digests[n] for n in alike),
+        left_out_bytes=sum(counts[n] for n in alike),
     )
 
 

@@ -261,6 +261,7 @@ def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
     request.check()
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
     trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
+    trained -= scan.split.left_out_bytes
     if trained < LEAST_BYTES:
         beside = " that --val-input does not have" if scan.val_documents else ""
         raise InputError(

@@ -206,7 +206,7 @@ def _result(
         call.remember(
             request=remembered(request),
             inputs=list(map(str, request.inputs)),
-            files=facts_of_files(request.inputs),
+            files=facts_of_files(request),
             content_key=work.content_key,
         )
         try:

@@ -225,20 +225,24 @@ def place_of_run(
         if _is_of(state, content_key) and state["request"] == remembered(request):
             break
         if is_given:
-            changed = "".join(f"{one}; " for one in _changes_since(state, folder, request))
+            changed = "".join(
+                f"{one}; " for one in _changes_since(state, folder, request, content_key)
+            )
             raise ConfigError(
                 f"{folder} has a run of other texts or options: {changed}choose another --run.dir, "
                 "or leave it out"
             )
     if folder != base:
-        changed = "".join(f"; {one}" for one in _changes_since(read_state(base), base, request))
+        changes = _changes_since(read_state(base), base, request, content_key)
+        changed = "".join(f"; {one}" for one in changes)
         tell(f"{base} has a run of other texts or options: this one is in {folder}{changed}")
     return folder
 
 
-def facts_of_files(inputs: Sequence[str]) -> dict[str, list[int]]:
-    """Size in bytes and time of the last change of the first files among the inputs, by name. A
-    later call with other texts finds by them which files have changed."""
+def facts_of_files(request: Request) -> dict[str, list[int]]:
+    """Size in bytes and time of the last change of the first files among the texts to validate and
+    to train on, by name. A later call with other texts finds by them which files have changed."""
+    inputs = [*request.val_inputs, *request.inputs]
     try:
         paths = [source.path for source in find_sources(inputs) if source.path is not None]
     except InputError:
@@ -247,27 +251,36 @@ def facts_of_files(inputs: Sequence[str]) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
-def _changes_since(state: Mapping[str, Any], folder: Path, request: Request) -> Iterator[str]:
+def _changes_since(
+    state: Mapping[str, Any], folder: Path, request: Request, content_key: str
+) -> Iterator[str]:
     """The files that have changed since the run of an earlier call on the same inputs, and the
-    command that continues this run, as text; nothing if the run has other inputs.
+    command that continues this run, as text; nothing if the run has other inputs or the same
+    content.
 
     Args:
         state: state of the run folder.
         folder: the run folder.
         request: inputs of this call.
+        content_key: hash of the inputs' content.
     """
     if state.get("inputs") != list(request.inputs) or "content_key" not in state:
         return
-    before, now = state.get("files", {}), facts_of_files(request.inputs)
+    if state["content_key"] == content_key:
+        return
+    before, now = state.get("files", {}), facts_of_files(request)
     kinds = {
         "changed": [name for name in now if name in before and before[name] != now[name]],
         "new": [name for name in now if name not in before] if before else [],
         "missing": [name for name in before if name not in now],
     }
     shown = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
-    if not shown:
+    if shown:
+        yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
+    elif "files" not in state:  # a run of a version that read fewer kinds of files, all unchanged
+        yield f"the texts have changed, or are read differently, since the run in {folder}"
+    else:
         return
-    yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
     # Conversations are read from their own files, which a run requires as they were.
     if state.get("begun") and not state.get("complete") and state.get("kind") != "chat":
         model = state["request"].get("init_from")
@@ -301,7 +314,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
         state = read_state(folder)
         # Of several runs, one that can be continued.
-        changes = max(changes, list(_changes_since(state, folder, request)), key=len)
+        changes = max(changes, list(_changes_since(state, folder, request, content_key)), key=len)
         if _is_of(state, content_key) and (is_bare or state["request"] == wanted):
             changed = (folder / STATE_NAME).stat().st_mtime
             found[not state.get("complete"), changed] = state["request"]
