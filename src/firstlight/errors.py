@@ -84,6 +84,11 @@ class TrainingError(FirstlightError):
     """A run that can't continue; its last good checkpoint is untouched."""
 
 
+class RunReplacedError(Exception):
+    """Raised by a run's `on_step` to end the run, because another one will replace it. It has no
+    effect if a signal has asked the run to stop: the run then saves a checkpoint and ends."""
+
+
 class MissingDependencyError(FirstlightError):
     """An optional package is needed and not installed."""
 

@@ -11,6 +11,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import time
 import typing
 from collections.abc import Mapping, Sequence
@@ -433,6 +434,32 @@ def test_model_of_a_wrong_speed_is_chosen_again_once_and_trained_from_the_beginn
     assert again.training is not None
     assert again.training.step == 2
     assert "instead of" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("after_one_step")
+def test_model_of_a_wrong_speed_is_saved_rather_than_chosen_again_after_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts", count=60, words=500)
+    believed(monkeypatch, 20.0)
+    monkeypatch.setattr(new_model, "_FirstSteps", TwentyTimesAsFast)
+    steps: list[int] = []
+
+    def ask_to_stop(record: Mapping[str, Any]) -> None:
+        steps.append(record["step"])
+        signal.raise_signal(signal.SIGTERM)
+
+    run = trained(
+        texts,
+        steps=None,
+        budget="10m",
+        overrides={key: value for key, value in FIRST.items() if key != "run.max_minutes"},
+        on_step=ask_to_stop,
+    )
+    assert steps == [1]
+    assert run.training is not None
+    assert (run.training.step, run.training.stopped_by) == (1, "SIGTERM")
+    assert run.training.checkpoint.is_dir()
 
 
 @pytest.mark.usefixtures("after_one_step")

@@ -11,6 +11,7 @@ from types import FrameType
 
 import pytest
 
+from firstlight.errors import RunReplacedError
 from firstlight.training.processes import Stopping, StopRequestedError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -86,6 +87,17 @@ def test_after_the_run_signals_do_what_they_did() -> None:
         send(signal.SIGINT)
 
 
+def test_signal_before_a_run_is_replaced_does_what_it_did() -> None:
+    def run() -> None:
+        with Stopping(None) as stopping:
+            stopping.watch()
+            send(signal.SIGTERM)
+            raise RunReplacedError
+
+    with pytest.raises(HeardError):
+        run()
+
+
 def test_a_signal_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with Stopping(None) as stopping:
@@ -131,6 +143,7 @@ def test_time_counts_from_the_start_but_only_once_a_step_is_done(
 
 _DEFAULTS = """
 import os, signal, sys
+from firstlight.errors import RunReplacedError
 from firstlight.training.processes import Stopping
 with Stopping(None, shown=True) as stopping:
     stopping.watch()

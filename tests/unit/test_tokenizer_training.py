@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
@@ -130,6 +133,79 @@ def test_call_of_the_library_is_left_when_a_signal_raises_an_exception() -> None
     assert not ended.is_set()
     resume.set()
     assert ended.wait(60)
+
+
+#: A thread of the library works while the process ends, and returns during Python's shutdown, which
+#: `Late` makes longer.
+_ENDS_DURING_WORK = """
+import sys, threading, time
+import tokenizers
+from tokenizers import models, trainers
+from firstlight.tokenizer.parts import in_thread
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+
+def texts():
+    working.set()
+    for _ in range(20):
+        time.sleep(0.001)
+        yield "word"
+
+late, working = Late(), threading.Event()
+backend, trainer = tokenizers.Tokenizer(models.BPE()), trainers.BpeTrainer(show_progress=False)
+in_thread(lambda: backend.train_from_iterator(texts(), trainer))
+working.wait()
+sys.exit(143)
+"""
+
+
+def test_process_that_ends_while_the_library_works_keeps_its_exit_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS_DURING_WORK], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (143, "")
+
+
+#: A command is ended by a signal while a thread of the library works for a minute.
+_COMMAND_ENDS_DURING_WORK = """
+import os, signal, sys, time
+from firstlight.cli import main
+from firstlight.tokenizer import parts
+
+def work(*arguments, **options):
+    parts.in_thread(lambda: time.sleep(60))
+    sys.stdout.write("unflushed")
+    signal.raise_signal(signal.SIGTERM)
+
+main.firstlight.main = work
+parts._LONGEST_WAIT = None  # a wait would print an error
+sys.exit(main.main())
+"""
+
+
+def test_command_that_is_terminated_while_the_library_works_does_not_wait_for_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND_ENDS_DURING_WORK],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout) == (143, "unflushed")
+    assert done.stderr == "firstlight: error: terminated\n"
+
+
+def test_training_that_fails_in_the_library_leaves_the_other_texts_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(TokenizerError("failed"))
+    monkeypatch.setattr("firstlight.tokenizer.in_thread", lambda call: failed)
+    texts = iter(["a word " * 100_000] * 3)
+    with pytest.raises(TokenizerError, match="failed"):
+        train_tokenizer(texts, 300)
+    assert len(list(texts)) == 2
 
 
 def test_error_of_the_library_in_another_thread_is_raised_here() -> None:

@@ -222,11 +222,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fit into memory, 75 a run was stopped early and saved a checkpoint, 76 a run diverged,
         128 + n terminated by signal n (130 is Ctrl-C).
     """
-    ends_process = arguments is None
-    if ends_process:
-        # Collecting torch's objects when the process ends would take a third of a second.
-        atexit.register(gc.freeze)
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None:
+        return _run(list(arguments))
+    # Collecting torch's objects when the process ends would take a third of a second.
+    atexit.register(gc.freeze)
+    try:
+        exit_code = _run(sys.argv[1:])
+    finally:
+        # Otherwise Ctrl-C during Python's shutdown would print a traceback.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parts = sys.modules.get("firstlight.tokenizer.parts")
+    if parts is not None and parts.threads_of_library():
+        # After a signal. Python's shutdown would wait for the thread, or abort the process.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(exit_code)
+    return exit_code
+
+
+def _run(arguments: list[str]) -> int:
+    """Run the command line; returns the exit code, see `main`."""
     environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
     try:
@@ -265,10 +282,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not any(part in str(error).lower() for part in words):
             raise
         return _fail(_out_of_memory(arguments), "MemoryError", 1, as_json)
-    finally:
-        # Otherwise Ctrl-C during Python's shutdown would print a traceback.
-        if ends_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
     return exit_code or 0
 
 

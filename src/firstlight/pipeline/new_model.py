@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.console import rounded, time_text
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, RunReplacedError
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length, TextFacts
@@ -83,6 +83,7 @@ class NewModel:
             return self._train(plan, data, call)
         except _OtherModelError as error:
             plan = error.plan
+            call.tell(str(error))
         gc.collect()  # the memory of the first model
         _forget_first_steps(call.folder)
         return self._train(plan, data, call, chosen_again=True)
@@ -133,15 +134,16 @@ class NewModel:
         )
 
 
-class _OtherModelError(Exception):
+class _OtherModelError(RunReplacedError):
     """Ends a run with which another model is better.
 
-    Attributes:
+    Args:
+        message: what is told to the user.
         plan: the plan with that model.
     """
 
-    def __init__(self, plan: TextPlan) -> None:
-        super().__init__()
+    def __init__(self, message: str, plan: TextPlan) -> None:
+        super().__init__(message)
         self.plan = plan
 
 
@@ -207,11 +209,11 @@ class _FirstSteps:
         if left.seconds < 2 * used or not _is_better(other.choices, kept):
             call.tell(f"{found}: the chosen model is still the best for the time that is left")
             return
-        call.tell(
+        raise _OtherModelError(
             f"{found}: training begins again with {rounded(other.choices.parameters)} parameters "
-            f"instead of {rounded(before.parameters)}, for the {time_text(left.seconds)} left"
+            f"instead of {rounded(before.parameters)}, for the {time_text(left.seconds)} left",
+            other,
         )
-        raise _OtherModelError(other)
 
 
 #: Keys of the chosen size of a model.

@@ -130,6 +130,8 @@ def _train(
                 with contextlib.suppress(queue.Full):
                     waiting.put(batch, timeout=1)
                     break
+            if training.done():  # also if the library has failed: the other texts are not needed
+                break
     except BaseException:
         # The thread takes this batch, or the one before it, and ends.
         stopped.set()

@@ -7,12 +7,14 @@ and raises a PanicException, which in Python is not a subclass of Exception.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,6 +35,9 @@ _PAD_TOKENS = (
     *("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|padding|>", "<|finetune_right_pad_id|>"),
     "<|endoftext|>",
 )
+
+#: Name of the threads of `in_thread`, and seconds that the end of the process waits for them.
+_THREAD, _LONGEST_WAIT = "tokenizers", 2.0
 
 #: Most bytes of a chat template's file.
 _MAX_TEMPLATE_BYTES = 4_000_000
@@ -239,8 +244,25 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
             outcome.set_exception(error)
 
     # A daemon: the process can end without waiting for it.
-    threading.Thread(target=run, name="tokenizers", daemon=True).start()
+    threading.Thread(target=run, name=_THREAD, daemon=True).start()
     return outcome
+
+
+def threads_of_library() -> list[threading.Thread]:
+    """The running threads of `in_thread`."""
+    return [thread for thread in threading.enumerate() if thread.name == _THREAD]
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Wait for the threads of `in_thread`, for `_LONGEST_WAIT` seconds at most.
+
+    A thread that returns from the library while Python shuts down is ended by Python in the middle
+    of Rust code, which aborts the process.
+    """
+    end = time.monotonic() + _LONGEST_WAIT
+    for thread in threads_of_library():
+        thread.join(max(end - time.monotonic(), 0))
 
 
 def _remedy(reason: str) -> str:

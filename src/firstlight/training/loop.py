@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.console import notebook_display
-from firstlight.errors import CheckpointError, DataError
+from firstlight.errors import CheckpointError, DataError, RunReplacedError
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.hardware.environment import sharing_cores
 from firstlight.parallel import find_world
@@ -233,7 +233,12 @@ def training_loop(
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
-        show(run.write_record())  # before the checkpoint, whose step then is in the logs
+        record = run.write_record()  # before the checkpoint, whose step then is in the logs
+        try:
+            show(record)
+        except RunReplacedError:
+            if stopping.signal is None:
+                raise
         if checkpoints.are_due:
             checkpoints.save()
 

@@ -18,6 +18,7 @@ import torch
 
 from firstlight.console import silence
 from firstlight.efficiency import require_same_bits
+from firstlight.errors import RunReplacedError
 from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.parallel import (
     World,
@@ -133,12 +134,15 @@ class Stopping:
     Args:
         max_minutes: time limit in minutes from the creation of this object; None for no limit.
         shown: report on stderr that a signal was received.
+
+    Attributes:
+        signal: name of the signal that was received; None if none was.
     """
 
     def __init__(self, max_minutes: float | None, *, shown: bool = False) -> None:
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._shown = shown
-        self._signal: str | None = None
+        self.signal: str | None = None
         self._before: dict[int, Any] = {}
         self._watching = False
         self._early: str | None = None
@@ -155,7 +159,12 @@ class Stopping:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        is_handled = bool(self._before)
         self._put_back()
+        # A signal that came too late for the training loop also ends the program that would start
+        # the other run.
+        if isinstance(error, RunReplacedError) and is_handled and self.signal:
+            signal.raise_signal(signal.Signals[self.signal])
 
     def watch(self) -> None:
         """Begin to treat SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop; a second signal
@@ -167,13 +176,13 @@ class Stopping:
         """
         if self._watching:
             return
-        self._watching, self._early = True, self._signal
+        self._watching, self._early = True, self.signal
 
     @property
     def reason(self) -> str | None:
         """Reason to stop: a signal's name or "max_minutes"; None without a reason."""
-        if self._signal is not None:
-            return self._signal
+        if self.signal is not None:
+            return self.signal
         late = self._deadline is not None and time.monotonic() >= self._deadline
         return "max_minutes" if self._watching and late else None
 
@@ -192,15 +201,15 @@ class Stopping:
         if not self._watching:
             # Noted, because an exception that the former handler raises may be swallowed, for
             # example in a destructor.
-            self._signal = name
+            self.signal = name
             self._do(self._before[number], number, frame)
             return
         if name == self._early:
             # The signal that was noted before `watch` has come again: it is not the second one.
             self._early = None
             return
-        if self._signal is None:
-            self._signal = name
+        if self.signal is None:
+            self.signal = name
             if self._shown:
                 # Not by print: Python's streams do not allow a write during another write.
                 try:
