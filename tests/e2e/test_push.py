@@ -223,6 +223,34 @@ def test_the_card_of_conversations_says_which_are_for_validation(
     )
 
 
+def test_the_card_of_a_corpus_of_an_earlier_version_has_the_command_for_its_texts(
+    data: Path, tmp_path: Path
+) -> None:
+    corpus = Path(shutil.copytree(data, tmp_path / "data"))
+    sources = json.loads((corpus / "sources.json").read_text())
+    manifest = json.loads((corpus / "manifest.json").read_text())
+
+    def told(name: str) -> str:
+        command = ["push-data", str(corpus), "ada/a", "--dry-run", "--out", str(tmp_path / name)]
+        assert main(command) == 0
+        card = (tmp_path / name / "README.md").read_text(encoding="utf-8")
+        return card.partition("the same inputs, ")[2]
+
+    now = told("now")
+    assert now.startswith("the same shards")
+    assert "--as-is" not in now
+    del sources["cleaned"]
+    (corpus / "sources.json").write_text(json.dumps(sources))
+    before = told("before")
+    assert before.startswith("the same shards")
+    assert "--out a-again --as-is\n" in before
+    (corpus / "manifest.json").write_text(json.dumps(manifest | {"gutenberg_stripped": 1}))
+    stripped = told("stripped")
+    assert stripped.startswith("similar shards")
+    assert "only Project Gutenberg's licence was left out:" in stripped
+    assert "--as-is" not in stripped
+
+
 def test_an_upload_that_breaks_off_goes_on_with_the_same_command(
     hub: Hub, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

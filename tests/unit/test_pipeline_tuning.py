@@ -129,6 +129,8 @@ def test_samples_are_answers_to_questions_of_the_given_held_out_conversations(
     turns = [{"role": "user", "content": "Who asks?"}, {"role": "assistant", "content": "I do."}]
     held = write_lines(tmp_path / "held.jsonl", [{"messages": turns}])
     options = {"evaluation.sample_tokens": 4, "data.val_files": [str(held)]}
+    with pytest.raises(ConfigError, match="--as-is is for texts: leave it out"):
+        tuned(chats, model, as_is=True)
     run = tuned(chats, model, overrides=options, steps=1)
     assert [prompt for prompt, _ in run.samples] == ["Who asks?"]
 

@@ -149,7 +149,7 @@ def test_the_manifest_says_exactly_what_was_written(tmp_path: Path) -> None:
         "val-00000.bin",
     ]
     sources = json.loads((out / "sources.json").read_text(encoding="utf-8"))
-    assert sources == {"inputs": ["a.jsonl"], "options": []}
+    assert sources == {"inputs": ["a.jsonl"], "options": [], "cleaned": True}
 
 
 def test_every_document_is_written_or_rejected_with_file_and_line(tmp_path: Path) -> None:
@@ -541,7 +541,7 @@ def test_an_input_that_changes_after_it_was_read_is_named(
     later = write_jsonl(tmp_path / "b.jsonl", ["three"])
     manifest = prepare([path, later], TOKENIZER, tmp_path / "out", split_of=split_of)
     assert manifest["documents"]["written"] == 3
-    assert "a.jsonl: changed before or after it was read" in capsys.readouterr().err
+    assert "a.jsonl changed while the corpus was prepared; " in capsys.readouterr().err
 
 
 # Long documents

@@ -19,6 +19,7 @@ from tokenizer_files import tiny
 
 from firstlight.cli.prepare import prepare_command
 from firstlight.data import encoding
+from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.cleaning import without_gutenberg
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.cutting import longest_prefix
@@ -277,6 +278,8 @@ def test_books_are_prepared_without_header_and_licence(
     assert len(texts_of(out, "train")) == 3
     assert "cleaned" not in json.loads((out / "manifest.json").read_text())
     assert json.loads((out / SOURCES_NAME).read_text())["options"] == ["--as-is"]
+    again = prepare([folder], TOKENIZER, out, val_fraction=0, strip_gutenberg=False, overwrite=True)
+    assert again["cleaned"] == manifest["cleaned"]  # the argument of earlier versions
 
 
 # Validation texts of their own
@@ -307,6 +310,14 @@ def test_validation_inputs_without_text_or_with_all_of_it_are_refused(tmp_path: 
     for name, message in (("b.txt", "no text to train on"), ("c.txt", "validation inputs have no")):
         with pytest.raises(InputError, match=message):
             prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", val_inputs=[tmp_path / name])
+    with pytest.raises(ConfigError, match=r"^give either val_inputs .* or val_fraction"):
+        prepare(["a.txt"], TOKENIZER, tmp_path / "out", val_inputs=["b.txt"], val_fraction=0.2)
+    with pytest.raises(ConfigError, match=r"^give either val_inputs .* or val_fraction"):
+        prepare_chat(
+            *(["a.jsonl"], TOKENIZER, tmp_path / "out"),
+            val_inputs=["b.jsonl"],
+            options=ChatOptions(val_fraction=0.2),
+        )
     with pytest.raises(InputError, match="no text to train on beside what is held out"):
         prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", split_of=lambda _: "val")
     assert not (tmp_path / "out").exists()

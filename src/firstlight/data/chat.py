@@ -34,7 +34,7 @@ from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_
 from firstlight.data.remote import cache_folder, held
 from firstlight.data.shards import LABELLED_VERSION, MANIFEST_NAME, read_manifest
 from firstlight.data.sources import DataSource, neutral_name, unread_files, write_sources
-from firstlight.data.writer import CorpusWriter, require_replaceable
+from firstlight.data.writer import CorpusWriter, require_one_split, require_replaceable
 from firstlight.errors import (
     ConfigError,
     DataError,
@@ -115,6 +115,7 @@ def prepare_chat(
     """
     if not 0 <= options.val_fraction < 1:
         raise ConfigError(f"val_fraction must be from 0 to below 1, not {options.val_fraction}")
+    require_one_split(val_inputs, options.val_fraction)
     if options.kind == "preference" and (options.train_on, options.form) != ("assistant", "auto"):
         raise ConfigError(PAIRS_ARE_SELF_DESCRIBING)
     out = Path(out).expanduser()

@@ -46,7 +46,7 @@ from firstlight.data.sources import (
     without,
     write_sources,
 )
-from firstlight.data.writer import CorpusWriter, require_replaceable
+from firstlight.data.writer import CorpusWriter, require_one_split, require_replaceable
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import new_folder
 from firstlight.hardware.environment import usable_cpus
@@ -80,6 +80,7 @@ def prepare(
     max_tokens: int | None = None,
     val_inputs: Sequence[str | Path] = (),
     as_is: bool = False,
+    strip_gutenberg: bool = True,
     overwrite: bool = False,
     shard_tokens: int = 100_000_000,
     progress: bool = False,
@@ -106,6 +107,7 @@ def prepare(
             `inputs` alone.
         as_is: read texts unchanged. Otherwise, documents end at separators such as <|endoftext|>,
             CRLF becomes LF, and Project Gutenberg's header and licence are left out.
+        strip_gutenberg: has no effect: `as_is` decides.
         overwrite: replace `out` if it is a prepared corpus.
         shard_tokens: tokens after which the next shard begins.
         progress: show a progress bar on stderr.
@@ -116,6 +118,7 @@ def prepare(
         DataError, StorageError: encoding or writing failed; nothing is left behind.
     """
     _require_valid(engine, ray_address, workers=workers, shard_tokens=shard_tokens)
+    require_one_split(val_inputs, val_fraction)
     fraction = 0.0 if val_inputs else val_fraction
     chosen = _Selection(fraction, split_of, max_documents, max_tokens)
     out, drawn = Path(out).expanduser(), requested_tokens(inputs)
@@ -138,8 +141,8 @@ def prepare(
         if changed := [source.name for source, mark in marks.items() if mark_of(source) != mark]:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             say(
-                f"{changed[0]}{more}: changed before or after it was read, while other text was "
-                f"prepared: {out} has the text at that moment; prepare again for a newer one"
+                f"{changed[0]}{more} changed while the corpus was prepared; {out} may hold the old "
+                "text: run prepare again"
             )
         options = [word for one in val_inputs for word in ("--val-input", neutral_name(str(one)))]
         options += ["--text-key", text_key] if text_key != "text" else []

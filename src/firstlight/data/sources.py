@@ -284,7 +284,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
     nothing is written.
 
     The names are not in the manifest, because the manifest identifies the data, which do not depend
-    on names.
+    on names. "cleaned" is there since texts are cleaned unless the options have --as-is.
 
     Args:
         folder: the folder of the corpus.
@@ -296,20 +296,22 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
     """
     if inputs:
         names = [neutral_name(str(item)) for item in inputs]
-        write_json(folder / SOURCES_NAME, {"inputs": names, "options": list(options)})
+        content = {"inputs": names, "options": list(options), "cleaned": True}
+        write_json(folder / SOURCES_NAME, content)
 
 
-def read_sources(folder: Path) -> tuple[list[str], list[str]]:
-    """(names, options) that `write_sources` wrote; ([], []) if there is no such file."""
+def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
+    """(names, options, True) that `write_sources` wrote, with False if it was that of a version
+    that read texts unchanged, as with --as-is; ([], [], True) if there is no such file."""
     try:
         found = read_json(folder / SOURCES_NAME)
     except InputError:
-        return [], []
+        return [], [], True
     if not isinstance(found, dict):
-        return [], []
+        return [], [], True
     lists = (found.get("inputs"), found.get("options"))
     names, options = ([str(x) for x in one] if isinstance(one, list) else [] for one in lists)
-    return names, options
+    return names, options, bool(found.get("cleaned"))
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:

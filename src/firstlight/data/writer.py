@@ -30,10 +30,17 @@ from firstlight.data.shards import (
     token_dtype,
 )
 from firstlight.data.sources import by_ending
-from firstlight.errors import DataError, InputError
+from firstlight.errors import ConfigError, DataError, InputError
 from firstlight.files.atomic import remove_file, require_free, sha256_of, write_file, write_json
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
+
+
+def require_one_split(val_inputs: Sequence[object], val_fraction: float) -> None:
+    """Raise a ConfigError if inputs to validate on are given and a share to hold out (not its
+    default), too."""
+    if val_inputs and val_fraction not in (0, 0.1):
+        raise ConfigError("give either val_inputs (--val-input) or val_fraction (--val-fraction)")
 
 
 def require_replaceable(out: Path, overwrite: bool) -> None:

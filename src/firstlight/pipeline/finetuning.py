@@ -66,6 +66,8 @@ class FineTuning:
         if found and request.val_inputs:
             names = shlex.join(["--data.val_files", *request.val_inputs])
             raise ConfigError(f"--val-input is for texts: for conversations, use {names}")
+        if found and request.as_is:
+            raise ConfigError("--as-is is for texts: leave it out for conversations")
         for source in found:
             if kind_of_records(source) == "preference":
                 raise InputError(

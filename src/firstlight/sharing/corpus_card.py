@@ -70,7 +70,7 @@ def corpus_card(
         "The shards are fetched into a cache once and compared with their SHA-256. A folder of "
         "their own:",
         code(f"hf download {repository} --repo-type dataset --local-dir {name}"),
-        *_command(facts, name),
+        *_command(facts, name, licence_only="gutenberg_stripped" in manifest),
         "## Licence",
         licence or "No licence was given.",
     ]
@@ -84,10 +84,16 @@ def _left_out(manifest: Mapping[str, Any]) -> list[str]:
     return [f"- left out: {total:,} documents ({reasons})"] if total else []
 
 
-def _command(facts: DataFacts, name: str) -> list[str]:
+def _command(facts: DataFacts, name: str, *, licence_only: bool) -> list[str]:
     if not facts.sources:
         return []
     sources = shlex.join(facts.sources)
     options = f" {shlex.join(facts.options)}" if facts.options else ""
     command = f"firstlight prepare {sources} --tokenizer {name} --out {name}-again{options}"
-    return ["From the same inputs, the same shards are made by", code(command)]
+    made = "the same shards are made by"
+    if licence_only:
+        made = (
+            "similar shards are made by the command below, which also ends documents at "
+            "separators and replaces CRLF. Here, only Project Gutenberg's licence was left out:"
+        )
+    return [f"From the same inputs, {made}", code(command)]

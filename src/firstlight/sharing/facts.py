@@ -270,8 +270,11 @@ def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
         folder: the corpus' folder.
         manifest: the manifest in it.
     """
-    names, read_by = read_sources(folder)
+    names, read_by, are_cleaned = read_sources(folder)
     options = [*_prepare_options(manifest, own_val="--val-input" in read_by), *read_by]
+    is_text = manifest["version"] != shards.LABELLED_VERSION
+    if is_text and not are_cleaned and "gutenberg_stripped" not in manifest:
+        options.append("--as-is")
     return DataFacts(Path(os.path.abspath(folder)).name, names, manifest["splits"], options)
 
 
