@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,7 +96,7 @@ def test_signal_in_an_endless_import_ends_the_process(
     program = (
         "from firstlight.cli import main\n"
         "main._LONGEST_WAIT = 0.01\n"
-        "with main.cleaning_up_when_terminated():\n"
+        "with main.cleaning_up_when_terminated(as_json=True):\n"
         "    import endless\n"
     )
     paths = os.pathsep.join([str(tmp_path), *sys.path])
@@ -106,6 +108,25 @@ def test_signal_in_an_endless_import_ends_the_process(
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (128 + number, f"firstlight: error: {word}\n")
+    assert json.loads(done.stdout) == {"error": {"type": word.capitalize(), "message": word}}
+
+
+def test_signal_in_an_import_long_after_another_one_is_raised_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_alarm: None
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr("firstlight.cli.main._end_now", lambda *_: pytest.fail("ended"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("earlier_sender", "later_sender"):
+        source = f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n"
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+    with cleaning_up_when_terminated():
+        with pytest.raises(Terminated):
+            _import_and_wait("earlier_sender")
+        now = 200.0
+        with pytest.raises(Terminated):
+            _import_and_wait("later_sender")
 
 
 def test_work_goes_on_where_nobody_reads_its_messages() -> None:

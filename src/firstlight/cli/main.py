@@ -74,7 +74,7 @@ class Terminated(BaseException):
 
 
 @contextlib.contextmanager
-def cleaning_up_when_terminated() -> Iterator[None]:
+def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
     """Inside the block, SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, SIGINT KeyboardInterrupt.
 
     Ignored signals (nohup) stay ignored. In other threads than the main one, nothing changes.
@@ -82,29 +82,40 @@ def cleaning_up_when_terminated() -> Iterator[None]:
     The exception of a signal that arrives during an import is raised after the import. C++ code
     that imports modules swallows exceptions, and a half-initialised module would stay. An import
     that takes long, such as that of torch, ends with the process.
+
+    Args:
+        as_json: when the process ends in an import, also print the error as a JSON object.
     """
-    waiting: list[int] = []
-    arrived = 0.0
+    # The last signal that arrived during an import, and the time of the first one.
+    waiting: tuple[int, float] | None = None
     before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal arrived
+        nonlocal waiting
         # Without our handler for SIGALRM, another part of the program uses the timer.
         if signal.SIGALRM in before and _is_importing(frame):
-            arrived = arrived or time.monotonic()
-            if time.monotonic() - arrived > _LONGEST_WAIT:
-                _end_now(number)
-            waiting.append(number)
+            now = time.monotonic()
+            first = waiting[1] if waiting is not None else now
+            if now - first > _LONGEST_WAIT:
+                _end_now(number, as_json)
+            waiting = number, first
             signal.setitimer(signal.ITIMER_REAL, _SOON)
             return
+        waiting = None
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise Terminated(number)
 
     def again(_: int, __: FrameType | None) -> None:
-        if waiting:
-            # Raised as a signal rather than an exception: its handler may have changed meanwhile.
-            signal.raise_signal(waiting.pop())
+        nonlocal waiting
+        if waiting is not None:
+            raised = waiting
+            try:
+                # As a signal rather than an exception: its handler may have changed meanwhile.
+                signal.raise_signal(raised[0])
+            finally:
+                if waiting is raised:  # else the signal waits again
+                    waiting = None
 
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {
         signal.SIGTERM: end,
@@ -127,11 +138,15 @@ def cleaning_up_when_terminated() -> Iterator[None]:
             signal.signal(number, previous)
 
 
-def _end_now(number: int) -> None:
+def _end_now(number: int, as_json: bool) -> None:
     """End the process as after the exception of a signal, without unwinding."""
     word = "interrupted" if number == signal.SIGINT else "terminated"
+    # Not by `_fail`: Python's streams do not allow a write during another write.
     with contextlib.suppress(OSError):
         os.write(2, f"firstlight: error: {word}\n".encode())
+    if as_json:
+        with contextlib.suppress(OSError):
+            os.write(1, _json_error(word.capitalize(), word).encode())
     os._exit(128 + number)
 
 
@@ -247,7 +262,7 @@ def _run(arguments: list[str]) -> int:
     environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
     try:
-        with cleaning_up_when_terminated():
+        with cleaning_up_when_terminated(as_json=as_json):
             exit_code: int | None = firstlight.main(
                 arguments, prog_name="firstlight", standalone_mode=False
             )
@@ -305,8 +320,12 @@ def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:
     message = visible(" ".join(message.split()))
     print(f"firstlight: error: {message}", file=sys.stderr)  # noqa: T201
     if as_json:
-        write_out(json.dumps({"error": {"type": kind, "message": message}}) + "\n")
+        write_out(_json_error(kind, message))
     return exit_code
+
+
+def _json_error(kind: str, message: str) -> str:
+    return json.dumps({"error": {"type": kind, "message": message}}) + "\n"
 
 
 if __name__ == "__main__":
