@@ -65,6 +65,9 @@ def arguments_of(ctx: click.Context) -> list[str]:
         value = ctx.params.get(parameter.name)
         if isinstance(parameter, click.Argument):
             arguments += value or ()
+        elif isinstance(value, tuple):
+            # An option that may be given several times.
+            arguments += [word for one in value for word in (parameter.opts[0], str(one))]
         elif value is not None and value != parameter.get_default(ctx):
             arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
     return arguments
