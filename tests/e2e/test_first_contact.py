@@ -98,7 +98,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         "numbers.npy": array.getvalue(),
         "program": Path(sys.executable).read_bytes()[: 1 << 17],
         "random.bin": np.random.default_rng(0).bytes(10_000),
-        "notes.log": _ENGLISH.encode(),
         "chats.json": json.dumps(_CHAT).encode(),
         "chat.json": json.dumps(_CHAT[0], indent=2).encode(),
         "pairs.json": json.dumps(_PAIRS).encode(),
@@ -127,14 +126,13 @@ _ANSWERS = {
     "texts.zip": " is a ZIP archive: unpack it with unzip texts.zip -d texts, and name that ",
     "texts.tar": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar -C texts, ",
     "texts.tar.gz": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar.gz -C ",
-    "text.gz": " is a compressed file: unpack it with gzip -d text.gz, and name what comes out",
-    "text.bz2": " is a compressed file: unpack it with bzip2 -d text.bz2, and name what comes ",
+    "text.gz": " is a compressed file: unpack it with gzip -dc < text.gz > text.txt (",
+    "text.bz2": " is a compressed file: unpack it with bzip2 -dc < text.bz2 > text.txt (",
     "paper.v2.pdf": " is a PDF document: make text of it with pdftotext paper.v2.pdf paper.v2.txt",
     "notes.sqlite": " is an SQLite database: export its text with sqlite3 -header -csv ",
     "numbers.npy": " is a file of numbers: leave it out",
     "program": " is a program: leave it out",
     "random.bin": " is a binary file: leave it out",
-    "notes.log": " is a text under another ending: let its name end in .txt: cp notes.log ",
     "chats.json": " is JSON of conversations, not text: firstlight prepare --kind chat reads it",
     "chat.json": " is JSON of conversations, not text: firstlight prepare --kind chat reads it",
     "pairs.json": " is JSON of preference pairs, not text: firstlight prepare --kind preference ",
@@ -198,7 +196,7 @@ def test_one_bad_file_of_a_folder_does_not_take_the_rest_with_it(
     Path("mixed", "utf32.txt").write_bytes(_GERMAN.encode("utf-32"))
     assert main(["prepare", "mixed", "--tokenizer", "tok", "--out", "o", "--json"]) == 0
     manifest = json.loads(capfd.readouterr().out)
-    read = {"notes_log", "chats_json", "chat_json", "pairs_json", "texts_json", "lines_json"}
+    read = {"chats_json", "chat_json", "pairs_json", "texts_json", "lines_json"}
     read |= {"chats_jsonl", "pairs_jsonl", "table_csv"}
     assert manifest["documents"]["written"] == len(read) + 3
     rejected = [json.loads(line) for line in Path("o/rejected.jsonl").read_text().splitlines()]
@@ -235,17 +233,17 @@ def test_a_document_called_txt_is_not_written_over_by_the_command_for_it(
 # Without a verb
 
 
-def test_firstlight_alone_says_in_ten_lines_what_to_do_first(
+def test_firstlight_alone_says_in_eleven_lines_what_to_do_first(
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     assert main([]) == 0
     out, err = capfdbinary.readouterr()
     lines = out.decode().splitlines()
-    assert (len(lines), err) == (10, b"")
+    assert (len(lines), err) == (11, b"")
     assert max(map(len, lines)) <= 100
     assert lines[2].startswith("  firstlight train my_texts/ --budget 30m ")
     verbs = [line.split()[1] for line in lines if line.startswith("  firstlight ")]
-    assert verbs == ["train", "chat", "serve", "convert", "train", "info"]
+    assert verbs == ["train", "chat", "chat", "serve", "convert", "train", "info"]
 
 
 def test_firstlight_alone_imports_no_torch() -> None:
