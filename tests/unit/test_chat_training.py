@@ -354,7 +354,7 @@ def test_long_conversations_are_refused_by_default_and_counted_by_choice(
             {"kind": "chat", "files": "a", "val_files": "b", "val_fraction": 0.2},
             "either val_files or val_fraction",
         ),
-        ({"kind": "chat", "files": "a", "train_on_inputs": False}, "did you mean 'train_on'"),
+        ({"kind": "chat", "files": "a", "train_on_inputs": False}, "did you mean 'train_on: all'"),
         ({"kind": "chat", "files": "a", "long": "truncate"}, "'refuse', 'drop' or 'cut'"),
     ],
 )

@@ -228,9 +228,10 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
     from firstlight.recipe import load_recipe
     from firstlight.training.loop import train
 
-    if not Path(call.state["data"]).is_dir():
+    data = call.state.get("data")
+    if data is not None and not Path(data).is_dir():
         raise ConfigError(
-            f"{call.folder} can't be resumed: its shards in {call.state['data']} were deleted; put "
+            f"{call.folder} can't be resumed: its shards in {data} were deleted; put "
             "them back, or start a new run of the same texts with --run.dir and another folder"
         )
     call.tell(f"going on with {call.folder}")
