@@ -84,11 +84,8 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
 
 
 #: Format characters that act on no other text: joiners, which words and emoji in many scripts need;
-#: soft hyphen; marks of direction for the characters beside them; Arabic and Syriac number signs;
-#: and the tags of flags.
-_HARMLESS = re.compile(
-    "[\u200c\u200d\u00ad\u200e\u200f\u061c\u0600-\u0605\u06dd\u070f\U000e0020-\U000e007f]"
-)
+#: soft hyphen; Arabic and Syriac number signs; and the tags of flags.
+_HARMLESS = re.compile("[\u200c\u200d\u00ad\u0600-\u0605\u06dd\u070f\U000e0020-\U000e007f]")
 #: Unicode categories of control and format characters, surrogates, and line and paragraph
 #: separators.
 _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}

@@ -37,9 +37,7 @@ def test_stdout_shows_control_characters_in_a_terminal_and_keeps_them_in_a_pipe(
     assert stream.bytes.getvalue().decode() == f"{written}{written}\n"
 
 
-@pytest.mark.parametrize(
-    "text", ["Wort\u00adteil", "\u05d0\u200f!", "\u0645\u200c\u06cc", "\u06dd1"]
-)
+@pytest.mark.parametrize("text", ["Wort\u00adteil", "\u0645\u200c\u06cc", "\u06dd1"])
 def test_message_with_harmless_format_characters_keeps_them(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,7 +229,8 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     with pytest.raises(ConfigError, match="set --optimizer"):
         trained(texts, overrides={"optimizer.name": "sgd"}, progress=True)
     assert "this one is in" not in capsys.readouterr().err
-    assert first.next_commands[0][0] == f"firstlight train {texts} --resume"
+    go_on = f"firstlight train {texts} --resume --run.dir {first.run_folder}"
+    assert first.next_commands[0][0] == go_on
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
     with pytest.raises(ConfigError, match="no run of these inputs and options"):
@@ -536,6 +537,18 @@ def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> N
     with pytest.raises(TokenizerError, match="vocab_size 200 is too small"):
         trained(texts, overrides={"model.vocab_size": 200})
     assert trained(texts, steps=1).run_folder == Path("runs/texts")
+
+
+def test_run_that_could_not_begin_leaves_no_folder_of_linked_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts")
+    first = trained(texts)
+    monkeypatch.setattr(new_model.NewModel, "_fitted", Mock(side_effect=ConfigError("too short")))
+    with pytest.raises(ConfigError, match="too short"):
+        trained(texts, steps=5)
+    assert [path.name for path in Path("runs").iterdir()] == ["texts"]
+    assert (first.run_folder / "data" / "manifest.json").is_file()
 
 
 def test_a_run_whose_shards_are_not_complete_keeps_its_folder(

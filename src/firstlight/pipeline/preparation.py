@@ -89,7 +89,12 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
                 if folder != call.folder:
                     with new_folder(own, replace=True, synced=True) as linked:
                         link_files(data, linked)
-                call.remember(data=str(own), xz=state.get("xz"), prepared_key=texts.key)
+                call.remember(
+                    data=str(own),
+                    xz=state.get("xz"),
+                    prepared_key=texts.key,
+                    has_linked_data=folder != call.folder,
+                )
                 return own
     with held(call.folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
         begun = time.time()

@@ -171,9 +171,8 @@ def _next_commands(
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
     if stopped:
-        given = [value for key, value in request.overrides if key == "run.dir"]
-        place = ["--run.dir", given[-1]] if given else []
-        yield command_of(request, ["--resume", *place]), "go on with this run"
+        # With its folder, since another run of the same texts may begin meanwhile.
+        yield command_of(request, ["--resume", "--run.dir", str(call.folder)]), "continue this run"
     if answers:
         yield f"firstlight chat {run}", "ask it, and read its answers"
     else:

@@ -19,7 +19,13 @@ import yaml
 from firstlight.console import time_text
 from firstlight.data.sources import find_sources
 from firstlight.errors import ConfigError, InputError
-from firstlight.files.atomic import make_folder, storage_errors, write_file, write_json
+from firstlight.files.atomic import (
+    make_folder,
+    remove_folder,
+    storage_errors,
+    write_file,
+    write_json,
+)
 from firstlight.pipeline.chosen import Choices
 from firstlight.pipeline.facts import Length
 from firstlight.pipeline.request import Request
@@ -97,8 +103,13 @@ class RunCall:
     def forget(self) -> None:
         """Delete the state of a run that has not begun and has no data of its own, so that no
         folder is left of it."""
+        if self.state.get("begun"):
+            return
+        data = self.folder / DATA_FOLDER
+        if self.state.get("has_linked_data") and data.is_dir():
+            remove_folder(data)  # another run has these files, too
         # Without its state, a folder with unfinished shards would belong to no run.
-        if not self.state.get("begun") and not (self.folder / DATA_FOLDER).exists():
+        if not data.exists():
             self.state = {}
             with storage_errors(self.folder):
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
