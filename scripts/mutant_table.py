@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "decay ends a step late",
         "firstlight/optim/curve.py",
-        "taken = step - begin + (not self.decay_starts_at_peak)",
-        "taken = step - begin",
+        "min((step - begin + 1) / ",
+        "min((step - begin) / ",
         (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
     ),
     Mutant(

@@ -417,7 +417,7 @@ def test_model_of_a_wrong_speed_is_chosen_again_once_and_trained_from_the_beginn
     assert run.training.step == 1
     metrics = read_json_lines(run.run_folder / "metrics.jsonl")
     assert [one["step"] for one in metrics] == [1]
-    # The seconds of the first model are no part of the new run's time.
+    # The seconds of the first model do not count as time of the new run.
     recipe = load_recipe(run.run_folder / "recipe.yaml")
     assert recipe.model is not None
     assert recipe.schedule.max_minutes is not None

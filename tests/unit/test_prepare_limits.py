@@ -282,7 +282,7 @@ def test_books_are_prepared_without_header_and_licence(
     assert again["cleaned"] == manifest["cleaned"]  # the argument of earlier versions
 
 
-# Validation texts of their own
+# Given validation texts
 
 
 @pytest.mark.parametrize("workers", [1, 2])

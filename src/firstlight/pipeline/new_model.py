@@ -138,7 +138,7 @@ class _OtherModelError(RunReplacedError):
     """Ends a run with which another model is better.
 
     Args:
-        message: what is told to the user.
+        message: text for the user.
         plan: the plan with that model.
     """
 

@@ -257,7 +257,7 @@ def facts_of_files(request: Request) -> dict[str, list[int]]:
     try:
         paths = [source.path for source in find_sources(inputs) if source.path is not None]
     except InputError:
-        return {}  # conversations in files that are no texts
+        return {}  # conversations in files that are not text
     stats = {str(path): path.stat() for path in paths[:_KNOWN_FILES]}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 

@@ -272,8 +272,8 @@ OTHER_NAMES = {
     "dataloader_num_workers": "data.workers",
     "dataloader_prefetch_factor": "data.prefetch",
     "dataloader_pin_memory": "data.pin_memory",
-    "dataloader_drop_last": "no row is dropped: an epoch's last step goes on into the next epoch",
-    "drop_last": "no row is dropped: an epoch's last step goes on into the next epoch",
+    "dataloader_drop_last": "no row is dropped: an epoch's last step continues into the next epoch",
+    "drop_last": "no row is dropped: an epoch's last step continues into the next epoch",
     "shuffle": "the rows of each epoch are shuffled by run.seed",
     **dict.fromkeys(
         (
