@@ -1178,14 +1178,14 @@ MUTANTS = [
     Mutant(
         "name of a checkpoint not synced",
         _ATOMIC,
-        "        seam.disk.sync_folder(path.parent)\n\n\ndef _sync_tree",
-        "\n\ndef _sync_tree",
+        "        seam.disk.sync_folder(path.parent)\n\n\n@contextlib.contextmanager\ndef _locked",
+        "\n\n@contextlib.contextmanager\ndef _locked",
         (_LOST_CHECKPOINTS,),
     ),
     Mutant(
         "entries of a checkpoint not synced",
         _ATOMIC,
-        "            _sync_tree(temporary, files=not synced)\n",
+        "                _sync_tree(temporary, files=not synced)\n",
         "",
         (_LOST_CHECKPOINTS,),
     ),
