@@ -192,8 +192,13 @@ def _open_weights(path: Path, content: Mapping[str, Any], everything: dict[str, 
         layout,
         weights,
         Settings(),
+        # The book's own activation, whatever the config specifies, so that another one shows; but
+        # for ReLU, which its readers put in its place.
         lambda config, ids: book_gpt_logits(
-            tensors, config["n_head"], ids, config["activation_function"]
+            tensors,
+            config["n_head"],
+            ids,
+            "relu" if config["activation_function"] == "relu" else "gelu_new",
         ),
     )
 
