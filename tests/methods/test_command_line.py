@@ -21,6 +21,7 @@ from firstlight.training.forecast import FORECAST_NAME, Forecast
 _VALUES: dict[str, Any] = {
     "batch.micro_batch_size": 2,
     "batch.gradient_accumulation_steps": 2,
+    "batch.divide_micro_batch": True,
     "batch.global_batch_tokens": 256,
     "efficiency.matmul_precision": "medium",
     "efficiency.activation_memory_budget": 0.5,
