@@ -98,6 +98,7 @@ _CHINESE = (
 _KOREAN = "나랏말싸미 중국에 달아 문자와로 서로 사맛디 아니할세 이런 젼차로 어린 백성이.\n" * 5
 _FRENCH = "Voilà où étaient brûlés, à côté, les mûriers âgés: été, août, forêt, goût.\n" * 2
 _RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю; а потом ещё.\n"
+_POLISH = "Zażółć gęślą jaźń, wieść o pchnięciu w tę łódź jeża i ośm skrzyń fig.\n" * 3
 _GREEK = "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία, και τρέχω στην άκρη της πόλης.\n" * 3
 _ARABIC = "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر ومغلف بجلد أزرق.\n" * 3
 
@@ -453,9 +454,15 @@ def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
         ("Widziałem żółtą gęś\n".encode("cp1250"), 1, "byte 0xb3 is not UTF-8{} -f ENCODING "),
         ("schön, für\n".encode("cp850"), 1, "byte 0x94 is not UTF-8{} -f ENCODING "),
         ("天地玄黄 宇宙洪荒\n".encode("gb18030"), 1, "byte 0xcc is not UTF-8{} -f ENCODING "),
-        ("吾輩は猫である。名前はまだ無い。".encode("cp932"), 1, "byte 0x8c{utf8}{} -f SHIFT-JIS "),
-        ("吾輩は猫である。名前はまだ無い。".encode("euc-jp"), 1, "byte 0xb8{utf8}{} -f EUC-JP "),
-        (_RUSSIAN.encode("cp1251"), 1, "byte 0xd1 is not UTF-8{} -f WINDOWS-1251 "),
+        ("吾輩は猫である。名前はまだ無い。".encode("cp932"), 1, "byte 0x8c{utf8}{} -f ENCODING "),
+        (_JAPANESE.encode("cp932"), 1, "byte 0x8c is not UTF-8{} -f CP932 "),
+        (_JAPANESE.encode("euc-jp"), 1, "byte 0xb8 is not UTF-8{} -f EUC-JP "),
+        (_CHINESE.encode("gb18030"), 1, "byte 0xcc is not UTF-8{} -f GB18030 "),
+        (_KOREAN.encode("cp949"), 1, "byte 0xb3 is not UTF-8{} -f CP949 "),
+        (_GREEK.encode("cp1253"), 1, "byte 0xce is not UTF-8{} -f CP1253 "),
+        (_ARABIC.encode("cp1256"), 1, "byte 0xe4 is not UTF-8{} -f CP1256 "),
+        (_POLISH.encode("iso8859-2"), 1, "byte 0xbf is not UTF-8{} -f ENCODING "),
+        (_RUSSIAN.encode("cp1251"), 1, "byte 0xd1 is not UTF-8{} -f CP1251 "),
         (_RUSSIAN.encode("koi8-r"), 1, "byte 0xf3 is not UTF-8{} -f KOI8-R "),
         (b"# coding: iso-8859-15\nx = '\xa4'\n", 2, "byte 0xa4 is not UTF-8{} -f ISO8859-15 "),
         ("Grüße\n".encode() * 3 + b"\xff\n", 4, "byte 0xff is not UTF-8{} -c -f UTF-8 "),
