@@ -39,7 +39,6 @@ from firstlight.data.opening import (
     read_at_most,
     utf8_stream,
 )
-from firstlight.data.parquet import read_parquet
 from firstlight.data.sources import (
     COMPRESSIONS,
     LINES_SUFFIXES,
@@ -49,7 +48,7 @@ from firstlight.data.sources import (
     holds_one_document,
     is_code,
 )
-from firstlight.data.tables import read_table, without_text
+from firstlight.data.tables import read_parquet, read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
 
 RECORD_SUFFIXES = (
