@@ -103,8 +103,8 @@ def encoding_of(head: bytes, path: Path) -> str:
     return "utf-8-sig"
 
 
-#: Python's names of the encodings that are looked for: of 16 and 32 bits; of other alphabets than the
-#: Latin one; of the Latin alphabet.
+#: Python's names of the encodings that are looked for: those of 16 and 32 bits, those of other
+#: alphabets than the Latin one, and those of the Latin one.
 _WIDE = ("utf_32_le", "utf_32_be", "utf_16_le", "utf_16_be")
 _NOT_LATIN = tuple(
     "cp932 euc_jp gb18030 big5 cp949 cp1251 koi8_r cp866 cp1253 cp1255 cp1256 cp874".split()

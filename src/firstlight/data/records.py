@@ -15,13 +15,14 @@ import hashlib
 import itertools
 import json
 import math
-import re
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
+
+import pydantic_core
 
 from firstlight.data.cleaning import cleaned, split_documents
 from firstlight.data.conversations import BadRecordError
@@ -209,50 +210,27 @@ def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
             with open_compressed(path) as file:
                 head = file.read(_JSON_HEAD_BYTES)
             if len(head) == _JSON_HEAD_BYTES:
-                text = head.decode(encoding_of(head, path), "ignore").lstrip()
                 if exported_chats(head[:HEAD_BYTES]) is not None:
                     return None
-                return conversation_kind(_first_fields(text))
+                return _kind_of(_first_values(head.decode(encoding_of(head, path), "ignore")))
         with closing(read_records([source])) as records:
-            for record in itertools.islice(records, _TOLD_BY):
-                if isinstance(record.value, dict):
-                    return conversation_kind([str(key) for key in record.value])
+            return _kind_of(record.value for record in itertools.islice(records, _TOLD_BY))
     return None
 
 
-def _first_fields(text: str) -> list[str]:
-    """The fields of the only object, or the first one in a list, in JSON whose text may be
-    truncated; [] if there is no object among its first values."""
-    fields: list[str] = []
-    read = json.JSONDecoder().raw_decode
-    with contextlib.suppress(ValueError, RecursionError):
-        place = 0 if text.startswith("{") else _past(text, "[", 0)
-        for _ in range(_TOLD_BY):
-            if text.startswith("{", place):
-                break
-            _, place = read(text, place)
-            place = _past(text, ",", place)
-        place = _past(text, "{", place)
-        while True:
-            field, place = read(text, place)
-            place = _past(text, ":", place)
-            fields.append(str(field))
-            _, place = read(text, place)
-            # After the last field, "}" in place of "," raises the ValueError that ends the loop.
-            place = _past(text, ",", place)
-    return fields
+def _kind_of(values: Iterable[Any]) -> Literal["chat", "preference"] | None:
+    """The kind of the first object among the first records of a source."""
+    first = next((value for value in values if isinstance(value, dict)), {})
+    return conversation_kind([str(key) for key in first])
 
 
-def _past(text: str, mark: str, place: int) -> int:
-    """The position after the punctuation mark at `place` and the white space around the mark.
-
-    Raises:
-        ValueError: there is another character at `place`.
-    """
-    found = re.compile(rf"\s*{re.escape(mark)}\s*").match(text, place)
-    if found is None:
-        raise ValueError(f"no {mark} at character {place}")
-    return found.end()
+def _first_values(text: str) -> list[Any]:
+    """The only object, or the first values of a list, of JSON whose text may be truncated."""
+    try:
+        found = pydantic_core.from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return []
+    return found[:_TOLD_BY] if isinstance(found, list) else [found]
 
 
 def read_documents(
