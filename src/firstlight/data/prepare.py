@@ -22,11 +22,17 @@ import numpy as np
 from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, say
-from firstlight.data import ray_engine
 from firstlight.data.cleaning import ChangeCounts
 from firstlight.data.conversations import BadRecordError
 from firstlight.data.cutting import compress, cut_tail, within_tokens
-from firstlight.data.encoding import Encode, Encoded, TextPiece, encode, encode_in_order
+from firstlight.data.encoding import (
+    Encode,
+    Encoded,
+    TextPiece,
+    encode,
+    encode_in_order,
+    ray_encoder,
+)
 from firstlight.data.random_tokens import prepare_random, requested_tokens
 from firstlight.data.records import (
     REASONS,
@@ -189,7 +195,7 @@ def _encoder(
     max_tokens: int | None,
 ) -> AbstractContextManager[Encode]:
     if engine == "ray":
-        return ray_engine.encoder(tokenizer, ray_address)
+        return ray_encoder(tokenizer, ray_address)
     if workers is None:
         small = sum(source.size for source in sources) < _SMALL_CORPUS_BYTES
         workers = 1 if small else usable_cpus()
