@@ -18,7 +18,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from firstlight.data.kinds import HEAD_BYTES, binary_file, is_binary, kind_by_bytes
 from firstlight.errors import MissingDependencyError
@@ -454,6 +454,23 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
         raise OSError(str(error)) from error
     if frame is not None:
         raise EOFError("the compressed file is cut short")
+
+
+#: Bytes that are compressed at a time: xz takes a fifth of a second for these of a genome.
+_COMPRESSED_BYTES = 1 << 16
+
+
+class Compressor(Protocol):
+    """A compressor of zlib or lzma."""
+
+    def compress(self, data: bytes, /) -> bytes: ...
+
+
+def compress(compressor: Compressor, data: bytes) -> int:
+    """Compress data in small parts, because a signal is handled only between two calls of zlib or
+    lzma; return the number of compressed bytes, without those that `compressor` still holds."""
+    starts = range(0, len(data), _COMPRESSED_BYTES)
+    return sum(len(compressor.compress(data[at : at + _COMPRESSED_BYTES])) for at in starts)
 
 
 def optional(package: str, purpose: str, extra: str = "data") -> Any:

@@ -144,7 +144,7 @@ def train_tokenizer_on(
         vocab_size: number of tokens.
         tell: function that is called with a message for the user.
     """
-    from firstlight.data.cutting import cut_tail
+    from firstlight.data.prepare import cut_tail
     from firstlight.data.records import read_documents
     from firstlight.tokenizer import train_tokenizer
 
