@@ -6,6 +6,7 @@ import bz2
 import csv
 import gzip
 import json
+import lzma
 import os
 import random
 import subprocess
@@ -85,6 +86,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
+    ".xz": lzma.compress,
     ".zst": zstandard.compress,
 }
 
@@ -424,7 +426,7 @@ def test_a_table_that_is_not_read_to_its_end_leaves_no_error_behind(
 @pytest.mark.parametrize(
     "encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32-be"]
 )
-@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
 def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
     tmp_path: Path, encoding: str, suffix: str
 ) -> None:
@@ -618,7 +620,7 @@ def test_text_files_may_be_compressed(tmp_path: Path, suffix: str) -> None:
     assert texts_of(tmp_path) == [text]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 def test_parts_compressed_one_by_one_are_all_read(tmp_path: Path, suffix: str) -> None:
     compress = COMPRESSORS[suffix]
     parts = [jsonl(f"{number} " * 5000) for number in range(4)]
@@ -635,7 +637,7 @@ def test_a_zst_file_with_a_large_window_is_read(tmp_path: Path) -> None:
     assert texts_of(tmp_path) == ["long ago"]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("left_out", [1, 3, 9, 1000])
 def test_a_compressed_file_cut_short_is_an_error_and_not_a_shorter_corpus(
     tmp_path: Path, suffix: str, left_out: int
@@ -648,7 +650,7 @@ def test_a_compressed_file_cut_short_is_an_error_and_not_a_shorter_corpus(
         read(path)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("damage", [b"x" * 200, b"{}"])
 def test_a_file_that_is_not_compressed_as_named_is_an_error(
     tmp_path: Path, suffix: str, damage: bytes
@@ -919,11 +921,13 @@ def test_finding_a_dataset_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_sources(["hf:a/b:c", "hf:a/b:c"]) == [DataSource("hf:a/b:c", dataset="a/b:c")]
 
 
-@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.bz2", "bomb.txt.zst"])
+@pytest.mark.parametrize(
+    "name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.bz2", "bomb.txt.xz", "bomb.txt.zst"]
+)
 def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(
     tmp_path: Path, name: str
 ) -> None:
-    packers: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress}
+    packers: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
     packers["zst"] = zstandard.ZstdCompressor().compress
     (tmp_path / name).write_bytes(packers[name.rpartition(".")[2]](b" " * 200_000_000))
     tracemalloc.start()

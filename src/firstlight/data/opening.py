@@ -14,8 +14,10 @@ import functools
 import gzip
 import importlib
 import io
+import lzma
 import re
 import shlex
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
@@ -51,6 +53,7 @@ _MARKS = (
 _PROGRAMS = {
     ".gz": ("gzip -dc", "gzip"),
     ".bz2": ("bzip2 -dc", "bzip2"),
+    ".xz": ("xz -dc", "xz"),
     ".zst": ("zstd -dc", "zstd"),
 }
 
@@ -72,7 +75,7 @@ def head_of(path: Path) -> bytes:
     """The first `HEAD_BYTES` bytes of a file, decompressed.
 
     Raises:
-        OSError, EOFError, zlib.error: the file can't be read or decompressed.
+        OSError, EOFError: the file can't be read or decompressed.
     """
     with open_compressed(path) as file:
         return file.read(HEAD_BYTES)
@@ -355,16 +358,17 @@ def _converted(path: Path) -> Path:
 
 
 def open_compressed(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed according to its ending (.gz, .bz2, .zst).
+    """Open a file for reading, decompressed according to its ending (.gz, .bz2, .xz, .zst).
 
     Raises:
-        OSError: the file can't be opened; or, from a later read, it unpacks to far more than text
-            does (see `require_unpacked_size`).
+        OSError: the file can't be opened; or, from a later read, it is damaged, or unpacks to far
+            more than text does (see `require_unpacked_size`).
+        EOFError: from a later read, the file is truncated.
         MissingDependencyError: the package for .zst is not installed.
     """
     suffix = path.suffix.lower()
     zstandard = optional("zstandard", f"reading {path}") if suffix == ".zst" else None
-    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open}
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     file = openers.get(suffix, open)(path, "rb")
     if suffix not in _PROGRAMS:
         return cast("IO[bytes]", file)
@@ -405,10 +409,13 @@ def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
     """`chunks`, the decompressed content of the file at `path`, limited by
     `require_unpacked_size`."""
     total = 0
-    for chunk in chunks:
-        total += len(chunk) + _LINE_BYTES * chunk.count(b"\n")
-        require_unpacked_size(path, total)
-        yield chunk
+    try:
+        for chunk in chunks:
+            total += len(chunk) + _LINE_BYTES * chunk.count(b"\n")
+            require_unpacked_size(path, total)
+            yield chunk
+    except (zlib.error, lzma.LZMAError) as error:
+        raise OSError(str(error)) from error
 
 
 def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import math
-import zlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -195,7 +194,7 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
                 yield from _read_text(file, path, source, text_key)
     except OSError as error:
         raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
-    except (EOFError, zlib.error) as error:
+    except EOFError as error:
         raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
 
 
@@ -203,7 +202,7 @@ def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
     """The value of `prepare --kind` that reads a source, detected from the fields of its first
     records; None for texts, and for a source that can't be read. Of a long JSON file, only the
     first MiB is read."""
-    damage = (OSError, EOFError, zlib.error, EncodingProblem)
+    damage = (OSError, EOFError, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
         path = source.path
         if path is not None and not path.name.lower().endswith((*LINES_SUFFIXES, ".parquet")):

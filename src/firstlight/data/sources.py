@@ -31,7 +31,7 @@ TEXT_SUFFIXES = (
     *_CODE_SUFFIXES,
 )
 TABLE_SUFFIXES = (".csv", ".tsv")
-COMPRESSIONS = ("", ".gz", ".zst", ".bz2")
+COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
 #: Endings of files with one record per line.
 LINES_SUFFIXES = tuple(
     suffix + compression for suffix in (".jsonl", ".ndjson") for compression in COMPRESSIONS
@@ -48,10 +48,10 @@ SUFFIXES = (
 TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
 #: The kinds of files that are read as texts, and as records, for messages.
 READ_KINDS = (
-    "text and code with any ending or none, .jsonl, .ndjson, .csv, .tsv (each may end in .gz, .bz2 "
-    "or .zst, too) and .parquet"
+    "text and code with any ending or none, .jsonl, .ndjson, .csv, .tsv (each may end in .gz, "
+    ".bz2, .xz or .zst, too) and .parquet"
 )
-_RECORD_KINDS = ".jsonl, .ndjson, .json (each may end in .gz, .bz2 or .zst, too) and .parquet"
+_RECORD_KINDS = ".jsonl, .ndjson, .json (each may end in .gz, .bz2, .xz or .zst, too) and .parquet"
 #: File in a prepared corpus with the names of the corpus's inputs.
 SOURCES_NAME = "sources.json"
 #: The input that means the source code of the running Python's standard library.
@@ -431,7 +431,9 @@ def _key(source: DataSource) -> str:
 
 def is_code(source: DataSource) -> bool:
     """True if a source is a file of source code."""
-    name = source.name.lower().removesuffix(".gz").removesuffix(".zst").removesuffix(".bz2")
+    name = source.name.lower()
+    stem, dot, ending = name.rpartition(".")
+    name = stem if dot + ending in COMPRESSIONS else name
     return source.path is not None and name.endswith(_CODE_SUFFIXES)
 
 
