@@ -18,9 +18,9 @@ from torch import Tensor
 from firstlight.conversion import check
 from firstlight.conversion import convert as conversion
 from firstlight.conversion.convert import Conversion, convert
-from firstlight.conversion.gguf_layout import ARCHITECTURES
-from firstlight.conversion.gguf_reader import read_gguf
-from firstlight.conversion.gguf_writer import write_gguf
+from firstlight.conversion.gguf.reader import read_gguf
+from firstlight.conversion.gguf.shape import ARCHITECTURES
+from firstlight.conversion.gguf.writer import write_gguf
 from firstlight.conversion.source import read_folder
 from firstlight.errors import (
     ConfigError,

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.conversion.check import check_dtype
-from firstlight.conversion.gguf_layout import shape_of
-from firstlight.conversion.gguf_tensors import tensor_rules
+from firstlight.conversion.gguf.shape import shape_of
+from firstlight.conversion.gguf.tensors import tensor_rules
 from firstlight.conversion.source import Source
 from firstlight.errors import ConfigError, MissingDependencyError, ModelError
 from firstlight.models import Model, build_model

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, and the Hugging Face tensors that each is made of.
 
-`gguf_writer` applies the rules of `tensor_rules`, `gguf_reader` reverses them. Names and layouts
+`writer` applies the rules of `tensor_rules`, `reader` reverses them. Names and layouts
 are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the functions below,
 `theirs` is a prefix of GGUF's names, `ours` of Hugging Face's.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from firstlight.conversion.gguf_layout import ModelShape
+from firstlight.conversion.gguf.shape import ModelShape
 from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames
 
