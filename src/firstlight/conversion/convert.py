@@ -388,11 +388,10 @@ def _compare(
     ids = prompt_ids(model.tokenizer, config.vocab_size, config.max_position_embeddings)
     is_routed = config.expert_count > 0 and kind != "f32"
     difference, largest = require_same_logits(
-        model.logits(ids, dtype),
+        logits_of(model.config, model.tensors, ids, dtype),
         logits_of(result.config, result.tensors, ids, dtype),
         limit,
         is_routed=is_routed,
-        hint=model.hint,
     )
     if difference <= limit * largest:
         return difference, largest, notes

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firstlight.conversion.check import check_dtype
+from firstlight.conversion.check import check_dtype, logits_of
 from firstlight.conversion.gguf.shape import shape_of
 from firstlight.conversion.gguf.tensors import tensor_rules
 from firstlight.conversion.source import Source
@@ -322,7 +322,8 @@ def quantise_source(
     plain.unlink()
     own = config_from_hf(model.config, model.name)
     ids = evaluation_ids(tokenizer, own.max_position_embeddings)
-    expected, found = model.logits(ids, check_dtype(own)), llama_cpp_logits(out, ids)
+    expected = logits_of(model.config, model.tensors, ids, check_dtype(own))
+    found = llama_cpp_logits(out, ids)
     before, after = perplexity(expected, ids), perplexity(found, ids)
     limit = perplexity_limit(dtype) if limit is None else limit
     if math.isinf(after) or not after <= before * (1 + limit):
