@@ -585,8 +585,8 @@ def test_the_tolerance_is_kept(tmp_path: Path, folder: Folder) -> None:
 def test_setting_that_the_other_program_does_not_compute_is_refused(
     program: str, setting: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    content = {"llama": book_llama, "gpt": book_gpt, "nanogpt": nanogpt}[program]()
-    path = save(tmp_path / "model.pth", content)
+    contents: dict[str, Any] = {"llama": book_llama(), "gpt": book_gpt(), "nanogpt": nanogpt()}
+    path = save(tmp_path / "model.pth", contents[program])
     given = tmp_path / "given.json"
     base = LLAMA_CONFIG if program == "llama" else {"n_head": 1} if program == "gpt" else {}
     given.write_text(json.dumps({**base, **setting}))

@@ -215,10 +215,11 @@ def llama_config(
             raise ModelError(f"{path}: its settings say {key} {found[key]!r}, its tensors {value}")
     config = _merged(path, assumed, given, {**found, **shown})
     checked = config_from_hf(config, f"{path}: config")
-    if not isinstance(checked.rope_scaling, (NoneType, Llama3Rope)):
+    scaling = getattr(checked, "rope_scaling", None)
+    if not isinstance(scaling, (NoneType, Llama3Rope)):
         raise ModelError(
-            f"{path}: {program} computes no rotary positions of type "
-            f"{checked.rope_scaling.rope_type!r}: correct rope_parameters"
+            f"{path}: {program} computes no rotary positions of type {scaling.rope_type!r}: "
+            "correct rope_parameters"
         )
     if settings.sines is not None and len(settings.sines) > 1:
         _check_rope(path, checked, settings.sines)
