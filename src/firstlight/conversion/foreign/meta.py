@@ -77,6 +77,7 @@ _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 
 def files_in(folder: Path) -> list[Path]:
+    """Meta's `consolidated.*.pth` files in a folder, in the order of their numbers."""
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
 
