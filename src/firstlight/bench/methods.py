@@ -49,16 +49,22 @@ from firstlight.bench.methods_rows import (
     summarize,
     why_skipped,
 )
-from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import Keep, MethodsBench, Result, require_known
-from firstlight.bench.process import ForkServer, ask, ask_ranks, error_of, training_environment
 from firstlight.bench.runner import Found, take_turns
-from firstlight.bench.training import StepsPlan, plan_steps
+from firstlight.bench.steps import StepsPlan, plan_steps
 from firstlight.bench.training_once import write_tokens
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
+from firstlight.hardware.fresh_process import (
+    ForkServer,
+    ask,
+    ask_ranks,
+    error_of,
+    training_environment,
+)
 from firstlight.models import GPT2Config
 from firstlight.recipe import parse_resolved_recipe
+from firstlight.recipe.load import changed_recipe
 
 _MODULE = "firstlight.bench.training_once"
 

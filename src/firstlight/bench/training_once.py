@@ -1,6 +1,6 @@
 """Train a few steps with one program, in a separate process, and report their time and memory.
 
-    python -m firstlight.bench.process firstlight.bench.training_once REQUEST
+    python -m firstlight.hardware.fresh_process firstlight.bench.training_once REQUEST
 
 The same command also runs as one of several ranks of a run with `distributed.engine`
 (`process.ask_ranks`): each rank trains on different sequences, with its share of a CPU's threads.

@@ -1,0 +1,20 @@
+"""The fixtures of the package's tests, which the benchmarks' tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import *  # noqa: F403
+
+
+@pytest.fixture(scope="session", autouse=True)
+def benchmarks_in_processes() -> Iterator[None]:
+    """Processes that measure find the package `benchmarks`, as those of `python -m benchmarks`."""
+    with pytest.MonkeyPatch.context() as patch:
+        root = str(Path(__file__).resolve().parents[2])
+        patch.setenv("PYTHONPATH", root, prepend=os.pathsep)
+        yield
