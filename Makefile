@@ -49,6 +49,18 @@ SLOWER := allocator batch beams bench_* chat_training compiled compute_optimal c
 LONGEST := conversations.py::test_the_longest_conversation_that_is_taken_is_prepared \
 	hardware.py::test_a_limit_of_addresses_is_known
 
+# A test of each benchmark, which `make test` runs; `make test-benchmarks` runs all.
+SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
+	generation.py::test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn \
+	gpu.py::test_a_call_says_what_came_of_it \
+	gpu.py::test_the_committed_page_says_what_the_code_says \
+	learning.py::test_the_command_trains_and_writes_its_page \
+	loading.py::test_the_command_prints_a_table_for_people_and_one_object_for_programs \
+	pages.py::test_each_page_has_blocks_whose_commands_there_are \
+	planner.py::test_what_was_measured_is_said_and_written_at_once \
+	scaling.py::test_figures_are_medians_over_the_turns \
+	training.py::test_the_table_says_what_was_measured_and_chosen
+
 .PHONY: demo tour test test-quick test-random test-faults test-mutants test-benchmarks test-slow test-gpu test-torch docs benchmarks constraints clean
 
 demo: .venv/demo-ready
@@ -64,7 +76,7 @@ test: .venv/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/mypy > .venv/mypy.txt 2>&1 & types=$$!; \
-	$(PYTEST); tests=$$?; \
+	$(PYTEST) tests $(SMOKE:%=benchmarks/tests/test_%); tests=$$?; \
 	wait $$types; types=$$?; \
 	echo "mypy:"; cat .venv/mypy.txt; \
 	exit $$((tests || types))

@@ -1,4 +1,4 @@
-"""`firstlight bench budget`: settings chosen by `train TEXTS --budget` against a random search.
+"""`python -m benchmarks budget`: settings chosen by `train TEXTS --budget` against a random search.
 
 Each run is `train_texts` in a process of its own, from the texts to the trained model, within the
 budget of wall-clock time. The first run of a text and budget has the settings that firstlight

@@ -1,4 +1,4 @@
-"""One run of `firstlight bench budget` in a process of its own: `measure`."""
+"""One run of `python -m benchmarks budget` in a process of its own: `measure`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from firstlight.report.length import read_length
 
 #: A random run is ended if its bits per byte exceed those of the chosen settings by more than a
 #: fraction, at the same share of their steps: (share from which it counts, fraction). 41 of 138
-#: runs of `bench learning` were so far above the best recipe, and ended 7 % above it or more. The
+#: runs of `benchmarks learning` were so far above the best recipe, and ended 7 % above it or more. The
 #: last pair is for the training loss (`_EARLY`). It was tried in ten minutes of WikiText-2: of 20
 #: random runs, 4 were more than 30 % above, and their first evaluations were hopeless, too. One
 #: that was 29 % above ended 9 % above.

@@ -1,4 +1,4 @@
-"""The page and the picture of `firstlight bench budget`."""
+"""The page and the picture of `python -m benchmarks budget`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def page(result: Mapping[str, Any], picture: str) -> str:
 _HEAD = """\
 # Budget: chosen settings beside a random search
 
-    firstlight bench budget --out DIR --corpus stdlib --corpus FILE --page docs/benchmarks/budget.md
+    python -m benchmarks budget --out DIR --corpus stdlib --corpus FILE --page docs/benchmarks/budget.md
 
 `make benchmarks NAMES=budget` calls it with three texts and budgets of 3, 10 and 30 minutes. Each
 run is the whole command `firstlight train TEXT --budget TIME` in a process of its own. The random

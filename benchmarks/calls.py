@@ -167,7 +167,7 @@ Measure = Callable[[Row, dict[str, Any], float], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `bench gpu`.
+    """One call of `benchmarks gpu`.
 
     Attributes:
         minutes: duration of the call.

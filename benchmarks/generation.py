@@ -1,4 +1,4 @@
-"""`firstlight bench generation`: tokens per second, and the share of the memory bandwidth's limit.
+"""`python -m benchmarks generation`: tokens per second, and the share of the memory bandwidth's limit.
 
 A step of decoding takes at least the time of reading the weights once. The memory bandwidth is
 measured in the same run, as that of copying a large tensor (bytes read and written). Each row runs

@@ -1,4 +1,4 @@
-"""`firstlight bench gpu`: every figure of firstlight on one GPU, in calls of some minutes.
+"""`python -m benchmarks gpu`: every figure of firstlight on one GPU, in calls of some minutes.
 
 Each part of `PARTS` is a set of rows to measure, and a page with their results.
 """
@@ -205,11 +205,11 @@ def write_pages(parts: Sequence[Part], results: Results, folder: Path) -> list[P
 
 
 _COMMANDS = """\
-    make test-gpu                                # correctness
-    firstlight bench gpu --out DIR --minutes 9   # figures, the most important first
-    firstlight bench gpu --out DIR --minutes 9   # continues where the last call stopped
-    firstlight bench gpu --report DIR            # writes this page and those of the parts
-    firstlight bench gpu --out DIR --dry         # every part on tiny models on the CPU
+    make test-gpu                                    # correctness
+    python -m benchmarks gpu --out DIR --minutes 9   # figures, the most important first
+    python -m benchmarks gpu --out DIR --minutes 9   # continues where the last call stopped
+    python -m benchmarks gpu --report DIR            # writes this page and those of the parts
+    python -m benchmarks gpu --out DIR --dry         # every part on tiny models on the CPU
 """
 
 
@@ -263,7 +263,7 @@ def _part_page(part: Part, page: Page, found: Findings, results: Results) -> str
     return f"""\
 # {part.title}
 
-    firstlight bench gpu --out DIR --parts {part.name}
+    python -m benchmarks gpu --out DIR --parts {part.name}
 
 {_wrapped(part.about)}
 

@@ -1,4 +1,4 @@
-"""Part "ceilings" of `firstlight bench gpu`: the rates that bound every other figure.
+"""Part "ceilings" of `python -m benchmarks gpu`: the rates that bound every other figure.
 
     python -m firstlight.hardware.fresh_process benchmarks.gpu_ceilings REQUEST
 

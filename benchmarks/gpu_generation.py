@@ -1,4 +1,4 @@
-"""Part "generation" of `firstlight bench gpu`: tokens per second relative to transformers, and to
+"""Part "generation" of `python -m benchmarks gpu`: tokens per second relative to transformers, and to
 the limit of the memory's bandwidth.
 
     python -m firstlight.hardware.fresh_process benchmarks.gpu_generation REQUEST

@@ -1,4 +1,4 @@
-"""Part "guide" of `firstlight bench gpu`: the table of Hugging Face's guide for one GPU.
+"""Part "guide" of `python -m benchmarks gpu`: the table of Hugging Face's guide for one GPU.
 
 The guide ("Methods and tools for efficient training on a single GPU", transformers 4.20 to 4.29)
 fine-tunes bert-large with rows of 512 tokens on a V100 with 16 GB, and reads the used memory from

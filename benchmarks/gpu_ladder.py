@@ -1,4 +1,4 @@
-"""Part "ladder" of `firstlight bench gpu`: each row of a table adds a method to the row before.
+"""Part "ladder" of `python -m benchmarks gpu`: each row of a table adds a method to the row before.
 
 There are ladders for the speed of GPT-2 124M and for the memory of full fine-tuning of a Llama 3.2
 3B, and tables of LoRA and QLoRA for Llamas of 3B and 8B. The Llamas are compared with the figures

@@ -1,4 +1,4 @@
-"""Parts of `firstlight bench gpu`, and the pages that are made of their results.
+"""Parts of `python -m benchmarks gpu`, and the pages that are made of their results.
 
 How a part is declared: a module `bench/gpu_NAME.py` with one `Part`, listed in `bench/gpu.py`.
 
@@ -220,7 +220,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     dry = bool(request["dry"])
     if not dry and not torch.cuda.is_available():
         raise ConfigError(
-            "bench gpu measures a CUDA GPU, and torch sees none on this machine: --dry runs every "
+            "benchmarks gpu measures a CUDA GPU, and torch sees none on this machine: --dry runs every "
             "part on tiny models on the CPU"
         )
     hardware, cpu = find_hardware("cpu" if dry else "cuda"), find_hardware("cpu")

@@ -1,4 +1,4 @@
-"""Part "planner" of `firstlight bench gpu`: the planner's predictions against measurements.
+"""Part "planner" of `python -m benchmarks gpu`: the planner's predictions against measurements.
 
 Memory is compared for every configuration of `models.gpu_grid`, speed for those that train. The
 constants of the speed model are fitted on some of these (`planner/speed/recipe.py`), and the error

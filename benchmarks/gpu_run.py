@@ -1,4 +1,4 @@
-"""Part "run" of `firstlight bench gpu`: a real run by `firstlight train`, from text to its report.
+"""Part "run" of `python -m benchmarks gpu`: a real run by `firstlight train`, from text to its report.
 
     python -m firstlight.hardware.fresh_process benchmarks.gpu_run REQUEST
 

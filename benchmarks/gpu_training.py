@@ -1,4 +1,4 @@
-"""Part "training" of `firstlight bench gpu`: tokens per second relative to other programs.
+"""Part "training" of `python -m benchmarks gpu`: tokens per second relative to other programs.
 
     python -m firstlight.hardware.fresh_process benchmarks.gpu_training REQUEST
 

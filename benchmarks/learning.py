@@ -1,4 +1,4 @@
-"""`firstlight bench learning`: loss of recipes after the same tokens, or after the same time.
+"""`python -m benchmarks learning`: loss of recipes after the same tokens, or after the same time.
 
 Every run is a training in a process of its own. Each recipe, which is a row of the tables, runs
 with several seeds, and the rows take turns over the seeds (A B A B). On one corpus and size all

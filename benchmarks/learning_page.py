@@ -1,4 +1,4 @@
-"""The results of `bench learning`: figures, pictures and the page."""
+"""The results of `benchmarks learning`: figures, pictures and the page."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def page(result: Mapping[str, Any], picture: str) -> str:
 _HEAD = """\
 # Learning: recipes at equal tokens or equal time
 
-    firstlight bench learning --out DIR --page docs/benchmarks/learning.md
+    python -m benchmarks learning --out DIR --page docs/benchmarks/learning.md
 
 adds a page such as this one to the results in DIR; the page of the documentation is made by
 `make benchmarks NAMES=learning`.

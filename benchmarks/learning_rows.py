@@ -1,4 +1,4 @@
-"""The recipes of `bench learning`, by name.
+"""The recipes of `benchmarks learning`, by name.
 
 A row is a complete recipe, or one change of another row. Each complete recipe has its own learning
 rate, because a baseline with the rate of another model would be no fair comparison.

@@ -1,4 +1,4 @@
-"""`firstlight bench loading`: memory and time of each loading mode, and of transformers.
+"""`python -m benchmarks loading`: memory and time of each loading mode, and of transformers.
 
 The benchmark makes a checkpoint with random weights in the shape of Qwen2.5-0.5B (or wider or
 narrower). Each row loads it in a process of its own: firstlight in one of its modes, or
@@ -121,7 +121,7 @@ def bench_loading(bench: LoadingBench, on_run: Keep = lambda _: None) -> Result:
         raise ConfigError("no way is left to measure: transformers is not installed")
     hardware = find_hardware(bench.device)
     if hardware.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"bench loading runs on cpu and cuda, not on {hardware.device.type}")
+        raise ConfigError(f"benchmarks loading runs on cpu and cuda, not on {hardware.device.type}")
     machine = {
         **machine_facts(hardware),
         "huge_pages": os.environ.get(HUGE_PAGES, "0") == "1",

@@ -23,7 +23,7 @@ _MORE_MODELS: dict[str, dict[str, Any]] = {
     # Two layers, for dry runs.
     "tiny-gpt2": gpt2(96, 2, 4, 2000),
     "tiny-llama": llama(96, 256, 2, 4, 2, vocab_size=2000, max_position_embeddings=512),
-    # Models of `bench planner`'s memory.
+    # Models of `benchmarks planner`'s memory.
     "gpt2 small": gpt2(128, 3, 4, 4000),
     "gpt2 medium": gpt2(256, 6, 8, 4000),
     "gpt2 large": gpt2(512, 4, 8, 4000),

@@ -25,7 +25,7 @@ class FolderBench:
 
 @dataclass(frozen=True)
 class LoadingBench:
-    """Options of `bench loading`.
+    """Options of `benchmarks loading`.
 
     Attributes:
         parameters: approximate number of the model's parameters.
@@ -49,7 +49,7 @@ class LoadingBench:
 
 @dataclass(frozen=True)
 class TrainingBench(StepsBench):
-    """Options of `bench training`.
+    """Options of `benchmarks training`.
 
     Attributes:
         model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or
@@ -74,7 +74,7 @@ class TrainingBench(StepsBench):
 
 @dataclass(frozen=True)
 class GenerationBench:
-    """Options of `bench generation`.
+    """Options of `benchmarks generation`.
 
     Attributes:
         model: model that continues texts: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b or
@@ -101,7 +101,7 @@ class GenerationBench:
 
 @dataclass(frozen=True)
 class ScalingBench:
-    """Options of `bench scaling`.
+    """Options of `benchmarks scaling`.
 
     Attributes:
         nproc: greatest number of processes: 1, 2, 4, ... and this number are measured.
@@ -132,7 +132,7 @@ class ScalingBench:
 
 @dataclass(frozen=True)
 class LearningBench(FolderBench):
-    """Options of `bench learning`.
+    """Options of `benchmarks learning`.
 
     Attributes:
         corpora: the source of Python's standard library; a text; or a text whose tokens are bytes.
@@ -161,7 +161,7 @@ class LearningBench(FolderBench):
 
 @dataclass(frozen=True)
 class BudgetBench(FolderBench):
-    """Options of `bench budget`.
+    """Options of `benchmarks budget`.
 
     Attributes:
         corpora: the source of Python's standard library, or texts. May be given several times.
@@ -176,7 +176,7 @@ class BudgetBench(FolderBench):
 
 @dataclass(frozen=True)
 class GPUBench(FolderBench):
-    """Options of `bench gpu`.
+    """Options of `benchmarks gpu`.
 
     Attributes:
         minutes: greatest duration of the call; rows that would not end in time are left for the

@@ -1,4 +1,4 @@
-"""Predicted and measured memory of steps: a part of `firstlight bench planner`.
+"""Predicted and measured memory of steps: a part of `python -m benchmarks planner`.
 
 Each configuration is predicted and then run on this machine's CPU, in a process of its own. On a
 CPU, torch's profiler records every allocation to the byte, including those of compiled code.

@@ -10,7 +10,7 @@ from firstlight.console import human_bytes
 
 
 def show_loading(result: Result) -> None:
-    """Show the result of `bench loading`."""
+    """Show the result of `benchmarks loading`."""
     show_line(
         "{checkpoint[parameters]:,} parameters in {checkpoint[dtype]}, "
         "{checkpoint[file_bytes]:bytes}; {machine[name]}, {machine[threads]} threads; medians of "
@@ -37,7 +37,7 @@ def show_loading(result: Result) -> None:
 
 
 def show_training(result: Result) -> None:
-    """Show the result of `bench training`."""
+    """Show the result of `benchmarks training`."""
     machine = result["machine"]
     rates = ", ".join(
         f"{flops / 1e12:,.2f} TFLOP/s in {dtype}" for dtype, flops in machine["ceilings"].items()
@@ -82,7 +82,7 @@ def show_training(result: Result) -> None:
 
 
 def show_generation(result: Result) -> None:
-    """Show the result of `bench generation`."""
+    """Show the result of `benchmarks generation`."""
     show_line(
         "{model}, {parameters:,} parameters, {prompt_tokens} tokens of prompt, {new_tokens} new "
         "ones; {machine[name]}, {machine[threads]} threads; memory copied at "
@@ -102,7 +102,7 @@ def show_generation(result: Result) -> None:
 
 
 def show_scaling(result: Result) -> None:
-    """Show the result of `bench scaling`."""
+    """Show the result of `benchmarks scaling`."""
     show_line(
         "{model}, {parameters:,} parameters, {precision}, {micro_batch_size} rows of {seq_len} "
         "tokens a process; {machine[name]}, {machine[cores]} cores",

@@ -196,7 +196,7 @@ def gpu_command(
 
     if (out is None) == (report_of is None):
         raise ConfigError(
-            "bench gpu takes --out DIR to measure, or --report DIR to write the pages"
+            "benchmarks gpu takes --out DIR to measure, or --report DIR to write the pages"
         )
     if report_of is not None:
         return {"written": written(report_of, pages)}
@@ -209,19 +209,19 @@ def gpu_command(
 
 
 def _memory_cells(one: Result) -> list[str]:
-    """The cells of a configuration in the table of memory of `bench planner`."""
+    """The cells of a configuration in the table of memory of `benchmarks planner`."""
     measured = "{name} | {predicted_bytes:mebi} MiB | {peak_bytes:mebi} MiB | {error:+.2%}"
     return cells("{name} | failed: {reason}" if one["reason"] else measured, one)
 
 
 def _speed_cells(row: Result) -> list[str]:
-    """The cells of a configuration in the table of speed of `bench planner`."""
+    """The cells of a configuration in the table of speed of `benchmarks planner`."""
     measured = "{name} | {predicted:.3f} | {measured:.3f} | {error:+.1%}"
     return cells("{name} | failed: {problem}" if row["problem"] else measured, row)
 
 
 def _show_planner(result: Result) -> None:
-    """Show the result of `bench planner`."""
+    """Show the result of `benchmarks planner`."""
     if result.get("memory"):
         _show_memory(result)
     if result.get("speed"):
@@ -264,7 +264,7 @@ def _show_speed(found: Result) -> None:
 
 
 def _show_learning(result: Result) -> None:
-    """Show the result of `bench learning`."""
+    """Show the result of `benchmarks learning`."""
     from benchmarks.learning_page import HEADER, learning_groups, row_cells, verdicts
 
     groups = learning_groups(result["runs"])
@@ -277,7 +277,7 @@ def _show_learning(result: Result) -> None:
 
 
 def _show_budget(result: Result) -> None:
-    """Show the result of `bench budget`."""
+    """Show the result of `benchmarks budget`."""
     from benchmarks.budget_page import HEADER, budget_groups, group_cells
 
     groups = budget_groups(result["runs"])
@@ -287,7 +287,7 @@ def _show_budget(result: Result) -> None:
 
 
 def _show_gpu(result: Result) -> None:
-    """Show the result of `bench gpu`."""
+    """Show the result of `benchmarks gpu`."""
     machine = result["machine"]
     show(
         f"{machine['name']}, torch {machine['torch']}: {result['measured']} of {result['rows']} "

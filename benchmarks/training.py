@@ -1,4 +1,4 @@
-"""`firstlight bench training`: speed and memory of training relative to other programs.
+"""`python -m benchmarks training`: speed and memory of training relative to other programs.
 
 All programs train the same model for a few steps on the same tokens, each in a fresh process
 (`training_once` describes the measurements). They take turns (A B C, A B C), with the same number
@@ -198,7 +198,7 @@ def bench_training(bench: TrainingBench, on_run: Keep) -> Result:
         InputError: this Python has no source of its standard library to train on.
         StorageError: a file system error.
     """
-    plan = plan_steps(bench, "bench training")
+    plan = plan_steps(bench, "benchmarks training")
     rows = {row.name: row for row in training_rows(bench, plan)}
     head = {**plan.head(WARMUP_STEPS), "same_environment": bench.same_environment}
     dtypes = ["float32", "bfloat16"] if plan.hardware.bf16 else ["float32"]

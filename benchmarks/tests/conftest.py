@@ -8,7 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from conftest import *  # noqa: F403
+from conftest import (
+    corpus,
+    data,
+    forked_processes,
+    no_flush,
+    no_forecast,
+    no_report,
+    shared,
+    texts,
+    tokenizer,
+)
+
+__all__ = [
+    "corpus",
+    "data",
+    "forked_processes",
+    "no_flush",
+    "no_forecast",
+    "no_report",
+    "shared",
+    "texts",
+    "tokenizer",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""`firstlight bench budget`: chosen settings beside random ones."""
+"""`python -m benchmarks budget`: chosen settings beside random ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`firstlight bench generation`: what is measured, and what becomes of the numbers."""
+"""`python -m benchmarks generation`: what is measured, and what becomes of the numbers."""
 
 from __future__ import annotations
 

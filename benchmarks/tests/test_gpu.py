@@ -1,4 +1,4 @@
-"""`firstlight bench gpu`: order, time, resuming, what fails, and the pages, without measuring."""
+"""`python -m benchmarks gpu`: order, time, resuming, what fails, and the pages, without measuring."""
 
 from __future__ import annotations
 
@@ -300,7 +300,10 @@ def test_the_pages_hold_what_was_measured_and_why_the_rest_was_not(
     for part in (
         *("NVIDIA H100 80GB HBM3, 80 GiB", "driver 580.1", "CUDA 13.0", "torch 2.11.0+cu130"),
         *("| good | 1.0 |", "- bad: failed: CUDA out of memory", "- never: not measured yet"),
-        *("- not here: skipped: no units for fp8", "firstlight bench gpu --out DIR --parts toy"),
+        *(
+            "- not here: skipped: no units for fp8",
+            "python -m benchmarks gpu --out DIR --parts toy",
+        ),
     ):
         assert part in page
 
@@ -315,7 +318,7 @@ def test_figures_of_a_dry_run_do_not_get_into_the_docs(
 
 
 def test_the_committed_page_says_what_the_code_says(tmp_path: Path) -> None:
-    """Until a GPU has been measured: made again by `firstlight bench gpu --report EMPTY_FOLDER`."""
+    """Until a GPU has been measured: made again by `python -m benchmarks gpu --report EMPTY_FOLDER`."""
     committed = Path(__file__).parents[2] / "docs/gpu.md"
     text = committed.read_text(encoding="utf-8")
     if "Not measured yet: no GPU has run these commands." in text:

@@ -1,4 +1,4 @@
-"""Parts of `firstlight bench gpu`: ladder, planner, generation, the guide's table."""
+"""Parts of `python -m benchmarks gpu`: ladder, planner, generation, the guide's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`firstlight bench learning`, with a model of some thousand parameters."""
+"""`python -m benchmarks learning`, with a model of some thousand parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`firstlight bench loading`, with a checkpoint of a few megabytes."""
+"""`python -m benchmarks loading`, with a checkpoint of a few megabytes."""
 
 from __future__ import annotations
 

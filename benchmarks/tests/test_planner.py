@@ -1,4 +1,4 @@
-"""`firstlight bench planner`: the grid of memory, what is made of it, and real configurations."""
+"""`python -m benchmarks planner`: the grid of memory, what is made of it, and real configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`firstlight bench scaling`: which rows there are, what is made of them, and one real run."""
+"""`python -m benchmarks scaling`: which rows there are, what is made of them, and one real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`firstlight bench training`, with a model of some ten thousand parameters."""
+"""`python -m benchmarks training`, with a model of some ten thousand parameters."""
 
 from __future__ import annotations
 
@@ -179,12 +179,12 @@ def test_without_the_reference_there_are_no_ratios() -> None:
 
 
 def rows_of(bench: TrainingBench) -> list[TrainingRow]:
-    return training_rows(bench, plan_steps(bench, "bench training"))
+    return training_rows(bench, plan_steps(bench, "benchmarks training"))
 
 
 def test_the_defaults_are_gpt2_with_what_a_person_gets_who_sets_nothing() -> None:
     bench = TrainingBench(device="cpu", programs=["reference"])
-    plan, rows = plan_steps(bench, "bench training"), rows_of(bench)
+    plan, rows = plan_steps(bench, "benchmarks training"), rows_of(bench)
     assert (plan.name, plan.seq_len, plan.micro_batch_size) == ("gpt2-124m", 1024, 4)
     assert (plan.steps, plan.repeats) == (4, 3)
     assert [row.name for row in rows] == ["firstlight", "reference"]
@@ -192,7 +192,7 @@ def test_the_defaults_are_gpt2_with_what_a_person_gets_who_sets_nothing() -> Non
     assert recipe.efficiency == Recipe.model_fields["efficiency"].default
     assert recipe.optimizer == Recipe.model_fields["optimizer"].default
     assert recipe.batch == BatchConfig(global_batch_tokens=4096)
-    quick = plan_steps(TrainingBench(device="cpu", quick=True, steps=2), "bench training")
+    quick = plan_steps(TrainingBench(device="cpu", quick=True, steps=2), "benchmarks training")
     assert (quick.name, quick.seq_len, quick.steps, quick.repeats) == ("small", 256, 2, 1)
 
 

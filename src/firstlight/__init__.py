@@ -64,7 +64,6 @@ __version__ = "0.1.0"
 
 #: Module -> the public names that are imported from it on first use.
 _PUBLIC = {
-    "bench.tuning": ["TuneResult", "tune"],
     "conversion.convert": ["Conversion", "convert"],
     "data.chat": ["ChatOptions", "prepare_chat"],
     "data.corpus": ["TokenDataset"],
@@ -86,6 +85,7 @@ _PUBLIC = {
     "tokenizer": ["TextStream", "Tokenizer", "train_tokenizer"],
     "training.cooldown": ["cooldown_recipe"],
     "training.loop": ["TrainResult", "train"],
+    "tuning.search": ["TuneResult", "tune"],
     "weights.huggingface": ["LoadedModel"],
 }
 _MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() for name in names}

@@ -5,7 +5,7 @@ object. A failure of a row's process (out of memory, a crash, its time limit) do
 rows, and the row is not tried again. Rows take turns (A B A B), so that other work of the machine
 affects all of them.
 
-`bench gpu` runs its rows in calls of some minutes (`run_rows`):
+`benchmarks gpu` runs its rows in calls of some minutes (`run_rows`):
 
 - The rows of all parts are measured in the order of their `value`. Rows of the same value take
   turns: all first turns come before the second turns. Turns after the first come with the rows of

@@ -238,7 +238,7 @@ def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_operators(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the seconds per step of each class, a panel for each row of `bench training`."""
+    """A PNG of the seconds per step of each class, a panel for each row of `benchmarks training`."""
     panels = [
         Panel(
             "seconds a step",

@@ -49,7 +49,7 @@ The process prints one line on stdout: a JSON object with these values and, for 
 {"error": {"type", "message"}} instead.
 
 The data are the source of Python's standard library: it is on every machine, it is real text, and
-it is the same for every row of a table. `bench gpu` and `bench learning` train on token shards,
+it is the same for every row of a table. `benchmarks gpu` and `benchmarks learning` train on token shards,
 with a tokenizer that was trained on the text (`library_corpus`). The others take `write_tokens`,
 which needs no tokenizer: each word, run of white space or punctuation mark is a token, whose id is
 its CRC-32 modulo one less than the vocabulary size. So ids of the whole vocabulary occur, with the

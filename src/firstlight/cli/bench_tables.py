@@ -33,6 +33,7 @@ def show_reasons(rows: Sequence[Result]) -> None:
 
 
 def show_steps_head(result: Result) -> None:
+    """Print the line above the tables of a benchmark that trains for some steps."""
     show_line(
         "{model}, {parameters:,} parameters, {micro_batch_size} x {seq_len} tokens a step; "
         "{machine[name]}, {machine[threads]} threads; medians of {repeats} x {steps} steps",
