@@ -73,8 +73,7 @@ def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     rows take turns. training.json is rewritten after every run, so an interrupted benchmark keeps
     its measurements. Two further steps of each run show the shares of forward, backward and update.
     """
-    from benchmarks.training import bench_training, draw
-    from firstlight.bench.step_parts import draw_operators
+    from benchmarks.training import bench_training, draw, draw_operators
     from firstlight.bench.steps import steps_title
 
     def pictures(result: Result) -> dict[str, bytes]:

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from firstlight.bench.memory import begin_peak
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation, choose_tokens
 from firstlight.generation.engine import load
 from firstlight.hardware.device import synchronize
-from firstlight.hardware.resident import peak_resident_bytes
+from firstlight.hardware.resident import begin_peak, peak_resident_bytes
 from firstlight.models import Model
 
 #: Seconds of prefill, seconds of decoding, new tokens of the first prompt.

@@ -58,8 +58,9 @@ from benchmarks.planner_steps import (
     target_request,
     unpacked,
 )
+from benchmarks.programs import run_trainer
 from firstlight.bench.pictures import draw_bars
-from firstlight.bench.reference_programs import StepClock, run_trainer
+from firstlight.bench.steps import StepClock
 from firstlight.bench.tables import cells, markdown_table
 from firstlight.planner.memory.module import plan_module
 from firstlight.planner.speed.recipe import all_micro_batches

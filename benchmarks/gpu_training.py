@@ -2,7 +2,7 @@
 
     python -m firstlight.hardware.fresh_process benchmarks.gpu_training REQUEST
 
-REQUEST has the keys of `training_once`, but instead of "data" it has "work", the folder in which
+REQUEST has the keys of `training`, but instead of "data" it has "work", the folder in which
 the corpus of the standard library is prepared unless it exists, and "vocab_size", the size of its
 vocabulary.
 """
@@ -18,12 +18,11 @@ from typing import Any
 from benchmarks.calls import Row
 from benchmarks.gpu_ceilings import measured_ceiling
 from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
-from benchmarks.training import FIRSTLIGHT, REFERENCE, turn_ratios
+from benchmarks.training import FIRSTLIGHT, REFERENCE, library_corpus, turn_ratios
+from benchmarks.training import measure as measure_training
 from firstlight.bench.models import find_model
 from firstlight.bench.pictures import draw_bars
 from firstlight.bench.tables import markdown_table
-from firstlight.bench.training_once import library_corpus
-from firstlight.bench.training_once import measure as measure_training
 from firstlight.models.accounting import meta_model, train_flops_per_token
 
 NAME = "training"
@@ -200,10 +199,10 @@ def _recipe(
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train as `training_once` does, on the standard library's source.
+    """Train as `training` does, on the standard library's source.
 
     Returns:
-        "step_seconds", "first_step_seconds" and "chosen" of `training_once`; "peak_bytes", its
+        "step_seconds", "first_step_seconds" and "chosen" of `training`; "peak_bytes", its
         "total_peak_bytes"; "tokens" of a step; "final_loss", that of the last timed step; "line",
         the result in words.
     """

@@ -31,9 +31,9 @@ import torch
 
 from benchmarks.learning_rows import SIZES, choose_rows, find_row, recipe_values
 from benchmarks.options import LearningBench
+from benchmarks.training import library_corpus
 from firstlight.bench.options import Keep, Result, require_known, require_positive
 from firstlight.bench.runner import Found, RowOutcome, run_bench
-from firstlight.bench.training_once import library_corpus
 from firstlight.console import say
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError

@@ -48,8 +48,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from firstlight.bench.memory import begin_peak
-from firstlight.hardware.resident import peak_resident_bytes, reset_peak, resident_bytes
+from firstlight.hardware.resident import begin_peak, peak_resident_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -151,11 +151,11 @@ def measure(block: Block) -> None:
     busy = others_share()
     if busy > _MOST_BUSY:
         sys.exit(f"{busy:.0%} of the processors are busy: call again on a quiet machine")
-    program, *words = [*shlex.split(block.command), "--out", str(block.results)]
-    print(f"$ {shlex.join([program, *words])}", file=sys.stderr, flush=True)
+    words = [*shlex.split(block.command), "--out", str(block.results)]
+    print(f"$ {shlex.join(words)}", file=sys.stderr, flush=True)
     is_of_one_thread = "learning" in words
     # This Python's own firstlight, whatever command is first on PATH.
-    words = ["-m", "firstlight", *words] if program == "firstlight" else words
+    words = ["-m", *words] if words[0] == "firstlight" else words[1:]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

@@ -32,7 +32,7 @@ from firstlight.bench.models import config_of
 from firstlight.bench.options import Keep
 from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.runner import Found, RowOutcome, run_bench
-from firstlight.bench.training_once import Tokens, write_tokens
+from firstlight.bench.steps import Tokens, write_tokens
 from firstlight.console import say
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.device import find_hardware, machine_facts
@@ -275,7 +275,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         request: JSON object with these keys:
 
             - "recipe": values of a recipe without open keys
-            - "data": file of `training_once.write_tokens`
+            - "data": file of `firstlight.bench.steps.write_tokens`
             - "calibration": folder of the operators' measured times, read and written
             - "warmup_steps", "steps": untimed steps at the start, and timed steps of each turn
             - "turns", "threads": number of turns, and threads of torch

@@ -1,7 +1,7 @@
 """`python -m benchmarks training`: speed and memory of training relative to other programs.
 
 All programs train the same model for a few steps on the same tokens, each in a fresh process
-(`training_once` describes the measurements). They take turns (A B C, A B C), with the same number
+(`firstlight.bench.steps` describes the measurements). They take turns (A B C, A B C), with the same number
 of threads. Rates are medians over the timed steps of all turns. Ratios are relative to the bare
 loop "reference"; the range of a ratio is that of the ratios of single turns.
 
@@ -10,39 +10,94 @@ highest rate of all is the ceiling for the share of every row, whatever its numb
 
 firstlight's rows run with the environment variables of `firstlight train`, the others with the
 user's.
+
+REQUEST of a row's process has the keys of `firstlight.bench.steps` without "written_out", and:
+
+    program           "firstlight", a name of `programs`, or "trainer"
+    micro_batch_size  sequences of a step, as one batch; firstlight reads the recipe instead
+    data              a file of `write_tokens`, or the folder of a prepared corpus
+    phase_steps       number of further steps, timed by forward, backward and update; default 0
+    profiled_steps    number of steps after these, timed by class of operators; default 0
+    compile           false, for dry runs, does not compile programs other than firstlight
+
+A step of the Trainer is timed from its `on_step_begin` to its `on_step_end`. Phases and operators
+("phases" and "operators" of the result) are measured in separate steps after the timed ones,
+because waiting for the GPU between phases, and the profiler, would slow down the timed steps.
+Memory and losses do not include these steps.
+
+- The phase backward is the time in the call of `backward`. Forward is the time from the start of
+  the step, or from the end of the previous micro-batch's backward, to this call. Update is the
+  rest: clipping and the optimizer. Layers that are recomputed (activation checkpointing) and an
+  optimizer that updates inside the backward pass count as backward. The program waits for the GPU
+  before and after each backward pass.
+- Operators are those of torch.profiler. An operator's time is its self time, without that of
+  operators that it calls: processor time on a CPU, time of its kernels on a GPU. Operators that the
+  optimizer, an attention kernel or a normalisation calls are counted in its class. Kernels made by
+  torch.compile are a separate class ("compiled"), because one kernel may do the work of several
+  classes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from benchmarks.options import TrainingBench
+from benchmarks.programs import (
+    LoopStep,
+    autocast_loop,
+    pure_bf16_loop,
+    train_with_trainer,
+)
 from benchmarks.rows import ProgramRow, has_package
 from firstlight.bench.gemm_products import ceiling
 from firstlight.bench.models import find_model
 from firstlight.bench.options import Keep, Result, require_known
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import Found, RowOutcome, run_bench
-from firstlight.bench.step_parts import operator_shares, phase_shares
-from firstlight.bench.steps import StepsPlan, plan_steps, steps_title
-from firstlight.bench.training_once import EPOCH_TOKENS, write_tokens
+from firstlight.bench.steps import (
+    EPOCH_TOKENS,
+    StepClock,
+    StepsPlan,
+    Tokens,
+    import_libraries,
+    lr_scale,
+    plan_steps,
+    read_recipe,
+    resolved,
+    step_figures,
+    steps_title,
+    train_steps,
+    use_threads,
+    write_tokens,
+)
 from firstlight.console import say
+from firstlight.data.corpus import TokenDataset
+from firstlight.data.loader import Batch, rows_to_batch
+from firstlight.data.prepare import prepare
+from firstlight.data.records import read_documents
+from firstlight.data.sources import find_sources
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_json
-from firstlight.hardware.device import Hardware, bf16_is_faster
+from firstlight.hardware.device import Hardware, bf16_is_faster, synchronize
 from firstlight.hardware.fresh_process import ask, plain_environment, training_environment
-from firstlight.models import GPT2Config
+from firstlight.hardware.resident import begin_peak, peaks
+from firstlight.models import GPT2Config, LlamaConfig
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import facts_here, resolve
+from firstlight.tokenizer import train_tokenizer
+from firstlight.training.processes import run_processes
 
 FIRSTLIGHT, REFERENCE = "firstlight", "reference"
 
@@ -242,7 +297,7 @@ def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, bench: TrainingBen
     environment = training_environment() if ours else plain_environment()
     # An empty cache: the first turn measures compilation, whatever ran before.
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "caches"), "HF_HUB_OFFLINE": "1"}
-    return ask("firstlight.bench.training_once", request, environment)
+    return ask("benchmarks.training", request, environment)
 
 
 def summarize(
@@ -330,3 +385,343 @@ def draw(result: Mapping[str, Any]) -> bytes:
     peaks = [row["total_peak_bytes"] / 2**30 for row in rows]
     memory = Panel("peak memory (GiB)", names, peaks, colors=colors)
     return draw_panels(steps_title(result), [[speed, memory]])
+
+
+# The measurement of one row.
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps with one program and measure them; see the module's docstring.
+
+    Raises:
+        FirstlightError: the recipe is invalid, or the loss became NaN or infinite.
+    """
+    recipe = read_recipe(request)
+    program = request["program"]
+    if program == FIRSTLIGHT:
+        import_libraries(recipe)
+    else:
+        trainer = ["transformers.trainer"] if program == "trainer" else []
+        import_libraries(recipe, ["torch._inductor.compile_fx", *trainer])
+    with run_processes(recipe) as (hardware, engine):
+        use_threads(request, recipe, hardware, engine)
+        if program == FIRSTLIGHT:
+            recipe = resolved(recipe, hardware)
+        assert recipe.data.seq_len is not None
+        tokens = open_rows(Path(request["data"]), recipe.data.seq_len)
+        level = begin_peak()
+        timed = request["warmup_steps"] + request["steps"]
+        phase_steps = request.get("phase_steps", 0)
+        steps = timed + phase_steps + request.get("profiled_steps", 0)
+        clock = PartsClock(hardware.device, level, timed, phase_steps)
+        chosen: dict[str, Any] = {}
+        if isinstance(recipe, ResolvedRecipe):
+            losses, chosen = train_steps(recipe, tokens, steps, hardware, engine, clock)
+        else:
+            rows = request["micro_batch_size"]
+            batches = (tokens.batch(step * rows, rows, documents=False) for step in range(steps))
+            compiles = request.get("compile", True)
+            if program == "trainer":
+                losses = train_with_trainer(
+                    recipe, batches, steps, rows, clock, compile_model=compiles
+                )
+            else:
+                loop = _loop(program, recipe, hardware, compile_model=compiles)
+                losses = _run_loop(loop, recipe, batches, hardware, clock)
+        assert clock.peaks is not None
+        parts = {"phases": clock.phases, "operators": clock.operators}
+        return step_figures(request, clock, losses, chosen, clock.peaks) | parts
+
+
+def _loop(program: str, recipe: Recipe, hardware: Hardware, *, compile_model: bool) -> LoopStep:
+    config = recipe.model
+    assert isinstance(config, GPT2Config | LlamaConfig)
+    if program == "pure-bf16":
+        assert isinstance(config, GPT2Config)
+        return pure_bf16_loop(config, hardware.device, compile_model=compile_model)
+    bf16 = program == "reference"
+    return autocast_loop(config, hardware.device, bf16=bf16, compile_model=compile_model)
+
+
+def _run_loop(
+    loop: LoopStep, recipe: Recipe, batches: Iterator[Batch], hardware: Hardware, clock: StepClock
+) -> list[float]:
+    losses = []
+    for step, batch in enumerate(batches):
+        rate = recipe.optimizer.learning_rate * lr_scale(step)
+        clock.start()
+        batch = batch.to(hardware.device)
+        losses.append(loop(batch.input_ids, batch.labels, rate))
+        clock.stop()
+    return losses
+
+
+def library_corpus(folder: Path, vocab_size: int, source: str | Path = "stdlib") -> Path:
+    """Train a tokenizer on a text, and prepare the text as token shards, unless corpus/ exists.
+
+    With the standard library and a vocabulary of 50,257 tokens, this takes about ten seconds.
+
+    Args:
+        folder: parent of tokenizer/ and corpus/.
+        vocab_size: vocabulary size of the tokenizer.
+        source: text, as `prepare` takes it; "stdlib" is the source of Python's standard library.
+
+    Returns:
+        Folder of the prepared corpus, with its splits "train" and "val".
+
+    Raises:
+        InputError: the text does not exist.
+        StorageError: a file system error.
+    """
+    corpus = folder / "corpus"
+    if not corpus.exists():
+        found = read_documents(find_sources([source]), "text")
+        texts = (record.value for record in found if record.error is None)
+        tokenizer = train_tokenizer(texts, vocab_size)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        prepare([source], tokenizer, corpus, workers=1)
+    return corpus
+
+
+class ShardRows:
+    """The rows of a prepared corpus's split "train" in order; after the last, the first follows."""
+
+    def __init__(self, folder: Path, seq_len: int) -> None:
+        self.dataset, self.seq_len = TokenDataset(folder, "train"), seq_len
+        # The last row, if it is short, is left out: all batches have the same shape.
+        self.count = max(1, (self.dataset.num_tokens - 1) // seq_len)
+
+    def batch(self, first: int, rows: int, documents: bool) -> Batch:
+        """`rows` rows from row `first` on as one batch; see `Tokens.batch`."""
+        numbers = [row % self.count for row in range(first, first + rows)]
+        return rows_to_batch(self.dataset, numbers, self.seq_len, 0, document_masking=documents)
+
+
+def open_rows(path: Path, seq_len: int) -> Tokens | ShardRows:
+    """The rows of a prepared corpus if `path` is a folder, otherwise those of a file that
+    `write_tokens` wrote."""
+    return ShardRows(path, seq_len) if path.is_dir() else Tokens(path, seq_len)
+
+
+# The parts of a step.
+
+PHASES = ("forward", "backward", "update")
+
+#: Pattern of `_plain_name` for each class of operators; the first class that matches counts.
+CLASSES = {
+    "communication": r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_scatter|broadcast_tensors",
+    "optimizer": r"optimizer|foreach|fused_(adam|sgd)|vector_norm|clip_grad",
+    "attention": r"attention",
+    "compiled": r"compil|cudagraph|^triton|cpp_fused|inductor",
+    "loss": r"cross_?entropy|log_softmax|nll_loss|logsumexp",
+    "normalisation": r"(layer|rms|batch|group)_?norm",
+    "embedding": r"embedding",
+    "matrix products": r"^(add|b|badd|scaled_|grouped_)?mm$|^(linear|matmul|mv|dot|einsum|outer)$"
+    r"|^mkldnn_linear|_linear_pointwise$|^mkl_linear$",
+    "views": r"^(view|view_as|unsafe_view|reshape|reshape_alias|transpose|t|permute|expand"
+    r"|expand_as|slice|select|split|split_with_sizes|chunk|squeeze|unsqueeze|as_strided|detach"
+    r"|alias|narrow|unbind|movedim|flatten|unflatten|resolve_conj|resolve_neg|lift_fresh|resize"
+    r"|set|empty|empty_like|empty_strided|new_empty|new_empty_strided|item|local_scalar_dense"
+    r"|is_nonzero|result_type|promote_types|to|contiguous|zeros|zeros_like|ones|ones_like|new_zeros|full"
+    r"|full_like|scalar_tensor|numpy_t|mt|swapaxes|diff_view|graph_root)$",
+    "element-wise": r"^(add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|exp|log|abs|tanh|sigmoid|gelu|silu"
+    r"|relu|softmax|native_dropout|dropout|bernoulli|copy|copy_backwards|clone|to_copy|cat|stack"
+    r"|fill|zero|where|masked_fill|masked_select|sum|mean|max|min|amax|amin|var|std|eq|ne|lt|le|gt"
+    r"|ge|logical_and|logical_or|logical_not|bitwise_and|bitwise_or|bitwise_not|isfinite|isnan"
+    r"|isinf|all|any|sin|cos|arange|gather|scatter|scatter_add|index|index_select|index_put"
+    r"|index_add|index_copy|cumsum|tril|triu|clamp|clamp_min|clamp_max|square|reciprocal|sort"
+    r"|topk|argmax|nonzero|roll|flip|repeat|erf|lerp|addcmul|addcdiv|maximum|minimum|sign|floor"
+    r"|accumulate_grad|norm|constant_pad_nd|pad|resolve)$",
+}
+OTHER = "other"
+
+#: Classes whose operators include the operators that they call. Matrix products that a loss calls
+#: (a chunked loss computes the head's) stay in their own class.
+_SCOPES = ("communication", "optimizer", "attention", "normalisation", "embedding", "loss")
+
+
+def operator_class(name: str) -> str:
+    """The class of an operator, autograd node or annotation of torch.profiler, by its name."""
+    plain = _plain_name(name)
+    found = (kind for kind, pattern in CLASSES.items() if re.search(pattern, plain))
+    return next(found, OTHER)
+
+
+def _plain_name(name: str) -> str:
+    """The name without namespace and backward suffix, in snake case: 'softmax' for 'aten::softmax',
+    'aten::_softmax_backward_data' and 'autograd::engine::evaluate_function: SoftmaxBackward0'."""
+    plain = name.split(": ")[-1].split("::")[-1]
+    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()
+    return re.sub(r"_?backward(_data|s)?\d*$", "", plain).strip("_")
+
+
+def count_operators(events: Iterable[Any], *, on_gpu: bool) -> dict[str, dict[str, float]]:
+    """Seconds and number of calls of each class that occurs.
+
+    Args:
+        events: `torch.profiler.profile.events()`.
+        on_gpu: True counts the time of GPU kernels, False processor time.
+
+    Returns:
+        "seconds" and "calls" by class.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for event in events:
+        # Kernels are counted with the operator that started them.
+        if event.device_type != DeviceType.CPU or event.is_async:
+            continue
+        micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        entry = found.setdefault(_class_in_scope(event), {"seconds": 0.0, "calls": 0})
+        entry["seconds"] += micros / 1e6
+        entry["calls"] += 1
+    return found
+
+
+def _class_in_scope(event: Any) -> str:
+    """The class of the outermost calling operator whose class is in `_SCOPES`; without such an
+    operator, the event's own class."""
+    own = operator_class(event.name)
+    scope, parent = None, event.cpu_parent
+    while parent is not None:
+        kind = operator_class(parent.name)
+        if kind in _SCOPES and not (kind == "loss" and own == "matrix products"):
+            scope = kind
+        parent = parent.cpu_parent
+    return scope or own
+
+
+class PartsClock(StepClock):
+    """A clock that also breaks down the steps after the timed ones.
+
+    Args:
+        device: device of the steps.
+        level: memory level of `begin_peak`.
+        timed: number of steps at the start that are only timed.
+        phase_steps: number of steps after the timed ones that are divided into phases; all later
+            steps are profiled.
+
+    Attributes:
+        peaks: `memory.peaks` at the end of the timed steps; None before their end.
+        phases: seconds by phase of each divided step.
+        operators: `count_operators` of each profiled step.
+    """
+
+    def __init__(self, device: torch.device, level: int, timed: int, phase_steps: int) -> None:
+        super().__init__(device)
+        self.peaks: tuple[int, int] | None = None
+        self.phases: list[dict[str, float]] = []
+        self.operators: list[dict[str, dict[str, float]]] = []
+        self._level, self._timed, self._phase_steps = level, timed, phase_steps
+        self._stack = contextlib.ExitStack()
+        self._passes: list[tuple[float, float]] = []
+        self._profiler: Any = None
+
+    def start(self) -> None:
+        """Begin a step."""
+        number = len(self.seconds) - self._timed
+        if 0 <= number < self._phase_steps:
+            self._passes.clear()
+            self._stack.enter_context(_noted_passes(self._passes, self._device))
+        elif number >= self._phase_steps:
+            self._profiler = self._stack.enter_context(torch.profiler.profile(acc_events=True))
+        super().start()
+
+    def stop(self) -> None:
+        """End a step."""
+        super().stop()
+        self._stack.close()
+        if len(self.seconds) == self._timed:
+            self.peaks = peaks(self._device, self._level)
+        if self._profiler is not None:
+            on_gpu = self._device.type == "cuda"
+            self.operators.append(count_operators(self._profiler.events(), on_gpu=on_gpu))
+            self._profiler = None
+        elif len(self.seconds) > self._timed:
+            self.phases.append(self._divided())
+
+    def _divided(self) -> dict[str, float]:
+        """Seconds by phase of the last step."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        before, end = self._start[0], self._start[0] + self.seconds[-1]
+        for begin, done in self._passes:
+            seconds["forward"] += begin - before
+            seconds["backward"] += done - begin
+            before = done
+        seconds["update"] = end - before
+        return seconds
+
+
+@contextlib.contextmanager
+def _noted_passes(passes: list[tuple[float, float]], device: torch.device) -> Iterator[None]:
+    """Record (start, end) of each backward pass inside the block in `passes`, in seconds.
+
+    `torch.autograd.backward` is replaced for this, since `Tensor.backward` calls it in every
+    program.
+    """
+    real, depth = torch.autograd.backward, 0
+
+    def noted(*args: Any, **options: Any) -> None:
+        nonlocal depth
+        # Activation checkpointing may call `backward` inside a backward pass.
+        if depth:
+            real(*args, **options)
+            return
+        synchronize(device)
+        begin, depth = time.perf_counter(), 1
+        try:
+            real(*args, **options)
+        finally:
+            depth = 0
+        synchronize(device)
+        passes.append((begin, time.perf_counter()))
+
+    torch.autograd.backward = noted
+    try:
+        yield
+    finally:
+        torch.autograd.backward = real
+
+
+def phase_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Fraction of a step's time by phase, over the divided steps of all turns; None if there are no
+    such steps."""
+    steps = [step for run in runs for step in run.get("phases", ())]
+    total = sum(sum(step.values()) for step in steps)
+    return (
+        {phase: sum(step[phase] for step in steps) / total for phase in PHASES} if steps else None
+    )
+
+
+def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The classes of operators over the profiled steps of all turns, the slowest class first.
+
+    Returns:
+        For each class that occurs "class", its name; "share", its fraction of the time of all
+        operators; "seconds" and "calls" per step.
+    """
+    steps = [step for run in runs for step in run.get("operators", ())]
+    total = sum(entry["seconds"] for step in steps for entry in step.values())
+    rows = []
+    for kind in (*CLASSES, OTHER):
+        found = [step[kind] for step in steps if kind in step]
+        if found:
+            seconds, calls = (sum(one[key] for one in found) for key in ("seconds", "calls"))
+            row = {"class": kind, "share": seconds / total if total else 0.0}
+            rows.append(row | {"seconds": seconds / len(steps), "calls": calls / len(steps)})
+    return sorted(rows, key=lambda row: -row["share"])
+
+
+def draw_operators(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A PNG of the seconds per step of each class, a panel for each row of `benchmarks training`."""
+    panels = [
+        Panel(
+            "seconds a step",
+            [one["class"] for one in row["operators"]],
+            [one["seconds"] for one in row["operators"]],
+            [f"{one['share']:.0%}" for one in row["operators"]],
+            title=row["name"],
+        )
+        for row in rows
+        if row.get("operators")
+    ]
+    return draw_panels(title, [[panel] for panel in panels])

@@ -72,7 +72,7 @@ def test_figures_and_pictures_are_replaced_and_a_second_call_goes_on(
         text = f"figures of {out.name} \\g<0>\nwritten: x\n"
         return subprocess.CompletedProcess(command, int(out.name in fails), text)
 
-    monkeypatch.setattr(pages.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     page, images = pages.PAGES / "page.md", pages.IMAGES
     with pytest.raises(SystemExit, match="stopped at two: the same command goes on there"):
         pages.main(["one", "two"])

@@ -22,26 +22,22 @@ from torch import nn
 from benchmarks import training
 from benchmarks.__main__ import training_command
 from benchmarks.options import TrainingBench
+from benchmarks.programs import PlainGPT2, PlainLlama, autocast_loop, pure_bf16_loop
 from benchmarks.training import (
     PROGRAMS,
     TrainingRow,
     bench_training,
     choose_programs,
     draw,
+    operator_class,
+    operator_shares,
+    phase_shares,
     summarize,
     training_rows,
 )
-from firstlight.bench.reference_programs import (
-    PlainGPT2,
-    PlainLlama,
-    autocast_loop,
-    pure_bf16_loop,
-)
+from benchmarks.training import measure as training_once
 from firstlight.bench.runner import RowOutcome
-from firstlight.bench.step_parts import operator_class, operator_shares, phase_shares
-from firstlight.bench.steps import plan_steps
-from firstlight.bench.training_once import measure as training_once
-from firstlight.bench.training_once import write_tokens
+from firstlight.bench.steps import plan_steps, write_tokens
 from firstlight.cli import main as cli_main
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
@@ -328,7 +324,7 @@ def test_the_bare_loop_in_fp32_makes_firstlights_step(monkeypatch: pytest.Monkey
     theirs = PlainGPT2(_TINY)
     # Gradients so large that they are clipped, each step by another factor.
     nn.init.normal_(theirs.head.weight, 0.0, 0.5)
-    monkeypatch.setattr("firstlight.bench.reference_programs.PlainGPT2", lambda config: theirs)
+    monkeypatch.setattr("benchmarks.programs.PlainGPT2", lambda config: theirs)
     loop = autocast_loop(_TINY, _CPU.device, bf16=False, compile_model=False)
     recipe = tiny_recipe()
     ours = empty_model(_TINY)
@@ -385,7 +381,7 @@ def test_the_bare_llama_loop_makes_firstlights_step(monkeypatch: pytest.MonkeyPa
         tie_word_embeddings=True,
     )
     theirs = PlainLlama(config)
-    monkeypatch.setattr("firstlight.bench.reference_programs.PlainLlama", lambda config: theirs)
+    monkeypatch.setattr("benchmarks.programs.PlainLlama", lambda config: theirs)
     loop = autocast_loop(config, _CPU.device, bf16=False, compile_model=False)
     recipe = tiny_recipe().model_copy(update={"model": config})
     ours = empty_model(config)
@@ -704,7 +700,7 @@ class FakeProcesses:
     def __call__(
         self, module: str, request: dict[str, Any], environment: Mapping[str, str]
     ) -> dict[str, Any]:
-        assert module == "firstlight.bench.training_once"
+        assert module == "benchmarks.training"
         assert Path(request["data"]).exists()
         self.seen.append((request, environment))
         found = self.answers.get(request["program"], run_of([1.0], 2**30))

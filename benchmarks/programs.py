@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from firstlight.bench.steps import StepClock
 from firstlight.data.loader import Batch
-from firstlight.hardware.device import synchronize
 from firstlight.models import GPT2Config, LlamaConfig
 from firstlight.recipe import Recipe
 
@@ -218,32 +217,6 @@ def pure_bf16_loop(config: GPT2Config, device: torch.device, *, compile_model: b
 def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-
-
-class StepClock:
-    """Measures the duration of each step; waits for the device at its start and end.
-
-    Attributes:
-        seconds: wall-clock seconds of each step so far.
-        cpu_seconds: processor seconds of each step, of all threads.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self._device = device
-        self._start = (0.0, 0.0)
-
-    def start(self) -> None:
-        """Begin a step."""
-        synchronize(self._device)
-        self._start = (time.perf_counter(), time.process_time())
-
-    def stop(self) -> None:
-        """End a step."""
-        synchronize(self._device)
-        self.seconds.append(time.perf_counter() - self._start[0])
-        self.cpu_seconds.append(time.process_time() - self._start[1])
 
 
 class _Sequences(IterableDataset[dict[str, torch.Tensor]]):
