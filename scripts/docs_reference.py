@@ -41,7 +41,7 @@ _TITLES = {
     "weights": "Models",
     "conversion": "Conversion",
     "planner": "Planning",
-    "bench": "Searching keys",
+    "tuning": "Searching keys",
     "report": "Reports",
     "sharing": "Sharing on the hub",
     "errors": "Errors",

@@ -1140,13 +1140,6 @@ MUTANTS = [
         (_FAKE_RANKS + "fsdp_shares_gpus_over_nccl",),
     ),
     Mutant(
-        "peak of memory from before",
-        "firstlight/bench/memory.py",
-        "        torch.cuda.reset_peak_memory_stats(device)\n        before",
-        "        before",
-        (_FAKE_RANKS + "a_peak_is_measured_from_where_it_begins",),
-    ),
-    Mutant(
         "clock stopped before the GPU has finished",
         "firstlight/hardware/device.py",
         "torch.cuda.synchronize(device)",
