@@ -40,10 +40,10 @@ from firstlight.data.opening import (
     utf8_stream,
 )
 from firstlight.data.sources import (
-    COMPRESSIONS,
     LINES_SUFFIXES,
-    TABLE_FILE_SUFFIXES,
+    TABLE_SUFFIXES,
     DataSource,
+    compressed,
     find_sources,
     holds_one_document,
     is_code,
@@ -51,11 +51,7 @@ from firstlight.data.sources import (
 from firstlight.data.tables import read_parquet, read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
 
-RECORD_SUFFIXES = (
-    *LINES_SUFFIXES,
-    *(".json" + compression for compression in COMPRESSIONS),
-    ".parquet",
-)
+RECORD_SUFFIXES = (*LINES_SUFFIXES, *compressed(".json"), ".parquet")
 
 #: Longest line of a JSONL file of records, and largest JSON file. A longer line is rejected without
 #: being read into memory; a larger JSON file, which would be read as a whole, is refused.
@@ -184,7 +180,7 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
                 yield from _read_lines(file, path, name, text_key)
             elif text_key is None:
                 yield from _read_list(file, path, name)
-            elif ending.endswith(TABLE_FILE_SUFFIXES):
+            elif ending.endswith(TABLE_SUFFIXES):
                 # The reader ends before the file is closed, even if its caller stops earlier.
                 with closing(read_table(file, path, text_key)) as rows:
                     for line, found in rows:
