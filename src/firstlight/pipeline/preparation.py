@@ -71,7 +71,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
     Raises:
         InputError, StorageError: see `prepare`.
     """
-    from firstlight.data.remote import held
+    from firstlight.files.cache import held
 
     for folder in (call.folder, *sorted(call.folder.parent.glob("*"))):
         state = call.state if folder == call.folder else read_state(folder)
