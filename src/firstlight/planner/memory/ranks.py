@@ -230,9 +230,12 @@ def _of_deepspeed(
     else:
         held["optimizer_states"] = states
 
+    # Embedding and head, whose gradients are the last and the first, have the same size.
+    table = sizes[0]
+    fills = bucket < whole
+
     def passing(phase: str, *, late: bool = False) -> dict[str, int]:
         """Bytes of gradients and of buffers that only this phase has."""
-        # In stages 1 and 2, the bucket is made with the first gradient, after those of the logits.
         is_backward = "backward" in phase and phase != "backward of loss"
         if phase in ("clipping", "optimizer"):
             if offloads:
@@ -242,21 +245,32 @@ def _of_deepspeed(
             return {"gradients": shard * (1 if stage == 3 or phase == "clipping" else 2)}
         if phase not in ("forward", *_LAST) and not is_backward:
             return {}
+        # The bucket's content is reduced when the next gradient does not fit, or after the last.
+        waiting = table if fills else 0
         if stage == 3:
-            # To be reduced, the gradients of the bucket are put in the order of processes.
-            ordered = min(bucket, whole) if late else 0
-            return {"communication": max(gathered - small, 0) + ordered}
+            parameters = max(gathered - small, 0)
+            if not is_backward:
+                return {"communication": parameters}
+            if not late:
+                return {"gradients": table, "communication": parameters}
+            # To be reduced, the gradients of the bucket are put in the order of processes. Gloo,
+            # which exchanges them between CPUs, makes a copy of that.
+            ordered = min(bucket, whole) * (2 if on_cpu else 1)
+            return {"gradients": waiting, "communication": parameters + ordered}
         summed = (whole if stage == 1 else 0 if offloads else shard) if accumulates else 0
         if not is_backward:
             # Stage 1 keeps its bucket until the last micro-batch.
             kept = bucket if accumulates and stage == 1 else 0
             return {"gradients": summed, "communication": kept}
         if not late:
-            return {"gradients": summed, "communication": bucket}
+            # The bucket is made when the first gradient is there, that of the head.
+            return {"gradients": summed + table, "communication": bucket}
         if stage == 1 and not overlaps:
             # All gradients are there before the first is copied into the bucket.
             return {"gradients": whole, "communication": bucket}
+        # The shard is copied out of the bucket only after the bucket holds all gradients.
         own = 0 if offloads else shard
+        own = own + waiting if fills else max(own, table)
         return {"gradients": summed + own, "communication": bucket}
 
     kept = prediction.phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
@@ -272,9 +286,11 @@ def _of_deepspeed(
         found = _total(others, *always, passing(phase, late=not is_early))
         if "backward" not in phase or phase in _LAST:
             return found
-        # The last gradient, that of the embedding, is beside the bucket when all the others are in.
-        last = _total(*always, passing(phase, late=True), {"gradients": sizes[0]})
-        return max(found, last, key=lambda peak: peak.bytes)
+        # The traced process has its peak at one end of the backward pass; with DeepSpeed's buffers
+        # it may be at the other.
+        at_start = _total({"activations": kept}, *always, passing(phase))
+        at_end = _total(*always, passing(phase, late=True))
+        return max(found, at_start, at_end, key=lambda peak: peak.bytes)
 
     host = 0 if on_cpu else sum(moved.values())
     found = with_peaks(prediction, shared, host)
