@@ -86,7 +86,7 @@ def main(request: list[dict[str, Any]]) -> None:
         if child == 0:
             try:
                 measure_one(values)
-            except BaseException:
+            except BaseException:  # noqa: BLE001  (the child must not go on as the parent)
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)

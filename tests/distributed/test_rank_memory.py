@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -112,6 +113,8 @@ def require_planned(cases: list[dict[str, Any]], above: float, below: float, siz
         if engine_of(recipe, size).keeps_buckets:
             # Its buckets were there before, and are as large as the model.
             taken += 4 * parameters_of(recipe.model)
+        # The figures of docs/planning.md: pytest -s shows them.
+        sys.stdout.write(f"{case['distributed']}: planned {planned:,}, measured {taken:,}\n")
         assert -below < planned / taken - 1 < above, (case, planned, taken)
 
 
@@ -149,7 +152,9 @@ def test_plans_of_all_ways_are_what_steps_take(way: str) -> None:
     require_planned(cases, above=0.12, below=0.06)
 
 
-def zero(stage: int, offload: str, model: dict[str, Any], *more: Any, **keys: Any) -> dict[str, Any]:
+def zero(
+    stage: int, offload: str, model: dict[str, Any], *more: Any, **keys: Any
+) -> dict[str, Any]:
     """A recipe of `steps` for DeepSpeed's ZeRO. Stage 0, which a DeepSpeed file is refused for, is
     plain training: ddp with several processes."""
     case = steps("ddp", model, *more, **keys)

@@ -192,7 +192,9 @@ def _of_deepspeed(
     overlaps = settings["overlap_comm"] and stage < 3
     # Gradients are copied into a bucket, and reduced once it is full. With overlapping
     # communication a second one is filled meanwhile.
-    bucket = 4 * int(settings["reduce_bucket_size"]) * (2 if overlaps else 1)
+    buffer = 4 * int(settings["reduce_bucket_size"])
+    bucket = buffer * (2 if overlaps else 1)
+    fills = buffer < whole
     moments = max(peak.parts.get("optimizer_states", 0) for peak in prediction.phases.values())
     states = -(-moments // processes)
 
@@ -232,7 +234,6 @@ def _of_deepspeed(
 
     # Embedding and head, whose gradients are the last and the first, have the same size.
     table = sizes[0]
-    fills = bucket < whole
 
     def passing(phase: str, *, late: bool = False) -> dict[str, int]:
         """Bytes of gradients and of buffers that only this phase has."""
@@ -255,7 +256,9 @@ def _of_deepspeed(
                 return {"gradients": table, "communication": parameters}
             # To be reduced, the gradients of the bucket are put in the order of processes. Gloo,
             # which exchanges them between CPUs, makes a copy of that.
-            ordered = min(bucket, whole) * (2 if on_cpu else 1)
+            ordered = min(buffer, whole) * (2 if on_cpu else 1)
+            # A layer's weights are dropped after its backward pass, but not the embedding's.
+            parameters = parameters if fills else min(parameters, table)
             return {"gradients": waiting, "communication": parameters + ordered}
         summed = (whole if stage == 1 else 0 if offloads else shard) if accumulates else 0
         if not is_backward:
@@ -268,9 +271,11 @@ def _of_deepspeed(
         if stage == 1 and not overlaps:
             # All gradients are there before the first is copied into the bucket.
             return {"gradients": whole, "communication": bucket}
-        # The shard is copied out of the bucket only after the bucket holds all gradients.
+        # Several processes exchange a copy of the bucket's content. The shard is made after that
+        # if the bucket holds all gradients, and otherwise when the first bucket is full.
         own = 0 if offloads else shard
-        own = own + waiting if fills else max(own, table)
+        copied = min(buffer, whole) if processes > 1 else 0
+        own = own + waiting + copied if fills else max(own, table, copied)
         return {"gradients": summed + own, "communication": bucket}
 
     kept = prediction.phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
