@@ -374,6 +374,37 @@ def test_killed_workers_change_no_byte(
     assert multiprocessing.active_children() == []
 
 
+def test_a_stopped_worker_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
+) -> None:
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(encoding, "_SECONDS_TO_ANSWER", 0.01)
+    stopped: list[int] = []
+    said: list[str] = []
+
+    def documents(*arguments: Any) -> Iterator[Any]:
+        for number, entry in enumerate(read_documents(*arguments), start=1):
+            if number == 20:
+                process = multiprocessing.active_children()[0].pid
+                assert process is not None
+                os.kill(process, signal.SIGSTOP)
+                stopped.append(process)
+            yield entry
+
+    def say(message: str) -> None:
+        said.append(message)
+        os.kill(stopped[0], signal.SIGCONT)
+
+    prepare([corpus], TOKENIZER, tmp_path / "one", workers=1)
+    monkeypatch.setattr(module, "read_documents", documents)
+    monkeypatch.setattr(encoding, "say", say)
+    prepare([corpus], TOKENIZER, tmp_path / "two", workers=2)
+    assert len(said) == 1
+    assert f"process {stopped[0]} is stopped" in said[0]
+    assert f"kill -CONT {stopped[0]}" in said[0]
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
 def work_or_die(end: Any) -> None:
     """What a process does that has no memory for one document of the corpus."""
     real = encoding.encode
