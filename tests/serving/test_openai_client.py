@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from firstlight.serving.request import fingerprint_of
 from live import KEY, Live, live
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenizer
 
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import continuation, generate, pieces_of
+from firstlight.serving.request import fingerprint_of
 from waiting import PATIENCE_SECONDS
 
 openai = pytest.importorskip("openai")

@@ -17,7 +17,6 @@ from firstlight.generation.engine import generate
 from firstlight.serving.access import OUT_OF_MEMORY, Access
 from firstlight.serving.config import Limits
 from firstlight.tokenizer import Tokenizer
-from firstlight.tokenizer.limits import most_bytes_per_token
 from firstlight.weights.huggingface import LoadedModel
 
 MESSAGES = [{"role": "user", "content": "the first dawn"}]
@@ -409,50 +408,6 @@ def test_the_document_has_the_schemas_it_refers_to(direct: Direct) -> None:
     for part in text.split('"$ref": "')[1:]:
         assert part.split('"')[0].removeprefix("#/components/schemas/") in names
     assert set(document["paths"]) >= {*POSTS, "/v1/models", "/health", "/metrics"}
-
-
-def test_a_prompt_is_refused_by_its_bytes_before_it_is_encoded(
-    direct: Direct, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No token of the tokenizer stands for more than so many bytes."""
-    most = most_bytes_per_token(tiny_tokenizer().backend)
-    assert most is not None
-    long = "x" * (most * CONTEXT)
-    encoded: list[str] = []
-    backend = Tokenizer.encode
-
-    def encode(self: Tokenizer, text: str) -> list[int]:
-        encoded.append(text)
-        return backend(self, text)
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
-    chat = body_for(POSTS[1], messages=[{"role": "user", "content": long}])
-    for path, field, content in (
-        (POSTS[0], "prompt", body_for(POSTS[0], prompt=long)),
-        (POSTS[0], "prompt", body_for(POSTS[0], prompt=["the star", long])),
-        (POSTS[1], "messages", chat),
-    ):
-        message = refused(direct, path, content, field, "context_length_exceeded")
-        assert "has at least " in message
-    assert encoded == []
-    # A token less may fit: the tokens decide.
-    content = body_for(POSTS[0], prompt=long[most:])
-    message = refused(direct, POSTS[0], content, "prompt", "context_length_exceeded")
-    assert "at least" not in message
-    assert encoded == [long[most:]]
-
-
-def test_a_message_whose_template_leaves_out_most_of_it_is_answered() -> None:
-    template = "{{ messages[-1]['content'] | trim }}"
-    tokenizer = Tokenizer(
-        tiny_tokenizer().backend, eos_token="<|endoftext|>", config={"chat_template": template}
-    )
-    app = new_direct(loaded=LoadedModel(tiny_model(), tokenizer, (), Path("/a/folder/trim")))
-    try:
-        messages = [{"role": "user", "content": "the star" + " " * 100_000}]
-        assert app.ask(POSTS[1], body_for(POSTS[1], messages=messages)).status == 200
-    finally:
-        app.close()
 
 
 def test_health_says_that_the_model_fails_and_that_it_works_again() -> None:

@@ -208,10 +208,9 @@ def test_the_pages_settings_change_those_and_no_others() -> None:
     "values, message",
     [
         ({"temperature": -1}, "temperature must be 0 or above"),
-        ({"temperature": float("nan")}, "temperature must be 0 or above"),
+        ({"temperature": float("nan")}, "temperature must be a number, not nan"),
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
         ({"temperature": [1]}, r"temperature must be a number, not \[1\]"),
-        ({"temperature": True}, "temperature must be a number, not True"),
         ({"top_k": 1.5}, "top_k must be a whole number, not 1.5"),
         ({"top_k": float("inf")}, "top_k must be a whole number, not inf"),
         ({"max_new_tokens": 10**400}, "max_new_tokens must be a whole number, not 10000"),

@@ -219,7 +219,7 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         status = CLIENT_GONE
-        request_id = new_request_id()
+        request_id = f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
         added = [(b"x-content-type-options", b"nosniff"), (b"x-request-id", request_id.encode())]
 
@@ -248,11 +248,6 @@ class RequestGuard:
                 f"the head of the request is longer than {self._max_header_bytes:,} bytes: send "
                 "shorter headers",
             )
-
-
-def new_request_id() -> str:
-    """Return a random id for a request, for the header X-Request-Id and the log."""
-    return f"req_{secrets.token_hex(16)}"
 
 
 class LoopbackGuard:

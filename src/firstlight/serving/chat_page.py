@@ -255,23 +255,17 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
         value = values.get(name)
         if value is None or value == "":  # the user has cleared the field
             continue
-        changes[name] = _number(name, value, limits is None)
+        kind = int if limits is None else float
+        try:
+            # Sliders send numbers, input fields send text.
+            changes[name] = kind(float(value))
+            is_number = changes[name] == float(value)
+        except (TypeError, ValueError, OverflowError):
+            is_number = False
+        if not is_number:
+            article = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{name} must be {article}, not {value!r}")
     return replace(settings, **changes)
-
-
-def _number(name: str, value: object, is_whole: bool) -> float:
-    """The number in a value that a page has sent; sliders send numbers, input fields send text."""
-    try:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ValueError
-        number = float(value)
-        if not is_whole:
-            return number
-        if number.is_integer():
-            return int(number)
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"{name} must be a {'whole ' * is_whole}number, not {value!r}")
 
 
 class Answers:

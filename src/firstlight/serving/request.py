@@ -47,7 +47,6 @@ from firstlight.serving.response import (
     ResponseFormat,
     TokenTexts,
 )
-from firstlight.tokenizer.limits import most_bytes_per_token
 from firstlight.weights.huggingface import LoadedModel
 
 #: Greatest number of choices of a prompt, prompts of a request, messages of a conversation, parts
@@ -252,7 +251,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str):
             return [self.prompt]
         # A list of token ids is one prompt.
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[list-item,return-value]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
 class TextPart(_Strict):
@@ -502,7 +501,6 @@ class RequestEncoder:
         self._loaded, self.name, self.context = loaded, name, context
         self._tokenizer = tokenizer_of(loaded)
         self._texts = TokenTexts(self._tokenizer)
-        self._most_bytes = most_bytes_per_token(self._tokenizer.backend)
         self._grammars: Grammars | None = None
         self._making_grammars = threading.Lock()
         self._fingerprint = fingerprint_of(loaded.model)
@@ -545,9 +543,7 @@ class RequestEncoder:
         prompts = request.prompts
         self._require_few(len(prompts), request.n or 1, "prompt")
         for prompt in prompts:
-            if isinstance(prompt, str):
-                self._require_short([prompt], bool(most), "prompt")
-            elif max(prompt) >= self.vocab_size:
+            if not isinstance(prompt, str) and max(prompt) >= self.vocab_size:
                 raise _invalid(
                     "prompt",
                     f"prompt has the token id {max(prompt)}, and the model has {self.vocab_size} "
@@ -584,12 +580,8 @@ class RequestEncoder:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise _invalid("max_tokens", message)
         self._require_few(1, request.n or 1, "messages")
-        prompt_ids = self._tokenizer.encode_chat(
-            [message.plain() for message in request.messages],
-            add_generation_prompt=True,
-            # Checked after rendering, because a template may leave out messages or parts.
-            check=lambda pieces: self._require_short(pieces, True, "messages"),
-        )
+        messages = [message.plain() for message in request.messages]
+        prompt_ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True)
         wanted = {
             "max_new_tokens": most or request.max_tokens or self.context,
             "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
@@ -665,37 +657,17 @@ class RequestEncoder:
                 f"most {self.capacity} at a time: ask for fewer",
             )
 
-    def _require_short(self, pieces: Sequence[str], is_generating: bool, param: str) -> None:
-        """Refuse a text that can't fit into the context, by its number of bytes, before it is
-        encoded.
-
-        Args:
-            pieces: parts of the text that are encoded separately.
-            is_generating: True if there must be room for a new token.
-            param: field of the request that has the text.
-        """
-        if self._most_bytes is None:
-            return
-        # Lone surrogates are refused later, with their position.
-        sizes = (len(piece.encode(errors="surrogatepass")) for piece in pieces)
-        tokens = sum(-(-size // self._most_bytes) for size in sizes)
-        if tokens + is_generating > self.context:
-            raise self._too_long(param, f"at least {tokens}")
-
-    def _too_long(self, param: str, tokens: int | str) -> RequestError:
-        return _invalid(
-            param,
-            f"{param} has {tokens} tokens, and the context has {self.context}, for prompt and "
-            "answer together: shorten it",
-            "context_length_exceeded",
-        )
-
     def _require_room(self, prompts: list[list[int]], is_generating: bool, param: str) -> None:
         for prompt_ids in prompts:
             if not prompt_ids:
                 raise _invalid(param, f"{param} has no tokens: send a text")
             if len(prompt_ids) + is_generating > self.context:
-                raise self._too_long(param, len(prompt_ids))
+                raise _invalid(
+                    param,
+                    f"{param} has {len(prompt_ids)} tokens, and the context has {self.context}, "
+                    "for prompt and answer together: shorten it",
+                    "context_length_exceeded",
+                )
 
     def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
         """A factory of the choices' constraints; they are None without a schema.

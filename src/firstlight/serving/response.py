@@ -129,16 +129,16 @@ class Part(NamedTuple):
     """What one event, or the whole response, has of a choice.
 
     Attributes:
-        index: number of the choice.
+        number: number of the choice.
         text: its text.
         logprobs: log-probabilities of its tokens, if the request asks for them.
         finish_reason: "stop" or "length" if the choice ends here.
     """
 
-    index: int
+    number: int
     text: str = ""
     logprobs: Sequence[TokenLogprob] = ()
-    finish_reason: _FinishReason | None = None
+    finish_reason: Any = None
 
 
 class ResponseFormat:
@@ -178,7 +178,7 @@ class ResponseFormat:
         #: Updates of each choice that have not been written yet; None before its first event.
         self._updates: list[list[Update] | None] = [None] * choices
         self._tail = {"usage": None} if includes_usage else {}
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
@@ -204,7 +204,7 @@ class ResponseFormat:
 
     def whole(self) -> bytes:
         """Return the whole response as JSON."""
-        choices = [self._choice(self._take(index)) for index in range(len(self._updates))]
+        choices: list[Any] = [self._choice(self._take(index)) for index in range(len(self._updates))]
         # Not validated: a response may have thousands of log-probabilities.
         content = self.kind.model_construct(**self._head, choices=choices, usage=self._usage())
         return content.model_dump_json().encode()
@@ -278,13 +278,13 @@ class CompletionFormat(ResponseFormat):
         self._writers: dict[int, LogprobsWriter] = {}
 
     def _choice(self, part: Part) -> CompletionChoice:
-        echo = self._echoes.pop(part.index, None)  # only the first part has it
+        echo = self._echoes.pop(part.number, None)  # only the first part has it
         logprobs = None
         if self._texts is not None:
-            writer = self._writers.setdefault(part.index, LogprobsWriter(self._texts, echo))
+            writer = self._writers.setdefault(part.number, LogprobsWriter(self._texts, echo))
             logprobs = writer.write(part.logprobs)
         return CompletionChoice.model_construct(
-            index=part.index,
+            index=part.number,
             text=part.text if echo is None else echo.prompt + part.text,
             logprobs=logprobs,
             finish_reason=part.finish_reason,
@@ -305,7 +305,7 @@ class ChatFormat(ResponseFormat):
 
     def _choice(self, part: Part) -> ChatChoice:
         return ChatChoice.model_construct(
-            index=part.index,
+            index=part.number,
             message=AssistantMessage(content=part.text),
             logprobs=self._logprobs(part),
             finish_reason=part.finish_reason,
@@ -317,9 +317,9 @@ class ChatFormat(ResponseFormat):
     def _pieces(self, part: Part) -> Sequence[Any]:
         pieces = []
         if part.text or part.logprobs:
-            pieces.append(_delta(part.index, {"content": part.text}, self._logprobs(part)))
+            pieces.append(_delta(part.number, {"content": part.text}, self._logprobs(part)))
         if part.finish_reason is not None:
-            pieces.append({**_delta(part.index, {}), "finish_reason": part.finish_reason})
+            pieces.append({**_delta(part.number, {}), "finish_reason": part.finish_reason})
         return pieces
 
     def _logprobs(self, part: Part) -> ChatLogprobs | None:

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal
@@ -38,7 +37,6 @@ from firstlight.serving.access import (
     Error,
     RequestError,
     RequestGuard,
-    new_request_id,
 )
 from firstlight.serving.config import (
     BACKLOG,
@@ -358,7 +356,7 @@ class EventStream(Response):
 class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP connection with additional time limits: uvicorn waits without limit for the
     head of a request (its first line and headers), for a client to read, and for the rest of a
-    refused request's body. Errors are in OpenAI's format.
+    refused request's body.
 
     Attributes:
         limits: limits of a server's connections.
@@ -372,11 +370,7 @@ class LimitedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
         self._phase = ""
         super().connection_made(transport)
-        # uvicorn's `limit_concurrency` lets connections without a request wait, in any number.
-        if len(self.connections) > self.limits.max_connections:
-            self._write_error(503, "there are too many connections: try again later")
-        else:
-            self._watch()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio when the connection is closed."""
@@ -490,24 +484,6 @@ class LimitedProtocol(H11Protocol):
             self._unread.cancel()
             self._unread = None
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn if a request is not valid HTTP, or its head is too long."""
-        if self.cycle is not None and self.cycle.response_started:
-            self.transport.abort()
-            return
-        self._write_error(400, "this is not a valid HTTP request, or its head is too long")
-
-    def _write_error(self, status: int, message: str) -> None:
-        """Send an error to a client without a complete request, and close the connection."""
-        body = RequestError(status, message).content
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
-            f"X-Request-Id: {new_request_id()}\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
-
 
 # The process
 
@@ -545,6 +521,19 @@ class Server(uvicorn.Server):
     def _close_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A context in which SIGHUP (a closed terminal) ends the server, too; with nohup, it stays
+        ignored."""
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGHUP)
+        with super().capture_signals():
+            if is_main and before != signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, self.handle_exit)
+            yield
+            if is_main:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called on a signal. Without uvicorn's own method, signals are not raised again at the
@@ -609,6 +598,8 @@ def new_server(service: Service, options: ServerOptions, on_ready: Callable[[], 
         proxy_headers=False,
         backlog=BACKLOG,
         h11_max_incomplete_event_size=options.limits.max_header_bytes,
+        # uvicorn refuses requests from this number of connections on.
+        limit_concurrency=options.limits.max_connections + 1,
     )
     return Server(config, options.shutdown_timeout)
 
@@ -660,23 +651,6 @@ def serve(
         try:
             service.start()
             url = url_for(listening)
-            server = new_server(service, options, lambda: on_ready(url, service))
-            with _ending_on_hangup(server):
-                server.run([listening])
+            new_server(service, options, lambda: on_ready(url, service)).run([listening])
         finally:
             service.stop()
-
-
-@contextmanager
-def _ending_on_hangup(server: Server) -> Iterator[None]:
-    """A context in which SIGHUP (a closed terminal) ends the server, as uvicorn lets SIGINT and
-    SIGTERM; with nohup, it stays ignored."""
-    before = signal.getsignal(signal.SIGHUP)
-    is_handled = threading.current_thread() is threading.main_thread() and before != signal.SIG_IGN
-    if is_handled:
-        signal.signal(signal.SIGHUP, server.handle_exit)
-    try:
-        yield
-    finally:
-        if is_handled:
-            signal.signal(signal.SIGHUP, before)

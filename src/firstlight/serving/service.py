@@ -284,7 +284,7 @@ def _before_failure(
     items: list[tuple[int, Update] | RequestError], request_id: str
 ) -> tuple[list[tuple[int, Update]], RequestError | None]:
     """The updates before the first failure, and its error for the client."""
-    updates = []
+    updates: list[tuple[int, Update]] = []
     for item in items:
         if isinstance(item, RequestError):
             return updates, item
