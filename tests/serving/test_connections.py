@@ -171,11 +171,10 @@ def test_what_is_no_http_or_has_too_long_a_head_is_refused(server: Live, content
         with suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(content)
         try:
-            status, _, body = read_answer(connection)
+            received = connection.recv(4096)
         except ConnectionResetError:
             return  # it sent more than is read
-        assert status in (400, 403, 431)
-        assert set(json.loads(body)) == {"error"}
+        assert received.split()[1] in (b"400", b"403", b"431")
         assert is_closed(connection)
 
 
@@ -242,7 +241,7 @@ def test_where_all_connections_are_being_answered_a_newcomer_is_told_so(
             )
         with server.connect() as other:
             other.sendall(HEALTH)
-            assert read_answer(other)[0] == 503
+            assert other.recv(4096).startswith(b"HTTP/1.1 503")
         decoder.release()
         for connection in busy:
             assert read_answer(connection)[0] == 200

@@ -484,6 +484,13 @@ class LimitedProtocol(H11Protocol):
             self._unread.cancel()
             self._unread = None
 
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn if a request is not valid HTTP, or its head is too long."""
+        if self.cycle is not None and self.cycle.response_started:
+            self.transport.abort()  # a response can't begin twice
+        else:
+            super().send_400_response(msg)
+
 
 # The process
 
