@@ -716,21 +716,17 @@ def fingerprint_of(model: Model) -> str:
 
 def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -> SamplingConfig:
     """The sampling settings of choice number `choice`, with OpenAI's defaults."""
-    seed = request.seed
+    fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    penalties = ("frequency_penalty", "presence_penalty")
+    values = {name: getattr(request, name) for name in (*fields, *penalties)}
+    chosen = {"temperature": 1.0} | {k: v for k, v in values.items() if v is not None}
     try:
         return SamplingConfig(
-            # Compared with None, because 0 is a valid value: greedy decoding.
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k or 0,
-            min_p=request.min_p or 0.0,
-            repetition_penalty=request.repetition_penalty or 1.0,
             stop=request.stop_texts,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            presence_penalty=request.presence_penalty or 0.0,
             logit_bias={int(i): bias for i, bias in (request.logit_bias or {}).items()},
             # The remainder, because OpenAI allows negative seeds.
-            seed=None if seed is None else (seed + choice) % 2**63,
+            seed=None if request.seed is None else (request.seed + choice) % 2**63,
+            **chosen,
             **wanted,
         )
     except ConfigError as error:

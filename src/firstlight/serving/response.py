@@ -57,7 +57,7 @@ class CompletionChoice(BaseModel):
     index: _Count
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: _FinishReason | None
+    finish_reason: _FinishReason
 
 
 class ChatToken(BaseModel):
@@ -204,9 +204,10 @@ class ResponseFormat:
 
     def whole(self) -> bytes:
         """Return the whole response as JSON."""
-        choices: list[Any] = [self._choice(self._take(index)) for index in range(len(self._updates))]
-        # Not validated: a response may have thousands of log-probabilities.
-        content = self.kind.model_construct(**self._head, choices=choices, usage=self._usage())
+        choices: list[Any] = [
+            self._choice(self._take(index)) for index in range(len(self._updates))
+        ]
+        content = self.kind(**self._head, choices=choices, usage=self._usage())
         return content.model_dump_json().encode()
 
     def events(self, updates: Iterable[tuple[int, Update]]) -> bytes:
@@ -235,7 +236,7 @@ class ResponseFormat:
             total_tokens=self.prompt_tokens + self._completion_tokens,
         )
 
-    def _choice(self, part: Part) -> BaseModel:
+    def _choice(self, part: Part) -> dict[str, Any]:
         """Return a choice of the whole response."""
         raise NotImplementedError
 
@@ -277,18 +278,18 @@ class CompletionFormat(ResponseFormat):
         self._echoes = dict(enumerate(echoes))
         self._writers: dict[int, LogprobsWriter] = {}
 
-    def _choice(self, part: Part) -> CompletionChoice:
+    def _choice(self, part: Part) -> dict[str, Any]:
         echo = self._echoes.pop(part.number, None)  # only the first part has it
         logprobs = None
         if self._texts is not None:
             writer = self._writers.setdefault(part.number, LogprobsWriter(self._texts, echo))
             logprobs = writer.write(part.logprobs)
-        return CompletionChoice.model_construct(
-            index=part.number,
-            text=part.text if echo is None else echo.prompt + part.text,
-            logprobs=logprobs,
-            finish_reason=part.finish_reason,
-        )
+        return {
+            "index": part.number,
+            "text": part.text if echo is None else echo.prompt + part.text,
+            "logprobs": logprobs,
+            "finish_reason": part.finish_reason,
+        }
 
     def _opening(self, index: int) -> Sequence[Any]:
         return [self._choice(Part(index))] if index in self._echoes else []
@@ -303,13 +304,13 @@ class ChatFormat(ResponseFormat):
     prefix, event_object = "chatcmpl", "chat.completion.chunk"
     kind = ChatCompletion
 
-    def _choice(self, part: Part) -> ChatChoice:
-        return ChatChoice.model_construct(
-            index=part.number,
-            message=AssistantMessage(content=part.text),
-            logprobs=self._logprobs(part),
-            finish_reason=part.finish_reason,
-        )
+    def _choice(self, part: Part) -> dict[str, Any]:
+        return {
+            "index": part.number,
+            "message": AssistantMessage(content=part.text),
+            "logprobs": self._logprobs(part),
+            "finish_reason": part.finish_reason,
+        }
 
     def _opening(self, index: int) -> Sequence[Any]:
         return [_delta(index, {"role": "assistant", "content": ""})]
@@ -434,6 +435,7 @@ class LogprobsWriter:
             entries = [*(text.prompt_logprobs or ()), *entries]
             self._echo = None
         rows += [(e.token_id, max(e.logprob, _MIN_LOGPROB), self._top(e)) for e in entries]
+        # Not validated: there may be thousands.
         return CompletionLogprobs.model_construct(
             tokens=[self._texts.name(token_id) for token_id, _, _ in rows],
             token_logprobs=[logprob for _, logprob, _ in rows],
