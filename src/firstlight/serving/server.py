@@ -74,8 +74,9 @@ _LAST_EVENT = event(b"[DONE]")
 _LINGER_SECONDS = 5.0
 #: Seconds until the second probe of a client that has closed its sending side.
 _PROBE_SECONDS = 0.05
-#: Seconds to write the last bytes after the shutdown timeout.
-_LAST_WRITES = 1.0
+#: Seconds from the end of connections whose clients do not read to that of the other requests, when
+#: the server ends.
+_CANCEL_SECONDS = 0.05
 #: Open files of the process besides connections.
 _OTHER_FILES = 128
 
@@ -520,14 +521,15 @@ class Server(uvicorn.Server):
         timer.cancel()
 
     def _end_requests(self) -> None:
+        for connection in list(self.server_state.connections):
+            if connection.flow.write_paused:  # its client does not read
+                connection.transport.abort()
+        # A moment later, when the requests of these connections, which can't respond, have ended.
+        asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
+
+    def _cancel_requests(self) -> None:
         for task in list(self.server_state.tasks):
             task.cancel()
-        # Connections that are left then have clients that do not read.
-        asyncio.get_running_loop().call_later(_LAST_WRITES, self._close_connections)
-
-    def _close_connections(self) -> None:
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
