@@ -17,7 +17,7 @@ from tiny import PATIENCE, WatchedDecoder, tiny_loaded
 
 from firstlight.serving.access import Access
 from firstlight.serving.config import Limits, ServerOptions, listening_socket, url_for
-from firstlight.serving.server import create_app, new_server, new_service
+from firstlight.serving.server import create_app, new_server
 from firstlight.serving.service import Service
 from firstlight.weights.huggingface import LoadedModel
 
@@ -71,11 +71,11 @@ def live(
     """A server on a free port of this machine, in a thread."""
     decoder = WatchedDecoder() if decoder is None else decoder
     chosen = ServerOptions(**{"port": 0, "model_name": "tiny", "shutdown_timeout": 0, **options})
-    service = new_service(loaded or tiny_loaded(), chosen, lambda: decoder)
+    service = Service(loaded or tiny_loaded(), chosen, lambda: decoder)
     with listening_socket(chosen.host, chosen.port) as listening:
         service.start()
         ready = threading.Event()
-        server = new_server(service, chosen, ready.set)
+        server = new_server(service, ready.set)
         thread = threading.Thread(target=server.run, args=([listening],))
         url = url_for(listening)
         thread.start()
@@ -255,7 +255,7 @@ def new_direct(
     """An application with a tiny model."""
     decoder = WatchedDecoder() if decoder is None else decoder
     options = ServerOptions(model_name="tiny", max_queue=max_queue, limits=limits or Limits())
-    service = new_service(loaded or tiny_loaded(), options, lambda: decoder)
+    service = Service(loaded or tiny_loaded(), options, lambda: decoder)
     service.start()
     app = create_app(service, access or Access("127.0.0.1"), lambda: None)
     return Direct(app, service, decoder)

@@ -211,8 +211,9 @@ def test_half_closed_client_gets_its_answer(stream: bool) -> None:
     assert (b"data: [DONE]" in body) if stream else json.loads(body)["choices"]
 
 
-def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = WatchedDecoder(8)
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers whose buffers for unread bytes are soon full."""
     plain = socket.create_server
 
     def small(*args: Any, **values: Any) -> socket.socket:
@@ -220,6 +221,33 @@ def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.Monkey
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made
 
+    monkeypatch.setattr(socket, "create_server", small)
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_server_that_ends_closes_unread_stream_without_errors_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paused = threading.Event()
+    plain = LimitedProtocol.pause_writing
+
+    def pause_writing(self: LimitedProtocol) -> None:
+        plain(self)
+        paused.set()
+
+    monkeypatch.setattr(LimitedProtocol, "pause_writing", pause_writing)
+    with socket.socket() as connection, live(WatchedDecoder(8)) as server:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.address)
+        content = content_for(PATHS[1], n=8, logprobs=True, top_logprobs=20, stream=True)
+        connection.sendall(raw_request(PATHS[1], content))
+        assert paused.wait(PATIENCE), f"waited {PATIENCE:g} s for full buffers"
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = WatchedDecoder(8)
     lost = threading.Event()
     plain_lost = LimitedProtocol.connection_lost
 
@@ -227,7 +255,6 @@ def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.Monkey
         plain_lost(self, error)
         lost.set()
 
-    monkeypatch.setattr(socket, "create_server", small)
     monkeypatch.setattr(LimitedProtocol, "connection_lost", connection_lost)
     with (
         live(decoder, limits=Limits(write_timeout=0.2)) as server,

@@ -148,7 +148,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
         exception_handlers=dict.fromkeys(_ERRORS, _respond_to_error),
     )
-    app.state.limits = service.limits
+    app.state.limits = service.options.limits
     app.router.route_class = _LimitedRoute
     _add_information(app, service)
     _add_generation(app, service)
@@ -160,7 +160,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else known
         service.metrics.requests.labels(route, str(status)).inc()
 
-    guard = RequestGuard(app, access, service.limits.max_header_bytes, count)
+    guard = RequestGuard(app, access, service.options.limits.max_header_bytes, count)
     if not access.origins:
         return guard
     return CORSMiddleware(
@@ -191,7 +191,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
 
 
 def _add_information(app: FastAPI, service: Service) -> None:
-    card = ModelCard(id=service.name, created=service.created)
+    card = ModelCard(id=service.options.model_name, created=service.created)
 
     page = _PAGE.read_bytes()
 
@@ -209,10 +209,10 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """Describe a model."""
-        if model != service.name:
+        if model != service.options.model_name:
             raise RequestError(
                 404,
-                f"this server has no such model: use '{service.name}'",
+                f"this server has no such model: use '{service.options.model_name}'",
                 param="model",
                 code="model_not_found",
             )
@@ -522,8 +522,8 @@ class Server(uvicorn.Server):
 
     def _end_requests(self) -> None:
         for connection in list(self.server_state.connections):
-            if connection.flow.write_paused:  # its client does not read
-                connection.transport.abort()
+            if isinstance(connection, LimitedProtocol) and connection.flow.write_paused:
+                connection.transport.abort()  # its client does not read
         # A moment later, when the requests of these connections, which can't respond, have ended.
         asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
 
@@ -552,45 +552,15 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def new_service(
-    loaded: LoadedModel,
-    options: ServerOptions,
-    make_decoder: Callable[[], BatchDecoder] | None = None,
-) -> Service:
-    """Create the service of a model, not started.
-
-    Args:
-        loaded: a model with a tokenizer.
-        options: options of the server.
-        make_decoder: factory of the decoder, which is called in the thread that uses the decoder;
-            None creates a `BatchDecoder` by `options`.
-    """
-    context = loaded.model.config.max_position_embeddings
-    most = min(options.max_context_tokens or context, context)
-
-    def usual_decoder() -> BatchDecoder:
-        decoder = BatchDecoder(loaded.model, options.max_batch_size, most, compile=options.compile)
-        decoder.warm_up()
-        return decoder
-
-    return Service(
-        loaded,
-        options.model_name,
-        make_decoder or usual_decoder,
-        max_queue=options.max_queue,
-        limits=options.limits,
-    )
-
-
-def new_server(service: Service, options: ServerOptions, on_ready: Callable[[], None]) -> Server:
+def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
     """Create the server of a started service. The caller runs it by `run(sockets=[...])`, with a
     `listening_socket`.
 
     Args:
         service: the started service.
-        options: options of the server.
         on_ready: callback that is called before the first connection is accepted.
     """
+    options = service.options
     access = Access(options.host, options.api_key, options.allowed_hosts, options.allowed_origins)
     # uvicorn's warnings about clients are not logged; tracebacks of internal errors are.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -647,7 +617,7 @@ def serve(
         loaded: a model with a tokenizer.
         options: options of the server.
         on_ready: callback that gets the URL and the service once connections are accepted.
-        make_decoder: see `new_service`.
+        make_decoder: see `Service`.
 
     Raises:
         ConfigError, StorageError: the server can't listen at the address, or the limit of open
@@ -655,11 +625,11 @@ def serve(
         ModelError: the model has no tokenizer.
     """
     allow_connections(options.limits.max_connections)
-    service = new_service(loaded, options, make_decoder)
+    service = Service(loaded, options, make_decoder)
     with listening_socket(options.host, options.port) as listening:
         try:
             service.start()
             url = url_for(listening)
-            new_server(service, options, lambda: on_ready(url, service)).run([listening])
+            new_server(service, lambda: on_ready(url, service)).run([listening])
         finally:
             service.stop()

@@ -21,7 +21,7 @@ from firstlight.generation.structured import SchemaError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.models.accounting import cache_bytes_per_token, state_bytes
 from firstlight.serving.access import FAILED, OUT_OF_MEMORY, ClientGoneError, RequestError
-from firstlight.serving.config import Limits
+from firstlight.serving.config import ServerOptions
 from firstlight.serving.request import (
     ChatRequest,
     CompletionRequest,
@@ -79,10 +79,9 @@ class Service:
 
     Args:
         loaded: a model with a tokenizer.
-        name: the model's name for clients.
-        make_decoder: see `Scheduler`.
-        max_queue: greatest number of waiting texts.
-        limits: limits of each request.
+        options: options of the server.
+        make_decoder: factory of the decoder, which is called in the thread that uses the decoder;
+            None creates a `BatchDecoder` by `options`.
 
     Attributes:
         loop: event loop of the requests; set by the application when it starts.
@@ -95,20 +94,28 @@ class Service:
     def __init__(
         self,
         loaded: LoadedModel,
-        name: str,
-        make_decoder: Callable[[], BatchDecoder],
-        *,
-        max_queue: int,
-        limits: Limits,
+        options: ServerOptions,
+        make_decoder: Callable[[], BatchDecoder] | None = None,
     ) -> None:
-        self.name, self.limits = name, limits
+        self._loaded, self.options = loaded, options
         self.created = int(time.time())
-        self._loaded = loaded
-        self.scheduler = Scheduler(make_decoder, max_queue=max_queue, deliver=self._deliver)
+        self.scheduler = Scheduler(
+            make_decoder or self._make_decoder,
+            max_queue=options.max_queue,
+            deliver=self._deliver,
+        )
         self.metrics = ServerMetrics(self.scheduler)
         # A large body takes seconds to encode; small ones do not wait for it.
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
+
+    def _make_decoder(self) -> BatchDecoder:
+        options, model = self.options, self._loaded.model
+        context = model.config.max_position_embeddings
+        most = min(options.max_context_tokens or context, context)
+        decoder = BatchDecoder(model, options.max_batch_size, most, compile=options.compile)
+        decoder.warm_up()
+        return decoder
 
     def start(self) -> None:
         """Create the decoder and start to accept texts.
@@ -120,7 +127,7 @@ class Service:
         self.scheduler.start()
         self.encoder = RequestEncoder(
             self._loaded,
-            self.name,
+            self.options.model_name,
             context=self.scheduler.max_tokens,
             capacity=self.scheduler.capacity,
         )
@@ -231,7 +238,7 @@ class Service:
         self.metrics.prompt_tokens.inc(encoded.response.prompt_tokens)
         watcher = asyncio.create_task(_until_gone(request.receive))
         watcher.add_done_callback(lambda _: queue.put_nowait(ClientGoneError()))
-        seconds = self.limits.request_timeout
+        seconds = self.options.limits.request_timeout
         late = RequestError(
             504,
             f"the answer was not complete after {seconds:g} seconds: ask for fewer tokens",
