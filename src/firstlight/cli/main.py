@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -33,7 +34,7 @@ from firstlight.cli.train import train_command
 from firstlight.cli.tune import tune_command
 from firstlight.cli.watch import dashboard_command, watch_command
 from firstlight.console import visible
-from firstlight.errors import FirstlightError, describe_os_error
+from firstlight.errors import FirstlightError, describe_os_error, lacks_memory
 from firstlight.hardware import environment
 
 #: Verbs that decode tokens, and need the environment variables for it.
@@ -51,6 +52,9 @@ _LESS_MEMORY = {
     "chat": _GENERATE_IN_LESS,
     "serve": "lower --max-context-tokens or --max-batch-size, or load the model with --dtype int8",
 }
+
+#: Bytes of address space that the import of torch takes. With less, C++ code aborts the process.
+_LEAST_ADDRESSES = 600_000_000
 
 #: Prefix of the file names of importlib's own frames.
 _IMPORT_MACHINERY = "<frozen importlib"
@@ -261,6 +265,12 @@ def _run(arguments: list[str]) -> int:
     """Run the command line; returns the exit code, see `main`."""
     environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
+    if 0 < _address_limit() < _LEAST_ADDRESSES and not {"-h", "--help"} & set(arguments):
+        message = (
+            f"the shell limits the address space to {_address_limit() / 1e9:.2f} GB (ulimit -v), "
+            f"and torch alone takes {_LEAST_ADDRESSES / 1e9:.1f} GB: raise it"
+        )
+        return _fail(message, "MemoryError", 1, as_json)
     try:
         with cleaning_up_when_terminated(as_json=as_json):
             exit_code: int | None = firstlight.main(
@@ -287,23 +297,29 @@ def _run(arguments: list[str]) -> int:
         # The reader of stdout has ended (`| head`). Nothing is printed, not even when closing.
         discard_stdout()
         return 1
-    except OSError as error:
-        return _fail(describe_os_error(error), "StorageError", 1, as_json)
-    except MemoryError:
-        return _fail(_out_of_memory(arguments), "MemoryError", 1, as_json)
-    except RuntimeError as error:
-        # torch's out-of-memory errors, by their texts: torch may not be imported here.
-        words = ("out of memory", "can't allocate memory", "not enough memory")
-        if not any(part in str(error).lower() for part in words):
+    except (MemoryError, OSError, RuntimeError, ImportError, SystemError) as error:
+        if lacks_memory(error) or (_address_limit() and not isinstance(error, OSError)):
+            return _fail(_out_of_memory(arguments, error), "MemoryError", 1, as_json)
+        if not isinstance(error, OSError):
             raise
-        return _fail(_out_of_memory(arguments), "MemoryError", 1, as_json)
+        return _fail(describe_os_error(error), "StorageError", 1, as_json)
     return exit_code or 0
 
 
-def _out_of_memory(arguments: Sequence[str]) -> str:
+def _address_limit() -> int:
+    """The limit of this process's address space in bytes (`ulimit -v`), 0 without a limit. Where
+    there is one, libraries that get no memory fail with errors of any text."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return 0 if limit == resource.RLIM_INFINITY else limit
+
+
+def _out_of_memory(arguments: Sequence[str], error: BaseException) -> str:
     """The message for a command that ran out of memory."""
     advice = _LESS_MEMORY.get(next(iter(arguments), ""), "stop other programs, or use less data")
-    return f"out of memory: {advice}"
+    if limit := _address_limit():
+        advice = f"raise the shell's limit of {limit / 1e9:.2f} GB (ulimit -v), or {advice}"
+    reason = " ".join(str(error).split())
+    return f"out of memory: {advice}" + (f" ({reason[-200:]})" if reason else "")
 
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
