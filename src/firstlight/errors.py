@@ -140,6 +140,8 @@ def describe_os_error(error: OSError) -> str:
         return f"the file system is read-only{where}: choose another folder"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"permission denied{where}: change its permissions, or choose another place"
+    if "No usable temporary directory" in str(error):
+        return f"{error.strerror}: free some space, raise `ulimit -f`, or set TMPDIR"
     return f"{error.strerror or error}{where}"
 
 

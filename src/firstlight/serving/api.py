@@ -7,6 +7,7 @@ import html
 import json
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,16 @@ def create_app(service: Service, access: Access) -> RequestGuard:
         access: allowed hosts and origins, and the API key.
     """
 
+    ending = ThreadPoolExecutor(1)
+    ending.submit(int)  # its thread starts now: there may be no memory for it later
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.attach(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        service.attach(loop)
         yield
         # In a thread, because the scheduler passes its last updates to this event loop.
-        await asyncio.to_thread(service.stop)
+        await loop.run_in_executor(ending, service.stop)
 
     app = FastAPI(
         title="firstlight",

@@ -42,6 +42,8 @@ class Workers:
         self._waiting: dict[str, list[_Job]] = {}
         self._any = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-small-request")
+        for executor in (self._any, self._small):
+            executor.submit(int)  # its thread starts now: there may be no memory for it later
         self._stopped = False
 
     def submit(self, client: str, size: int, work: Callable[[], T]) -> Future[T]:
