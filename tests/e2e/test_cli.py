@@ -594,7 +594,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert answer.exit_code == 75
     assert one_object(answer.out)["stopped_by"] == "SIGINT"
     assert one_object(answer.out)["step"] == 4
-    said = "stopped by SIGINT and saved: go on with the same command and --resume"
+    said = "stopped by SIGINT and saved: continue with the same command and --resume"
     assert answer.err.splitlines()[-1] == said
     answer = run("train", "r.yaml", "--resume", "--json")
     assert answer.exit_code == 0

@@ -29,7 +29,7 @@ def assert_durable(before: int, result: dict[str, Any], said: str) -> int:
     if result["code"] == 75:
         # The step at hand was finished and is saved, and so are the metrics of all that are.
         assert saved - done in (0, 1), said
-        assert "stopped by SIGTERM and saved: go on with " in result["error"], said
+        assert "stopped by SIGTERM and saved: continue with " in result["error"], said
         assert lines == _ALL[: saved - result["pending"]], said
     elif result["code"] == 0:
         # The signal came when nothing was left to be stopped.

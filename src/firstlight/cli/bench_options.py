@@ -38,7 +38,7 @@ def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
 folder_option = path_option(
     *("--out", "folder"),
     required=True,
-    help="Folder of texts and results; go on with what it holds already.",
+    help="Folder of texts and results; continue with what it holds already.",
 )
 #: Option --page, the file of a page in Markdown.
 page_option = path_option(
