@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import importlib.util
 import json
 import re
 import shlex
@@ -276,12 +277,17 @@ def test_start_page_of_a_model_elsewhere_has_no_path_of_the_machine(
     assert str(tmp_path) not in page
 
 
-def test_start_page_names_model_and_chat_command_without_their_markup() -> None:
+@pytest.mark.parametrize("spec, install", [(None, "pip install firstlight[chat] && "), (1, "")])
+def test_start_page_names_model_and_chat_command_without_their_markup(
+    monkeypatch: pytest.MonkeyPatch, spec: int | None, install: str
+) -> None:
+    """And the package that the command needs, where it is missing."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     page = start_page("a <b> model\x1b", Path("/runs/it's <i>"))
     assert "<h1>a &lt;b&gt; model⟨U+001B⟩</h1>" in page
     command = html.unescape(re.findall("<p><code>(.*)</code>", page)[0])
     words = ["firstlight", "chat", "/runs/it's <i>", "--web", "--port", "0"]
-    assert shlex.split(command) == words
+    assert shlex.split(command) == [*install.split(), *words]
     assert "http:" not in page
     assert "https:" not in page
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import importlib.util
 import json
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -209,7 +210,9 @@ def start_page(name: str, folder: Path) -> str:
         name: the model's name for clients.
         folder: folder of the model.
     """
-    chat = html.escape(shlex.join(["firstlight", "chat", str(folder), "--web", "--port", "0"]))
+    chat = shlex.join(["firstlight", "chat", str(folder), "--web", "--port", "0"])
+    if importlib.util.find_spec("chainlit") is None:
+        chat = f"pip install 'firstlight[chat]' && {chat}"
     rows = "".join(
         f"<tr><td><code>{method} {path}</code><td>{words}" for method, path, words in _ROUTES
     )
@@ -223,7 +226,7 @@ code {{ overflow-wrap: anywhere }} td {{ padding: .2em 1em .2em 0; vertical-alig
 <p>firstlight serves this model by OpenAI's HTTP API, for programs:</p>
 <table>{rows}</table>
 <p>To chat in a browser, run this command. It prints the address of a chat page:</p>
-<p><code>{chat}</code></p>
+<p><code>{html.escape(chat)}</code></p>
 </html>
 """
 
