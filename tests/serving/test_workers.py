@@ -24,6 +24,11 @@ def workers() -> Iterator[Workers]:
     made.stop()
 
 
+def test_threads_start_with_the_workers_not_with_the_first_request(workers: Workers) -> None:
+    names = {thread.name for thread in threading.enumerate()}
+    assert {"firstlight-request_0", "firstlight-small-request_0"} <= names
+
+
 def occupied(workers: Workers, size: int) -> tuple[threading.Event, Future[bool]]:
     """A job that runs until the event is set."""
     begun, over = threading.Event(), threading.Event()
