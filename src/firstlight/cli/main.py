@@ -53,6 +53,12 @@ _LESS_MEMORY = {
     "serve": "lower --max-context-tokens or --max-batch-size, or load the model with --dtype int8",
 }
 
+#: How to continue after Ctrl-C, by verb.
+_AFTER_INTERRUPTION = {
+    "train": ": the same command starts again, and with --resume it continues from the newest "
+    "checkpoint, if one was saved",
+}
+
 #: Bytes of address space that the import of torch takes. With less, C++ code aborts the process.
 _LEAST_ADDRESSES = 600_000_000
 
@@ -290,7 +296,8 @@ def _run(arguments: list[str]) -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", "Interrupted", 130, as_json)
+        again = _AFTER_INTERRUPTION.get(next(iter(arguments), ""), "")
+        return _fail(f"interrupted{again}", "Interrupted", 130, as_json)
     except Terminated as signal_:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
