@@ -64,6 +64,9 @@ _LEAST_ADDRESSES = 600_000_000
 
 #: Prefix of the file names of importlib's own frames.
 _IMPORT_MACHINERY = "<frozen importlib"
+#: Part of the file names of torch's internal modules. C++ code calls functions in them, such as
+#: `find_torch_dispatch_rule` for fake tensors, and aborts the process if one raises an exception.
+_TORCH_INTERNALS = f"{os.sep}torch{os.sep}_"
 
 #: Seconds after which a signal that arrived during an import is raised again.
 _SOON = 0.001
@@ -90,8 +93,9 @@ def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
     Ignored signals (nohup) stay ignored. In other threads than the main one, nothing changes.
 
     The exception of a signal that arrives during an import is raised after the import. C++ code
-    that imports modules swallows exceptions, and a half-initialised module would stay. An import
-    that takes long, such as that of torch, ends with the process.
+    that imports modules swallows exceptions, and a half-initialised module would stay. The same
+    holds for torch's internal modules, whose callers in C++ would abort the process. An import that
+    takes long, such as that of torch, ends with the process.
 
     Args:
         as_json: when the process ends in an import, also print the error as a JSON object.
@@ -103,7 +107,7 @@ def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal waiting
         # Without our handler for SIGALRM, another part of the program uses the timer.
-        if signal.SIGALRM in before and _is_importing(frame):
+        if signal.SIGALRM in before and _swallows_exceptions(frame):
             now = time.monotonic()
             first = waiting[1] if waiting is not None else now
             if now - first > _LONGEST_WAIT:
@@ -160,9 +164,14 @@ def _end_now(number: int, as_json: bool) -> None:
     os._exit(128 + number)
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _swallows_exceptions(frame: FrameType | None) -> bool:
+    """True in an import or in torch's internals, where no handler may raise an exception."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_IMPORT_MACHINERY):
+        name = frame.f_code.co_filename
+        if name.startswith(_IMPORT_MACHINERY):
+            return True
+        # All of a backward pass is within `Tensor.backward` of _tensor.py.
+        if _TORCH_INTERNALS in name and not name.endswith("_tensor.py"):
             return True
         frame = frame.f_back
     return False
