@@ -22,11 +22,11 @@ from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import GenerationStream
-from firstlight.optim.batch_schedule import BatchSchedule
-from firstlight.optim.curve import Schedule
 from firstlight.optim.schedule import (
+    BatchSchedule,
     DecidedLength,
     PredictedLength,
+    Schedule,
     ScheduleConfig,
     resolve_schedule,
 )

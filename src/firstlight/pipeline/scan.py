@@ -15,7 +15,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, size_text
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
-from firstlight.data.cutting import compress
+from firstlight.data.opening import compress
 from firstlight.data.records import (
     COMMON_SHARE,
     REASONS,
