@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -444,3 +445,8 @@ def test_health_tries_a_step_where_nobody_else_does() -> None:
             pass
     finally:
         app.close()
+
+
+def test_threads_of_requests_start_with_the_service(direct: Direct) -> None:
+    names = {thread.name for thread in threading.enumerate()}
+    assert {"firstlight-large-request_0", "firstlight-request_0"} <= names

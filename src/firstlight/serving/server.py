@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -128,13 +129,16 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
         on_ready: callback that is called before the first connection is accepted.
     """
 
+    ending = ThreadPoolExecutor(1)
+    ending.submit(int)  # its thread starts now: there may be no memory for it later
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.loop = asyncio.get_running_loop()
+        loop = service.loop = asyncio.get_running_loop()
         on_ready()
         yield
         # In a thread, because the scheduler passes its last updates to this event loop.
-        await asyncio.to_thread(service.stop)
+        await loop.run_in_executor(ending, service.stop)
 
     app = FastAPI(
         title="firstlight",

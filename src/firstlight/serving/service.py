@@ -108,6 +108,8 @@ class Service:
         # A large body takes seconds to encode; small ones do not wait for it.
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
+        for executor in (self._large, self._small):
+            executor.submit(int)  # its thread starts now: there may be no memory for it later
 
     def _make_decoder(self) -> BatchDecoder:
         options, model = self.options, self._loaded.model
