@@ -31,9 +31,7 @@ from tokenizer_files import (
 from tokenizers import models
 
 from firstlight.errors import TokenizerError
-from firstlight.tokenizer import (
-    Tokenizer,
-)
+from firstlight.tokenizer import Tokenizer, parts
 
 
 def test_paths_without_a_tokenizer_say_what_was_expected(tmp_path: Path) -> None:
@@ -229,7 +227,7 @@ def test_vocabularies_of_millions_of_tokens_are_refused(
     write(1_000_001)
     with pytest.raises(TokenizerError, match=r"has 1,000,\d+ (entries|lines), and 1,000,000 are"):
         Tokenizer.from_pretrained(tmp_path)
-    monkeypatch.setattr("firstlight.tokenizer.limits._MOST_TOKENS", 1_000)
+    monkeypatch.setattr(parts, "_MOST_TOKENS", 1_000)
     write(1_001)
     with pytest.raises(TokenizerError, match="has 1,001 tokens, more than the 1,000 that are read"):
         Tokenizer.from_pretrained(tmp_path)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import hashlib
 import json
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,14 +21,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from firstlight.errors import TokenizerError, describe_os_error
 from firstlight.files.atomic import plain_lines
-from firstlight.tokenizer.limits import (
-    LARGEST_FILE_BYTES,
-    read_tokenizer,
-    require_bounded,
-    require_few_tokens,
-    require_short,
-)
+from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.tokenizer.parts import (
+    LARGEST_FILE_BYTES,
     TokenizerParts,
     add_special_tokens,
     byte_level_split,
@@ -36,9 +31,11 @@ from firstlight.tokenizer.parts import (
     prepend_bos,
     read_chat_template,
     read_config,
+    read_tokenizer,
+    require_few_tokens,
+    require_short,
     token_text,
 )
-from firstlight.tokenizer.patterns import may_panic
 from firstlight.tokenizer.sentencepiece import from_sentencepiece, sentencepiece_pieces
 
 END_OF_TEXT = "<|endoftext|>"
@@ -75,8 +72,25 @@ _LLAMA3_SPECIAL_TOKENS = (
 )
 #: tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
-#: Most processor time, in seconds, for trying a tokenizer's patterns.
-_MOST_SECONDS = 0.3
+#: Limits of the child process in which an unknown tokenizer.json is tried: seconds of processor
+#: time, and bytes of memory, each with a part in proportion to the file.
+_TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
+_TRIAL_MEMORY, _MEMORY_PER_BYTE = 100 << 20, 16
+#: Sections of tokenizer.json with steps.
+_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+#: Most tokens or characters that a tokenizer may make of one character (some write "\n" as
+#: "<|newline|>"), and put around a text.
+_MOST_GROWTH, _MOST_PREPENDED = 16, 1000
+#: Highest id that is accepted; no vocabulary reaches it.
+_HIGHEST_ID = 1 << 26
+#: Most characters of the added tokens and post-processor of a known tokenizer, as JSON.
+_MOST_KNOWN_CHARS = 500_000
+#: Most characters of an added token or a string of a step, of all added tokens, and of all strings
+#: of a section of steps.
+_LONGEST_STRING, _MOST_ADDED_CHARS, _MOST_STEP_CHARS = 10_000, 4_000_000, 100_000
+#: Largest `max_input_chars_per_word` of a WordPiece model, which tries every part of a word; it is
+#: 100 for BERT.
+_LONGEST_WORD = 1000
 
 #: Name of other vocabularies in tiktoken's format, by their number of ranks. They are refused,
 #: because they would silently be read with Llama 3's split pattern.
@@ -200,13 +214,16 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
     # "model" is also an ordinary word of GPT-2's vocabulary.
     if not isinstance(state.get("model"), dict):
         return _from_vocab_and_merges(path, state)
-    require_bounded(path, state)
-    with library_errors(f"tokenizer {path} can't be loaded", muted=True):
+    _require_usable(path, content, state)
+    with library_errors(f"tokenizer {path} can't be loaded"):
         backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         leading = _leading_token(backend)
-    require_fast_patterns(path, backend)
     config = read_config(path.parent)
     vocabulary = backend.get_vocab(with_added_tokens=True)
+    if (highest := max(vocabulary.values(), default=0)) > _HIGHEST_ID:
+        raise TokenizerError(
+            f"tokenizer {path} gives a token the id {highest:,}: no real tokenizer does"
+        )
     bos = token_text(config.pop("bos_token", None)) or leading
     eos = token_text(config.pop("eos_token", None))
     if eos is None:
@@ -336,30 +353,134 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def require_fast_patterns(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Refuse a tokenizer whose regular expressions fail or take too long on short texts.
+def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
+    """Refuse a tokenizer.json that takes too much memory or time, or fails on short texts, or gives
+    the same text other ids each time.
 
-    The library fails after ten million tries at one position of a text, which takes a tenth of a
-    second. Texts of growing length therefore reveal a slow pattern early.
+    tokenizer.json is a small program: steps that rewrite a text, patterns that split it, templates
+    that put tokens around it. The library runs it without limits, so anything but the steps of
+    known byte-level BPE tokenizers is tried in a child process first.
 
     Args:
-        path: the tokenizer's file, for messages.
-        backend: the tokenizer.
+        path: the file.
+        content: its bytes.
+        state: its content; "model" is an object.
 
     Raises:
-        TokenizerError: a pattern fails or takes longer than `_MOST_SECONDS`.
+        TokenizerError: the tokenizer can't be used.
     """
-    if not may_panic(backend):
+    vocabulary, dropout = state["model"].get("vocab"), state["model"].get("dropout")
+    require_few_tokens(path, len(vocabulary) if isinstance(vocabulary, dict | list) else 0)
+    if dropout:
+        raise TokenizerError(
+            f"tokenizer {path} has a BPE dropout of {dropout!r:.100}, which gives the same text "
+            "other tokens each time: set model.dropout to null in the file"
+        )
+    _require_few_characters(path, state)
+    key = hashlib.sha256(content).digest()
+    if key in _TRIED or _is_known(state):
         return
-    began = time.thread_time()
-    for text in _trial_texts():
-        with library_errors(f"tokenizer {path} fails on {text[:8]!r}...", muted=True):
-            backend.decode(backend.encode(text, add_special_tokens=False).ids)
-        if time.thread_time() - began > _MOST_SECONDS:
+    seconds = _TRIAL_SECONDS + len(content) // _BYTES_PER_SECOND
+    memory = _TRIAL_MEMORY + len(content) * _MEMORY_PER_BYTE
+    child = LimitedProcess("firstlight.tokenizer.formats:trial", memory=memory)
+    try:
+        child.call(str(path), seconds=seconds)
+    except LimitExceededError as error:
+        raise TokenizerError(
+            f"tokenizer {path} takes {error} to load and to encode short texts: use another one"
+        ) from error
+    finally:
+        child.close()
+    _TRIED.add(key)
+
+
+#: SHA-256 of the files that were tried in this process.
+_TRIED: set[bytes] = set()
+
+
+def _require_few_characters(path: Path, state: dict[str, Any]) -> None:
+    """Refuse steps and tokens that take much time on long texts only, which are not tried."""
+    for section in ("added_tokens", *_STEPS):
+        most = _MOST_ADDED_CHARS if section == "added_tokens" else _MOST_STEP_CHARS
+        lengths = [len(text) for text in _strings(state.get(section))]
+        if max(lengths, default=0) > _LONGEST_STRING or sum(lengths) > most:
             raise TokenizerError(
-                f"tokenizer {path} has a pattern that takes over {_MOST_SECONDS:g} s on texts "
-                f"such as {text[:8]!r}...: use another tokenizer"
+                f"tokenizer {path} has texts of {sum(lengths):,} characters in its {section}: no "
+                "real tokenizer does"
             )
+    longest = state["model"].get("max_input_chars_per_word")
+    if isinstance(longest, int) and longest > _LONGEST_WORD:
+        raise TokenizerError(
+            f"tokenizer {path} takes words of {longest:,} characters for one token: no real "
+            "tokenizer does"
+        )
+
+
+def _is_known(state: dict[str, Any]) -> bool:
+    """True for a byte-level BPE model whose steps take time and memory in proportion to the text,
+    as those of firstlight, GPT-2, Llama 3 and Qwen."""
+    splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    model, decoder, added = state["model"], state.get("decoder"), state.get("added_tokens")
+    return (
+        state.get("normalizer") in (None, {"type": "NFC"})
+        and state.get("pre_tokenizer") in [json.loads(split.__getstate__()) for split in splits]
+        and isinstance(decoder, dict)
+        and decoder.get("type") == "ByteLevel"
+        and model.get("type") == "BPE"
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and len(json.dumps([added, state.get("post_processor")])) < _MOST_KNOWN_CHARS
+    )
+
+
+def trial() -> Callable[[str], None]:
+    """Make the function that tries a tokenizer.json, for a `LimitedProcess`."""
+    return _try_out
+
+
+def _try_out(name: str) -> None:
+    """Load the tokenizer.json at `name`, and encode and decode short texts with it.
+
+    Raises:
+        TokenizerError: the library fails, or the tokenizer makes texts far longer.
+    """
+    with library_errors(f"tokenizer {name} can't be loaded"):
+        backend = tokenizers.Tokenizer.from_file(name)
+        _leading_token(backend)
+    normalizer = backend.normalizer
+    steps = (normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
+    states = [json.loads(step.__getstate__()) for step in steps if step is not None]
+    for text in (*_strings(states), *_trial_texts()):
+        with library_errors(f"tokenizer {name} fails on {text[:8]!r}..."):
+            try:
+                encoding = backend.encode(text)
+                decoded = backend.decode(encoding.ids, skip_special_tokens=False)
+                normal = text if normalizer is None else normalizer.normalize_str(text)
+            except MemoryError:
+                raise
+            except Exception:  # noqa: BLE001 - the library's errors have no class of their own
+                continue  # such as a word without a token, of which encoding such a text tells
+        longest = max(len(encoding.ids), len(decoded), len(normal))
+        if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:
+            raise TokenizerError(
+                f"tokenizer {name} makes {longest:,} tokens or characters of a text of {len(text)} "
+                "characters: no real tokenizer does"
+            )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The strings in JSON data; in a tokenizer's steps, they are what the steps look for in texts,
+    but for sentencepiece's map of characters, a long string in base64."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list):
+            rest.extend(part)
+        elif isinstance(part, dict):
+            rest.extend(v for name, v in part.items() if name != "precompiled_charsmap")
 
 
 def _trial_texts() -> Iterator[str]:
@@ -399,6 +520,72 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
         and patterns <= {GPT2_PATTERN, LLAMA3_PATTERN}
     )
 
+
+# The bytes of a text that one token can stand for
+
+#: Steps that leave out no part of a text. For each, the most bytes of the text that become one byte
+#: of the result: 4 where a character of 4 bytes may become one of 1 byte; 8 for NFC and NFKC, which
+#: may join four characters (16 bytes) into one of at least two bytes.
+_KEEPING = {
+    **dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"), 1),
+    **dict.fromkeys(("Lowercase", "NFD", "NFKD"), 4),
+    **dict.fromkeys(("NFC", "NFKC"), 8),
+}
+
+
+def most_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """The most bytes of a text that can become one token: a text of n bytes has at least n divided
+    by this number of tokens.
+
+    None if there may be no bound: a step can leave out characters (spaces, accents), or any number
+    of unknown characters can become one token or none.
+    """
+    state = json.loads(backend.to_str())
+    model, added = state["model"], state["added_tokens"]
+    most, kinds = 1, set()
+    for step in (*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])):
+        kinds.add(kind := step.get("type"))
+        if kind == "Replace":
+            found = step["pattern"].get("String")
+            if not found or len(step["content"].encode()) < len(found.encode()):
+                return None
+        elif kind not in _KEEPING or step.get("behavior") == "Removed":
+            return None
+        else:
+            most *= _KEEPING[kind]
+    if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
+        return None
+    if any((one["lstrip"] or one["rstrip"]) and not one["special"] for one in added):
+        return None  # such a token absorbs any number of spaces beside it
+    characters = set(pre_tokenizers.ByteLevel.alphabet())
+    is_byte_level = "ByteLevel" in kinds and characters <= model["vocab"].keys()
+    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+    if not is_byte_level and not (model["byte_fallback"] and bytes_known):
+        return None
+
+    def size(name: str) -> int:
+        is_of_bytes = is_byte_level and characters.issuperset(name)
+        return len(name) if is_of_bytes else len(name.encode())
+
+    return most * max(size(name) for name in (*model["vocab"], *(one["content"] for one in added)))
+
+
+def _steps(section: Any) -> Iterator[Mapping[str, Any]]:
+    """The steps of a section of tokenizer.json in their order; nested sequences are flattened."""
+    rest = [section]
+    while rest:
+        step = rest.pop()
+        if not isinstance(step, dict):
+            continue
+        inner = [step.get(name) for name in ("normalizers", "pretokenizers", "processors")]
+        inner.append(step.get("decoders"))
+        parts = [part for parts in inner if isinstance(parts, list) for part in parts]
+        if not parts:
+            yield step
+        rest.extend(reversed(parts))
+
+
+# Long documents
 
 #: Characters of a piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18

@@ -15,8 +15,12 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from firstlight.errors import TokenizerError
-from firstlight.tokenizer.limits import require_short
-from firstlight.tokenizer.parts import TokenizerParts, add_special_tokens, prepend_bos
+from firstlight.tokenizer.parts import (
+    TokenizerParts,
+    add_special_tokens,
+    prepend_bos,
+    require_short,
+)
 
 #: Most fields of a model, which has one for each piece (the largest have 262,144 pieces), and of a
 #: piece, which has three.
