@@ -142,6 +142,19 @@ _TEMPLATES: dict[str, Build] = {
         )
         for expression in _EXPRESSIONS
     },
+    "a template of rounds in rounds": template(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "a template that calls itself twice": template(
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "a template that doubles a text": template(
+        "{% set n = namespace(x='abc') %}"
+        "{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+    ),
+    "a template of a number of 10^9 digits": template("{{ 9 ** (9 ** 9) }}"),
+    "a template of 100,000 expressions": template("{{ a.b }}" * 10**5),
+    "a template of 30,000 blocks": template("{% if a %}{% endif %}" * 30_000 + "{{ 1 / 0 }}"),
     "a template that rounds to 10^9 digits": template(
         "{{ 5.5 | round(precision=10**9, method='ceil') }}"
     ),

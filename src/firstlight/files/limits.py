@@ -86,6 +86,8 @@ class LimitedProcess:
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
                         start_new_session=True,
+                        # A page about a panic of Rust code would take 50 MB, and is not shown.
+                        env={**os.environ, "RUST_BACKTRACE": "0"},
                     )
                 self._finalizer = weakref.finalize(self, _end, self._process, self._connection)
                 self._starts += 1

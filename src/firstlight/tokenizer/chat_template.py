@@ -246,7 +246,13 @@ def _within_limits(request: dict[str, Any], renderings: int) -> Any:
         request: see `_rendered`.
         renderings: number of renderings, each of which may take `_SECONDS`.
     """
-    if request["template"] in CHAT_TEMPLATES.values():
+    template = request["template"]
+    if len(template) > _MAX_TEMPLATE_CHARS:
+        raise TokenizerError(
+            f"the chat template has {len(template):,} characters, "
+            f"more than the {_MAX_TEMPLATE_CHARS:,} that are read"
+        )
+    if template in CHAT_TEMPLATES.values():
         return _rendered(request)
     try:
         return _CHILD.call(request, seconds=_SECONDS * renderings)
@@ -454,11 +460,6 @@ def _text(
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    if len(template) > _MAX_TEMPLATE_CHARS:
-        raise TokenizerError(
-            f"the chat template has {len(template):,} characters, "
-            f"more than the {_MAX_TEMPLATE_CHARS:,} that are read"
-        )
     try:
         return _environment().from_string(template)
     except TemplateSyntaxError as error:
