@@ -22,7 +22,7 @@ from firstlight.serving.access import OUT_OF_MEMORY, Access
 from firstlight.serving.api import start_page
 from firstlight.serving.config import Limits
 from firstlight.tokenizer import Tokenizer
-from firstlight.tokenizer.formats import most_bytes_per_token
+from firstlight.tokenizer.parts import most_bytes_per_token
 from firstlight.weights.huggingface import LoadedModel
 
 MESSAGES = [{"role": "user", "content": "the first dawn"}]

@@ -15,7 +15,6 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
 from firstlight.generation import structured
 from firstlight.generation.structured import Grammars, SchemaError, Vocabulary
 from firstlight.serving.response import TokenTexts
-from waiting import PATIENCE_SECONDS
 
 pytest.importorskip("llguidance")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")

@@ -34,7 +34,7 @@ from firstlight.tokenizer import (
     Tokenizer,
     train_tokenizer,
 )
-from firstlight.tokenizer.formats import most_bytes_per_token
+from firstlight.tokenizer.parts import most_bytes_per_token
 
 # Loading, the kind told by content
 

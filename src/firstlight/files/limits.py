@@ -198,6 +198,9 @@ def serve(descriptor: int) -> None:
         descriptor: file descriptor of the connection.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The parent may ignore or block it, which a child inherits.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     connection = Connection(descriptor)
     function: Callable[[Any], Any] = _prepare
     while True:
@@ -207,9 +210,9 @@ def serve(descriptor: int) -> None:
             return
         request, seconds = json.loads(content.decode("utf-8", "surrogatepass"))
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        kind, result = "", None
+        kind = ""
         try:
-            result = function(request)
+            result: Any = function(request)
         except MemoryError:
             raise  # the end of this process
         except Exception as error:  # noqa: BLE001 - the parent raises it

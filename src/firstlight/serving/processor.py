@@ -33,7 +33,7 @@ from firstlight.serving.response import (
     ResponseFormat,
     TokenTexts,
 )
-from firstlight.tokenizer.formats import most_bytes_per_token
+from firstlight.tokenizer.parts import most_bytes_per_token
 from firstlight.weights.huggingface import LoadedModel
 
 #: OpenAI's default of `max_tokens` for completions. Without it, a chat's answer may fill the

@@ -12,12 +12,13 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from firstlight.errors import TokenizerError, describe_os_error
 from firstlight.files.atomic import plain_lines
@@ -36,7 +37,6 @@ from firstlight.tokenizer.parts import (
     require_short,
     token_text,
 )
-from firstlight.tokenizer.sentencepiece import from_sentencepiece, sentencepiece_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -168,7 +168,7 @@ def _tokenizer_content(path: Path) -> bytes | None:
             model = state.get("model")
             known = "vocab" in model if isinstance(model, dict) else _is_vocabulary(path, state)
         else:
-            known = beginning[:1] != b"\n" or any(True for _ in sentencepiece_pieces(content))
+            known = beginning[:1] != b"\n" or any(True for _ in _sentencepiece_pieces(content))
     except (ValueError, IndexError, RecursionError):
         return None
     return content if known else None
@@ -202,7 +202,7 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
             raise TokenizerError(f"{path} needs vocab.json beside it")
         return read_tokenizer_file(vocabulary_path)
     else:
-        parts = from_sentencepiece(path, content)
+        parts = _from_sentencepiece(path, content)
     return dataclasses.replace(parts, config=parts.config | read_chat_template(path.parent))
 
 
@@ -356,6 +356,182 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
+# sentencepiece
+#
+# The protobuf package is not needed: the few necessary fields (google/sentencepiece
+# `sentencepiece_model.proto`) are read by their number from protobuf's wire format.
+
+#: Most fields of a model, which has one for each piece (the largest have 262,144 pieces), and of a
+#: piece, which has three.
+_MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
+
+
+def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
+    """(text, score, type) of each piece of a sentencepiece `ModelProto`.
+
+    Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score, 3 = type. The
+    types are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+
+    Raises:
+        ValueError, IndexError: the bytes are not a `ModelProto`.
+    """
+    for field, value in _protobuf_fields(content):
+        if field == 1 and isinstance(value, bytes):
+            entry = dict(_protobuf_fields(value, _MOST_PIECE_FIELDS))
+            text, score, kind = entry.get(1), entry.get(2, b"\0\0\0\0"), entry.get(3, 1)
+            is_score = isinstance(score, bytes) and len(score) == 4
+            if not isinstance(text, bytes) or not is_score or kind not in range(7):
+                raise ValueError("not a sentencepiece entry")
+            yield text.decode("utf-8"), struct.unpack("<f", cast(bytes, score))[0], cast(int, kind)
+
+
+def _unsupported_features(content: bytes) -> list[str]:
+    """The features of a `ModelProto` with which the ids here would differ from sentencepiece's.
+
+    Field 2 of the message is the trainer's specification: its field 3 is the model type (1 unigram,
+    2 BPE), 24 puts white space at the end of words. Field 3 of the message is the normalizer's
+    specification: its field 2 is a map of characters, 3 puts a space before the text, 4 joins
+    repeated spaces. A missing field has sentencepiece's default.
+
+    Raises:
+        ValueError, IndexError: the bytes are not a `ModelProto`.
+    """
+    parts = dict(_protobuf_fields(content))
+    trainer, normalizer = (
+        dict(_protobuf_fields(part)) if isinstance(part, bytes) else {}
+        for part in (parts.get(2), parts.get(3))
+    )
+    checks = {
+        "a model type other than BPE": trainer.get(3, 1) != 2,
+        "white space at the end of words": trainer.get(24, 0) != 0,
+        "a map of characters": normalizer.get(2, b"") != b"",
+        "no space before the text": normalizer.get(3, 1) != 1,
+        "repeated spaces joined": normalizer.get(4, 1) != 0,
+    }
+    return [feature for feature, asked in checks.items() if asked]
+
+
+def _protobuf_fields(content: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple[int, int | bytes]]:
+    """(field number, value) of each field of a protobuf message.
+
+    Args:
+        content: the message.
+        most: largest number of fields.
+
+    Raises:
+        ValueError, IndexError: the bytes are not a message, or it has more than `most` fields.
+    """
+    position = count = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = content[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+            if shift > 63:
+                raise ValueError("varint too long")
+
+    while position < len(content):
+        count += 1
+        if count > most:
+            raise ValueError("too many fields")
+        key = varint()
+        field, wire_type = key >> 3, key & 7
+        if wire_type == 0:
+            yield field, varint()
+            continue
+        sizes = {1: 8, 5: 4}
+        size = varint() if wire_type == 2 else sizes.get(wire_type)
+        if size is None or position + size > len(content):
+            raise ValueError("not a protobuf message")
+        yield field, content[position : position + size]
+        position += size
+
+
+def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
+    """Read a sentencepiece BPE model with byte fallback, such as Llama 2's `tokenizer.model`.
+
+    Args:
+        path: the file, for messages.
+        content: the file's bytes.
+
+    Raises:
+        TokenizerError: the file is not such a model, or has a feature that would give other ids.
+    """
+    try:
+        pieces = list(_sentencepiece_pieces(content))
+        unsupported = _unsupported_features(content)
+    except (IndexError, ValueError) as error:
+        raise TokenizerError(
+            f"tokenizer {path} is neither tokenizer.json, vocab.json + merges.txt, "
+            "a tiktoken rank file nor a sentencepiece model"
+        ) from error
+    vocabulary = {piece: index for index, (piece, _, _) in enumerate(pieces)}
+    names = {kind: [p for p, _, k in pieces if k == kind] for kind in (1, 2, 3, 6)}
+    if not names[1] or not names[2] or len(names[6]) != 256 or len(vocabulary) != len(pieces):
+        raise TokenizerError(
+            f"tokenizer {path} is not a sentencepiece BPE model with byte fallback"
+        )
+    if any(kind == 4 for _, _, kind in pieces):
+        unsupported.append("user-defined symbols")
+    if unsupported:
+        raise TokenizerError(
+            f"tokenizer {path} is a sentencepiece model with {' and '.join(unsupported)}, "
+            "which can't be read exactly: convert it to tokenizer.json with transformers"
+        )
+    require_short(path, vocabulary)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_sentencepiece_merges(pieces, vocabulary),
+            unk_token=names[2][0],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    add_special_tokens(backend, [*names[2], *names[3]])
+    bos = "<s>" if "<s>" in vocabulary else None
+    eos = "</s>" if "</s>" in vocabulary else None
+    if bos is not None:
+        prepend_bos(backend, bos)
+    return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=bos is not None)
+
+
+def _sentencepiece_merges(
+    pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
+    """The BPE merges that give the same ids as sentencepiece: every way to cut a normal piece into
+    two pieces, ordered by the score of the whole piece (highest first), then by the ids of the two
+    pieces."""
+    merges = [
+        (-score, vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])
+        for piece, score, kind in pieces
+        if kind == 1
+        for i in range(1, len(piece))
+        if piece[:i] in vocabulary and piece[i:] in vocabulary
+    ]
+    return [(left, right) for *_, left, right in sorted(merges, key=lambda merge: merge[:3])]
+
+
+# A tokenizer.json from strangers
+
+
 def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
     """Refuse a tokenizer.json that takes too much memory or time, or fails on short texts, or gives
     the same text other ids each time.
@@ -505,6 +681,9 @@ def _trial_texts() -> Iterator[str]:
             yield from (text, text + "\0!")
 
 
+# Long documents
+
+
 def encodes_in_pieces(state: dict[str, Any]) -> bool:
     """True if `a + b` always encodes to the ids of `a` and then of `b` where `_BOUNDARY` matches
     between `a` and `b`.
@@ -534,72 +713,6 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
         and patterns <= {GPT2_PATTERN, LLAMA3_PATTERN}
     )
 
-
-# The bytes of a text that one token can stand for
-
-#: Steps that leave out no part of a text. For each, the most bytes of the text that become one byte
-#: of the result: 4 where a character of 4 bytes may become one of 1 byte; 8 for NFC and NFKC, which
-#: may join four characters (16 bytes) into one of at least two bytes.
-_KEEPING = {
-    **dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"), 1),
-    **dict.fromkeys(("Lowercase", "NFD", "NFKD"), 4),
-    **dict.fromkeys(("NFC", "NFKC"), 8),
-}
-
-
-def most_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of a text that can become one token: a text of n bytes has at least n divided
-    by this number of tokens.
-
-    None if there may be no bound: a step can leave out characters (spaces, accents), or any number
-    of unknown characters can become one token or none.
-    """
-    state = json.loads(backend.to_str())
-    model, added = state["model"], state["added_tokens"]
-    most, kinds = 1, set()
-    for step in (*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])):
-        kinds.add(kind := step.get("type"))
-        if kind == "Replace":
-            found = step["pattern"].get("String")
-            if not found or len(step["content"].encode()) < len(found.encode()):
-                return None
-        elif kind not in _KEEPING or step.get("behavior") == "Removed":
-            return None
-        else:
-            most *= _KEEPING[kind]
-    if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
-        return None
-    if any((one["lstrip"] or one["rstrip"]) and not one["special"] for one in added):
-        return None  # such a token absorbs any number of spaces beside it
-    characters = set(pre_tokenizers.ByteLevel.alphabet())
-    is_byte_level = "ByteLevel" in kinds and characters <= model["vocab"].keys()
-    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
-    if not is_byte_level and not (model["byte_fallback"] and bytes_known):
-        return None
-
-    def size(name: str) -> int:
-        is_of_bytes = is_byte_level and characters.issuperset(name)
-        return len(name) if is_of_bytes else len(name.encode())
-
-    return most * max(size(name) for name in (*model["vocab"], *(one["content"] for one in added)))
-
-
-def _steps(section: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a section of tokenizer.json in their order; nested sequences are flattened."""
-    rest = [section]
-    while rest:
-        step = rest.pop()
-        if not isinstance(step, dict):
-            continue
-        inner = [step.get(name) for name in ("normalizers", "pretokenizers", "processors")]
-        inner.append(step.get("decoders"))
-        parts = [part for parts in inner if isinstance(parts, list) for part in parts]
-        if not parts:
-            yield step
-        rest.extend(reversed(parts))
-
-
-# Long documents
 
 #: Characters of a piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18
