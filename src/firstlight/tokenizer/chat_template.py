@@ -258,8 +258,8 @@ def _within_limits(request: dict[str, Any], renderings: int) -> Any:
         return _CHILD.call(request, seconds=_SECONDS * renderings)
     except LimitExceededError as error:
         raise TokenizerError(
-            f"the chat template takes {error}: use another one (chat_template in "
-            "tokenizer_config.json)"
+            f"the chat template takes {error}: use another one (--chat-template, or chat_template "
+            "in tokenizer_config.json)"
         ) from error
 
 
