@@ -71,8 +71,8 @@ def test_call_of_function_that_raises_raises_the_same_error(limited: Make) -> No
         ("lambda x: bytearray(60 << 20) and 0 if x else 0", {1, -signal.SIGKILL}),
         # Shared memory, which RLIMIT_DATA does not count: the parent notices it.
         (
-            "lambda x: [m.write(b'1' * 2**20) for m in [__import__('mmap').mmap(-1, 60 << 20)] "
-            "for _ in range(60)] and __import__('time').sleep(9) if x else 0",
+            "lambda x: [([m.write(b'1' * 2**20) for _ in range(60)], __import__('time').sleep(9)) "
+            "for m in [__import__('mmap').mmap(-1, 60 << 20)]] if x else 0",
             {-signal.SIGKILL},
         ),
         ("lambda x: __import__('os').abort() if x else 0", {-signal.SIGABRT}),
