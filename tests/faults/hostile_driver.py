@@ -26,7 +26,7 @@ import torch._dynamo
 import yaml
 from hostile_watch import Watch
 
-import firstlight.conversion.foreign
+import firstlight.conversion.foreign.model
 import firstlight.conversion.pickled
 import firstlight.training.loop
 from firstlight.data.corpus import TokenDataset
@@ -71,7 +71,7 @@ _CALLS: dict[str, Callable[[str], object]] = {
     "chat": _chat,
     "pickled": lambda path: firstlight.conversion.pickled.pickled_tensors(Path(path)),
     "encode": _encode,
-    "foreign": lambda path: firstlight.conversion.foreign.read_foreign(Path(path)),
+    "foreign": lambda path: firstlight.conversion.foreign.model.read_foreign(Path(path)),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from small import GPT2, LLAMA, VOCABULARY, new_model
 from tokenizers import models
 
-from firstlight.conversion.foreign import read_foreign
+from firstlight.conversion.foreign.model import read_foreign
 from firstlight.errors import ConfigError, FirstlightError, TokenizerError
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream, generate, load

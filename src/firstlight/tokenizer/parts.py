@@ -10,11 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import json
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -349,67 +348,3 @@ def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:
 def add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
     """Make `tokens` special tokens; tokens that are already in the vocabulary keep their ids."""
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
-
-
-# The bytes of a text that one token can stand for
-
-#: Steps that leave out no part of a text. For each, the most bytes of the text that become one byte
-#: of the result: 4 where a character of 4 bytes may become one of 1 byte; 8 for NFC and NFKC, which
-#: may join four characters (16 bytes) into one of at least two bytes.
-_KEEPING = {
-    **dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"), 1),
-    **dict.fromkeys(("Lowercase", "NFD", "NFKD"), 4),
-    **dict.fromkeys(("NFC", "NFKC"), 8),
-}
-
-
-def most_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of a text that can become one token: a text of n bytes has at least n divided
-    by this number of tokens.
-
-    None if there may be no bound: a step can leave out characters (spaces, accents), or any number
-    of unknown characters can become one token or none.
-    """
-    state = json.loads(backend.to_str())
-    model, added = state["model"], state["added_tokens"]
-    most, kinds = 1, set()
-    for step in (*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])):
-        kinds.add(kind := step.get("type"))
-        if kind == "Replace":
-            found = step["pattern"].get("String")
-            if not found or len(step["content"].encode()) < len(found.encode()):
-                return None
-        elif kind not in _KEEPING or step.get("behavior") == "Removed":
-            return None
-        else:
-            most *= _KEEPING[kind]
-    if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
-        return None
-    if any((one["lstrip"] or one["rstrip"]) and not one["special"] for one in added):
-        return None  # such a token absorbs any number of spaces beside it
-    characters = set(pre_tokenizers.ByteLevel.alphabet())
-    is_byte_level = "ByteLevel" in kinds and characters <= model["vocab"].keys()
-    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
-    if not is_byte_level and not (model["byte_fallback"] and bytes_known):
-        return None
-
-    def size(name: str) -> int:
-        is_of_bytes = is_byte_level and characters.issuperset(name)
-        return len(name) if is_of_bytes else len(name.encode())
-
-    return most * max(size(name) for name in (*model["vocab"], *(one["content"] for one in added)))
-
-
-def _steps(section: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a section of tokenizer.json in their order; nested sequences are flattened."""
-    rest = [section]
-    while rest:
-        step = rest.pop()
-        if not isinstance(step, dict):
-            continue
-        inner = [step.get(name) for name in ("normalizers", "pretokenizers", "processors")]
-        inner.append(step.get("decoders"))
-        parts = [part for parts in inner if isinstance(parts, list) for part in parts]
-        if not parts:
-            yield step
-        rest.extend(reversed(parts))
