@@ -28,7 +28,6 @@ from firstlight.tokenizer.parts import (
     natural_pad_token,
     require_unicode,
 )
-from firstlight.tokenizer.patterns import may_panic
 
 #: Sections of tokenizer.json on which the ids of a text depend, besides the added tokens.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
@@ -67,7 +66,6 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True
         self.backend = backend
-        self._may_panic = may_panic(backend)
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.config = dict(config or {})
@@ -172,7 +170,7 @@ class Tokenizer:
         backend = extended_backend(self.backend, tokens, self.vocab_size)
         config = dict(self.config)
         if chat_template is not None:
-            from firstlight.tokenizer.chat_sandbox import check_template
+            from firstlight.tokenizer.chat_template import check_template
 
             check_template(chat_template)
             config["chat_template"] = chat_template
@@ -209,7 +207,7 @@ class Tokenizer:
         """
         require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
-        with library_errors(_CANT_ENCODE, muted=self._may_panic):
+        with library_errors(_CANT_ENCODE):
             if len(text) < _LONG:
                 return backend.encode(text, add_special_tokens=False)
             batch = in_thread(lambda: backend.encode_batch([text], add_special_tokens=False))
@@ -222,7 +220,7 @@ class Tokenizer:
         for text in texts:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
-        with library_errors(_CANT_ENCODE, muted=self._may_panic):
+        with library_errors(_CANT_ENCODE):
             encode = backend.encode_batch_fast
             call = functools.partial(encode, list(texts), add_special_tokens=False)
             is_long = sum(map(len, texts)) >= _LONG
@@ -257,7 +255,7 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer's decoder fails on the ids.
         """
-        with library_errors("the tokenizer can't decode its tokens", muted=self._may_panic):
+        with library_errors("the tokenizer can't decode its tokens"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @functools.cached_property
