@@ -24,8 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.calls import Row
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.memory import copy_seconds
 from benchmarks.models import PlannerCase
 from benchmarks.planner_memory import random_batch

@@ -47,8 +47,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.calls import Row
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.memory import driver_used_bytes
 from benchmarks.planner_steps import (
     memory_entry,

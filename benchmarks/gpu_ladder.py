@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.calls import Row
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.models import PlannerCase
 from benchmarks.planner_steps import STEPS_MODULE, steps_request
 from firstlight.bench.pictures import draw_bars

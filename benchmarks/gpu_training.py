@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.calls import Row
 from benchmarks.gpu_ceilings import measured_ceiling
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.training import FIRSTLIGHT, REFERENCE, library_corpus, turn_ratios
 from benchmarks.training import measure as measure_training
 from firstlight.bench.models import find_model

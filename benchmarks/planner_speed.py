@@ -1,4 +1,4 @@
-"""Predicted and measured speed of training on this machine: a part of `python -m benchmarks planner`.
+"""Predicted and measured speed of training on this machine: a part of `benchmarks planner`.
 
 Each configuration has a process of its own, which predicts and trains in turns, so that changes of
 the machine's speed affect both. The medians of the predictions and of the steps are compared.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks scaling`: tokens per second, overhead of distribution, and memory, by engine
+"""`benchmarks scaling`: tokens per second, overhead of distribution, and memory, by engine
 and number of processes.
 
 Each row is a run of several processes on this machine with the same micro-batch size, so a step of

@@ -1,9 +1,9 @@
 """`python -m benchmarks training`: speed and memory of training relative to other programs.
 
 All programs train the same model for a few steps on the same tokens, each in a fresh process
-(`firstlight.bench.steps` describes the measurements). They take turns (A B C, A B C), with the same number
-of threads. Rates are medians over the timed steps of all turns. Ratios are relative to the bare
-loop "reference"; the range of a ratio is that of the ratios of single turns.
+(`firstlight.bench.steps` describes the measurements). They take turns (A B C, A B C), with the same
+number of threads. Rates are medians over the timed steps of all turns. Ratios are relative to the
+bare loop "reference"; the range of a ratio is that of the ratios of single turns.
 
 Before each turn, the machine's rate of large matrix products is measured in fp32 and bf16. The
 highest rate of all is the ceiling for the share of every row, whatever its number format.
@@ -712,7 +712,7 @@ def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_operators(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the seconds per step of each class, a panel for each row of `benchmarks training`."""
+    """A PNG of the seconds per step of each class, a panel for each row."""
     panels = [
         Panel(
             "seconds a step",

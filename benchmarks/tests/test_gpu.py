@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu`: order, time, resuming, what fails, and the pages, without measuring."""
+"""`benchmarks gpu`: order, time, resuming, what fails, and the pages, without measuring."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ from hypothesis import strategies as st
 
 from benchmarks import gpu
 from benchmarks.__main__ import main
-from benchmarks.calls import Call, Results, Row, order, run_rows
 from benchmarks.gpu import bench_gpu, report
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import (
+    BenchMachine,
+    Call,
+    Findings,
+    Page,
+    Part,
+    Results,
+    Row,
+    order,
+    run_rows,
+)
 from benchmarks.gpu_run import RUN
 from benchmarks.gpu_training import TRAINING
 from benchmarks.options import GPUBench
@@ -318,7 +327,7 @@ def test_figures_of_a_dry_run_do_not_get_into_the_docs(
 
 
 def test_the_committed_page_says_what_the_code_says(tmp_path: Path) -> None:
-    """Until a GPU has been measured: made again by `python -m benchmarks gpu --report EMPTY_FOLDER`."""
+    """Until a GPU has been measured: made again by `benchmarks gpu --report EMPTY_FOLDER`."""
     committed = Path(__file__).parents[2] / "docs/gpu.md"
     text = committed.read_text(encoding="utf-8")
     if "Not measured yet: no GPU has run these commands." in text:

@@ -10,16 +10,20 @@ import pytest
 
 from benchmarks import learning
 from benchmarks.__main__ import main
-from benchmarks.learning import bench_learning, learning_cases
-from benchmarks.learning_page import RowFigures, learning_groups, page, verdicts
-from benchmarks.learning_rows import (
+from benchmarks.learning import (
     BEFORE,
     NEW,
     ROWS,
     SIZES,
+    RowFigures,
+    bench_learning,
     choose_rows,
     find_row,
+    learning_cases,
+    learning_groups,
+    page,
     recipe_values,
+    verdicts,
 )
 from benchmarks.options import LearningBench
 from firstlight.bench.runner import Found

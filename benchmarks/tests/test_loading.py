@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from benchmarks import loading, rows
-from benchmarks.__main__ import main
+from benchmarks.__main__ import main, show_loading
 from benchmarks.loading import (
     DEFAULT_WAY,
     LARGEST,
@@ -37,7 +37,6 @@ from benchmarks.loading import (
 )
 from benchmarks.memory import measure as load_once
 from benchmarks.options import LoadingBench
-from benchmarks.shown import show_loading
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import SHORT_SPIN, for_generation

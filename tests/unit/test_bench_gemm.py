@@ -19,16 +19,21 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from firstlight.bench import gemm, gemm_loops, gemm_products, models
-from firstlight.bench.gemm import GemmRun, compare, draw, hardware_dtypes, step_times, summarize
-from firstlight.bench.gemm_loops import (
+from firstlight.bench import gemm, gemm_products, models
+from firstlight.bench.gemm import (
+    GemmRun,
     cache_sizes,
+    compare,
+    draw,
     draw_loops,
+    hardware_dtypes,
     measure_loops,
     measure_waves,
     multiply_rows,
     multiply_squares,
+    step_times,
     sum_passes,
+    summarize,
 )
 from firstlight.bench.gemm_products import (
     COMPARED,
@@ -534,7 +539,7 @@ def test_loops_are_measured_on_one_thread_up_to_the_whole_product(
         threads.append(torch.get_num_threads())
         return [3.0, 1.0, 2.0]
 
-    monkeypatch.setattr(gemm_loops, "_rates", rates)
+    monkeypatch.setattr(gemm, "_rates", rates)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -564,7 +569,7 @@ def test_products_at_once_are_counted_in_full_and_beyond_full_waves(
         return really(*arguments, **options)
 
     monkeypatch.setattr(torch, "mm", multiply)
-    monkeypatch.setattr(gemm_loops, "time", SimpleNamespace(perf_counter=lambda: len(done)))
+    monkeypatch.setattr(gemm, "time", SimpleNamespace(perf_counter=lambda: len(done)))
     waves = measure_waves(8, threads=3)
     assert waves["rows"] == [  # by this clock a product takes a second, and none at a time with it
         {"products": count, "time_ratio": count, "lowest": count, "highest": count}

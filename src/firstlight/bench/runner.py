@@ -4,15 +4,6 @@ A benchmark declares rows and a measurement: a module that takes a row's request
 object. A failure of a row's process (out of memory, a crash, its time limit) does not end the other
 rows, and the row is not tried again. Rows take turns (A B A B), so that other work of the machine
 affects all of them.
-
-`benchmarks gpu` runs its rows in calls of some minutes (`run_rows`):
-
-- The rows of all parts are measured in the order of their `value`. Rows of the same value take
-  turns: all first turns come before the second turns. Turns after the first come with the rows of
-  the next value, unless the value is 1.
-- A row that would not end in time is left for the next call; later rows that fit into the time are
-  measured.
-- results.json is replaced after every measurement: the next call continues from there.
 """
 
 from __future__ import annotations
