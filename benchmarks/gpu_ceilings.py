@@ -27,6 +27,7 @@ import torch
 from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.memory import copy_seconds
 from benchmarks.models import PlannerCase
+from benchmarks.pages import markdown_table
 from benchmarks.planner_memory import random_batch
 from firstlight.bench.gemm_products import (
     DTYPES,
@@ -40,7 +41,6 @@ from firstlight.bench.gemm_products import (
     product_rates,
 )
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.tables import markdown_table
 from firstlight.hardware.device import find_hardware, synchronize
 from firstlight.hardware.gpus import GPU
 from firstlight.models import empty_model

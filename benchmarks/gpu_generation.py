@@ -37,11 +37,11 @@ from benchmarks.generation import (
     continue_with_generate,
     continue_with_sampling,
 )
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.memory import copy_rate
 from benchmarks.models import model_values, random_model
-from firstlight.bench.pictures import draw_bars
-from firstlight.bench.tables import cells, markdown_table
+from benchmarks.pages import markdown_table
+from firstlight.bench.tables import cells
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import cache_bytes_per_token

@@ -47,8 +47,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.memory import driver_used_bytes
+from benchmarks.pages import markdown_table
 from benchmarks.planner_steps import (
     memory_entry,
     packed,
@@ -58,9 +59,8 @@ from benchmarks.planner_steps import (
     unpacked,
 )
 from benchmarks.programs import run_trainer
-from firstlight.bench.pictures import draw_bars
 from firstlight.bench.steps import StepClock
-from firstlight.bench.tables import cells, markdown_table
+from firstlight.bench.tables import cells
 from firstlight.planner.memory.module import plan_module
 from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.planner.speed.throughput import Workload, predict_speed

@@ -63,6 +63,7 @@ from typing import Any
 import psutil
 import torch
 
+from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import RowOutcome
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError
@@ -498,3 +499,21 @@ def _driver_version() -> str:
         said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
         return said.stdout.splitlines()[0].strip() if said.stdout.strip() else ""
     return ""
+
+
+def draw_bars(
+    title: str,
+    xlabel: str,
+    bars: Sequence[tuple[str, float]],
+    line: tuple[str, float] | None = None,
+) -> bytes:
+    """A PNG of horizontal bars.
+
+    Args:
+        title: heading of the picture.
+        xlabel: quantity and unit.
+        bars: name and value of each bar, from the top.
+        line: name and value of a vertical line, such as a goal or a ceiling.
+    """
+    names, values = [name for name, _ in bars], [value for _, value in bars]
+    return draw_panels(title, [[Panel(xlabel, names, values, line=line)]])

@@ -14,16 +14,19 @@ from typing import Any
 
 from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.models import PlannerCase, dry_grid, gpu_grid
+from benchmarks.pages import markdown_table
 from benchmarks.planner_memory import (
     ALLOWED_ERROR,
     ALLOWED_SHORTAGE,
     draw_memory_errors,
+    draw_peaks,
+    draw_shares,
     summary,
 )
 from benchmarks.planner_speed import GOAL, percentile
 from benchmarks.planner_steps import STEPS_MODULE, steps_request, unpacked
-from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
-from firstlight.bench.tables import cells, markdown_table
+from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.tables import cells
 from firstlight.data.remote import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.pages import markdown_table
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.tables import markdown_table
 from firstlight.errors import TrainingError
 from firstlight.files.atomic import read_json
 from firstlight.hardware.fresh_process import last_words

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_ceilings import measured_ceiling
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
+from benchmarks.pages import markdown_table
 from benchmarks.training import FIRSTLIGHT, REFERENCE, library_corpus, turn_ratios
 from benchmarks.training import measure as measure_training
 from firstlight.bench.models import find_model
-from firstlight.bench.pictures import draw_bars
-from firstlight.bench.tables import markdown_table
 from firstlight.models.accounting import meta_model, train_flops_per_token
 
 NAME = "training"

@@ -59,12 +59,12 @@ from benchmarks.programs import (
     pure_bf16_loop,
     train_with_trainer,
 )
-from benchmarks.rows import ProgramRow, has_package
+from benchmarks.rows import ProgramRow, has_package, run_bench
 from firstlight.bench.gemm_products import ceiling
 from firstlight.bench.models import find_model
 from firstlight.bench.options import Keep, Result, require_known
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.runner import Found, RowOutcome, run_bench
+from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import (
     EPOCH_TOKENS,
     StepClock,

@@ -29,10 +29,10 @@ from benchmarks.gpu_parts import (
 from benchmarks.gpu_run import RUN
 from benchmarks.gpu_training import TRAINING
 from benchmarks.options import GPUBench
+from benchmarks.pages import markdown_table
 from benchmarks.training import ShardRows, open_rows
 from firstlight.bench.models import find_model
 from firstlight.bench.runner import RowOutcome
-from firstlight.bench.tables import markdown_table
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import find_hardware
 from firstlight.models.accounting import meta_model, train_flops_per_token
