@@ -44,13 +44,15 @@ from firstlight.files.atomic import write_file
 
 #: Option --out of benchmarks that continue where an earlier call stopped; it is required.
 folder_option = path_option(
-    *("--out", "folder"),
+    "--out",
+    "folder",
     required=True,
     help="Folder of texts and results; go on with what it holds already.",
 )
 #: Option --page, the file of a page in Markdown.
 page_option = path_option(
-    *("--page", "page_file"),
+    "--page",
+    "page_file",
     metavar="FILE",
     help="Write a page of all results here, its picture into ../images.",
 )
@@ -412,8 +414,16 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
 @benchmarks.command("scaling")
 @bench_options(
     ScalingBench,
-    *("nproc", "model", "engines", "seq_len", "micro_batch_size", "accumulation"),
-    *("precision", "steps", "repeats", "device"),
+    "nproc",
+    "model",
+    "engines",
+    "seq_len",
+    "micro_batch_size",
+    "accumulation",
+    "precision",
+    "steps",
+    "repeats",
+    "device",
     model="NAME|RECIPE.yaml",
 )
 @out_option("scaling")

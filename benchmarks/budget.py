@@ -437,8 +437,16 @@ def budget_groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[s
 
 
 HEADER = (
-    *("text, budget", "chosen", "expected", "best of random", "ended early", "chosen over best"),
-    *("gzip -9", "xz", "seconds", "parameters"),
+    "text, budget",
+    "chosen",
+    "expected",
+    "best of random",
+    "ended early",
+    "chosen over best",
+    "gzip -9",
+    "xz",
+    "seconds",
+    "parameters",
 )
 
 

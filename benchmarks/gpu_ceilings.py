@@ -242,7 +242,8 @@ _LARGE_FLOPS = 1e10
 #: Model -> number of blocks, (inputs, outputs) of the head, and of each linear layer of a block.
 _LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
     "gpt2-124m": (
-        *(12, (768, 50304)),
+        12,
+        (768, 50304),
         {
             "qkv": (768, 2304),
             "attention out": (768, 768),
@@ -251,7 +252,8 @@ _LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
         },
     ),
     "llama-1b": (
-        *(16, (2048, 128256)),
+        16,
+        (2048, 128256),
         {
             "q": (2048, 2048),
             "kv": (2048, 1024),

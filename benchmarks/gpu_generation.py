@@ -170,8 +170,14 @@ def _page(found: Findings) -> Page:
         for one in rates
     ]
     header = (
-        *("program", "texts", "tokens/s", "to transformers", "of the limit", "first ms"),
-        *("whole, to transformers", "warm-up s"),
+        "program",
+        "texts",
+        "tokens/s",
+        "to transformers",
+        "of the limit",
+        "first ms",
+        "whole, to transformers",
+        "warm-up s",
     )
     failed = [
         (f"{row.name}: {program}", entry["reason"])

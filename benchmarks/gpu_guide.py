@@ -71,7 +71,10 @@ _WARMUP_STEPS = 3
 _MIB = 2**20
 
 _KEYS = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
     "intermediate_size",
 )
 _BERT_LARGE = dict(zip(_KEYS, (30522, 1024, 24, 16, 4096), strict=True))
@@ -189,8 +192,15 @@ def _measured(found: Findings) -> Iterator[_Measured]:
 def _page(found: Findings) -> Page:
     measured = list(_measured(found))
     header = (
-        *("bert-large, 512 tokens", "samples/s", "planner", "V100, published"),
-        *("driver, MB", "planner", "V100, published", "allocator's peak, MB", "planner"),
+        "bert-large, 512 tokens",
+        "samples/s",
+        "planner",
+        "V100, published",
+        "driver, MB",
+        "planner",
+        "V100, published",
+        "allocator's peak, MB",
+        "planner",
     )
     text = [
         markdown_table(header, [_cells(*one) for one in measured]),

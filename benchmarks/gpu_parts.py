@@ -366,8 +366,15 @@ class Part:
 
 #: Packages whose versions matter for figures.
 _PACKAGES = (
-    *("triton", "transformers", "accelerate", "peft", "bitsandbytes", "torchao"),
-    *("tokenizers", "safetensors", "nvidia-ml-py"),
+    "triton",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "torchao",
+    "tokenizers",
+    "safetensors",
+    "nvidia-ml-py",
 )
 
 

@@ -291,8 +291,15 @@ def _section(case: TrainingCase, found: Findings, rates: Mapping[str, float]) ->
             )
         )
     header = (
-        *("program", "tokens/s", "of the measured bf16 rate", "of the data sheet's"),
-        *("/ bare loop (by turn)", "peak GiB", "last loss", "first step, s", "turns"),
+        "program",
+        "tokens/s",
+        "of the measured bf16 rate",
+        "of the data sheet's",
+        "/ bare loop (by turn)",
+        "peak GiB",
+        "last loss",
+        "first step, s",
+        "turns",
     )
     micro = _micro_batch_size(case, found.machine)
     return (

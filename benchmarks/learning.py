@@ -785,8 +785,14 @@ def _verdict(cases: Sequence[tuple[LearningGroup, RowFigures]]) -> str:
 
 
 HEADER = (
-    *("recipe", "bits per byte", "tokens to the baseline", "seconds to the baseline"),
-    *("seconds", "gain over", "gain", "in spreads"),
+    "recipe",
+    "bits per byte",
+    "tokens to the baseline",
+    "seconds to the baseline",
+    "seconds",
+    "gain over",
+    "gain",
+    "in spreads",
 )
 
 

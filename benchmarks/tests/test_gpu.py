@@ -307,12 +307,15 @@ def test_the_pages_hold_what_was_measured_and_why_the_rest_was_not(
     assert "Not measured yet." in other
     page = " ".join((tmp_path / "docs/benchmarks/gpu-toy.md").read_text(encoding="utf-8").split())
     for part in (
-        *("NVIDIA H100 80GB HBM3, 80 GiB", "driver 580.1", "CUDA 13.0", "torch 2.11.0+cu130"),
-        *("| good | 1.0 |", "- bad: failed: CUDA out of memory", "- never: not measured yet"),
-        *(
-            "- not here: skipped: no units for fp8",
-            "python -m benchmarks gpu --out DIR --parts toy",
-        ),
+        "NVIDIA H100 80GB HBM3, 80 GiB",
+        "driver 580.1",
+        "CUDA 13.0",
+        "torch 2.11.0+cu130",
+        "| good | 1.0 |",
+        "- bad: failed: CUDA out of memory",
+        "- never: not measured yet",
+        "- not here: skipped: no units for fp8",
+        "python -m benchmarks gpu --out DIR --parts toy",
     ):
         assert part in page
 

@@ -257,9 +257,22 @@ def test_the_command_trains_and_writes_its_page(
     place = bench.folder / "docs" / "benchmarks" / "learning.md"
     main(
         [
-            *("learning", "--out", str(bench.folder), "--sizes", "tiny"),
-            *("--corpus", bench.corpora[0], "--rows", BEFORE, "--seeds", "1"),
-            *("--tokens", str(3 * 2048), "--page", str(place), "--json"),
+            "learning",
+            "--out",
+            str(bench.folder),
+            "--sizes",
+            "tiny",
+            "--corpus",
+            bench.corpora[0],
+            "--rows",
+            BEFORE,
+            "--seeds",
+            "1",
+            "--tokens",
+            str(3 * 2048),
+            "--page",
+            str(place),
+            "--json",
         ]
     )
     out = capsys.readouterr().out
