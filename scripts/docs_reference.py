@@ -63,7 +63,7 @@ PARTS = {
     "Schedules": [
         "optim.schedule.resolve_schedule",
         "optim.schedule.Schedule",
-        "optim.batch_schedule.BatchSchedule",
+        "optim.schedule.BatchSchedule",
     ],
     "Memory": ["efficiency.memory.checkpoint_layers"],
     "A step": ["training.step.train_step"],

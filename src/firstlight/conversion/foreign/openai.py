@@ -1,15 +1,15 @@
-"""TensorFlow checkpoints, read without TensorFlow.
+"""OpenAI's GPT-2 as TensorFlow saved it (openai/gpt-2 `src/model.py`): a folder of `model.ckpt.*`
+and `hparams.json`.
 
-A checkpoint `NAME` is a "tensor bundle" of two files:
+The checkpoint is read without TensorFlow, which takes 600 MB. It is a "tensor bundle" of two files:
 
     NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
                                 buffers with dtype, shape, place and checksum
     NAME.data-00000-of-00001    the tensors' numbers
 
 Sources: tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
-`core/lib/io/table_format.txt`.
-
-Sizes and checksums are verified before the content that they describe is used.
+`core/lib/io/table_format.txt`. Sizes and checksums are verified before the content that they
+describe is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from firstlight.conversion.check import first_names
+from firstlight.conversion.foreign.layout import (
+    GPT2_MODULES,
+    GPT2_SHAPES,
+    Layout,
+    Opened,
+    Settings,
+)
 from firstlight.errors import ModelError, describe_os_error
-from firstlight.files.atomic import read_file
+from firstlight.files.atomic import read_file, read_json
 
+CONFIG = "hparams.json"
+
+#: Modules of Hugging Face's GPT-2 -> OpenAI's.
+_MODULES = {
+    "transformer.wte": "model/wte",
+    "transformer.wpe": "model/wpe",
+    "transformer.h.{}.ln_1": "model/h{}/ln_1",
+    "transformer.h.{}.attn.c_attn": "model/h{}/attn/c_attn",
+    "transformer.h.{}.attn.c_proj": "model/h{}/attn/c_proj",
+    "transformer.h.{}.ln_2": "model/h{}/ln_2",
+    "transformer.h.{}.mlp.c_fc": "model/h{}/mlp/c_fc",
+    "transformer.h.{}.mlp.c_proj": "model/h{}/mlp/c_proj",
+    "transformer.ln_f": "model/ln_f",
+    "lm_head": "model/wte",
+}
 #: Maximum size of an index in bytes; each tensor takes less than 100.
 _MAX_INDEX_BYTES = 16_000_000
 _MAX_DIMENSIONS = 16
@@ -51,6 +74,75 @@ _OTHER_DTYPES = {3: torch.int32, 9: torch.int64}
 _POLYNOMIAL = 0x82F63B78
 #: Number of 4-byte words in a row of `crc32c`, which numpy processes at once.
 _LANES = 4096
+
+
+def _names() -> dict[str, tuple[str, ...]]:
+    """OpenAI's tensors by Hugging Face's names: g (gain) and b of norms, w and b of linear layers,
+    and the embeddings, which have no suffix."""
+    names: dict[str, tuple[str, ...]] = {}
+    for module, (_, bias) in GPT2_MODULES.items():
+        theirs = _MODULES[module]
+        if not bias:
+            names[f"{module}.weight"] = (theirs,)
+            continue
+        names[f"{module}.weight"] = (theirs + ("/g" if "ln_" in module else "/w"),)
+        names[f"{module}.bias"] = (f"{theirs}/b",)
+    return names
+
+
+LAYOUT = Layout(
+    program="OpenAI's GPT-2 (TensorFlow)",
+    kind="gpt2",
+    mark="/attn/c_attn/w",
+    names=_names(),
+    shapes=GPT2_SHAPES,
+    is_transposed=False,
+)
+
+
+def open_folder(folder: Path) -> Opened:
+    """Open OpenAI's GPT-2 as saved by TensorFlow: `model.ckpt.*` and `hparams.json`."""
+    bundles = bundles_in(folder)
+    if len(bundles) > 1:
+        names = [path.name for path in bundles]
+        raise ModelError(f"{folder} has several checkpoints: {first_names(names)}; keep one")
+    prefix = bundles[0].with_suffix("")
+    weights: dict[str, Any] = {}
+    for name, tensor in read_bundle(prefix).items():
+        # OpenAI's linear layers are convolutions of width 1, with weights [1, in, out].
+        is_convolution = name.endswith("/w") and tensor.dim() == 3
+        if is_convolution and len(tensor) != 1:
+            raise ModelError(
+                f"{prefix}: {name} is {list(tensor.shape)}, expected [1, inputs, outputs]: it is "
+                "no GPT-2 of OpenAI's"
+            )
+        weights[name] = tensor[0] if is_convolution else tensor
+    if not any(name.endswith(LAYOUT.mark) for name in weights):
+        raise ModelError(
+            f"{prefix}.index names no tensor such as 'model/h0{LAYOUT.mark}': it is no GPT-2 of "
+            "OpenAI's"
+        )
+    settings = _settings(folder / CONFIG, read_json(folder / CONFIG))
+    return Opened(LAYOUT, weights, settings)
+
+
+def bundles_in(folder: Path) -> list[Path]:
+    """The indices of the TensorFlow checkpoints in a folder."""
+    return sorted(folder.glob("*.ckpt*.index"))
+
+
+def _settings(path: Path, hparams: Any) -> Settings:
+    """Settings of OpenAI's GPT-2, from hparams.json.
+
+    Raises:
+        ModelError: hparams.json lacks the number of heads.
+    """
+    if not isinstance(hparams, Mapping) or "n_head" not in hparams:
+        raise ModelError(f"{path} has no n_head: it is not GPT-2's")
+    names = {"n_vocab": "vocab_size", "n_ctx": "block_size"}
+    args = {names.get(str(key), str(key)): value for key, value in hparams.items()}
+    found = {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+    return Settings(found=found, model_args=args, where=path.name)
 
 
 class _BundleError(Exception):
@@ -121,7 +213,9 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
         raise _BundleError("does not end as an index does")
     _, position = _handle(table, len(table) - _FOOTER)
     (offset, size), _ = _handle(table, position)
-    header, total, count = None, 0, 0
+    header = None
+    total = 0
+    count = 0
     for _, handle in _block(table, offset, size):
         place, _ = _handle(handle, 0)
         total += place[1] + _TRAILER
@@ -198,7 +292,9 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
         raise _BundleError("has a block that does not match its checksum")
     # A block ends with the positions of keys that are stored whole ("restarts") and their number.
     (restarts,) = struct.unpack_from("<I", table, end - 4)
-    position, stop, key = offset, end - 4 - 4 * restarts, b""
+    position = offset
+    stop = end - 4 - 4 * restarts
+    key = b""
     while position < stop:
         shared, position = _varint(table, position)
         rest, position = _varint(table, position)

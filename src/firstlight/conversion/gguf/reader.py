@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from firstlight.conversion.check import require_tensors
-from firstlight.conversion.gguf_config import config_of
-from firstlight.conversion.gguf_layout import (
+from firstlight.conversion.gguf.metadata import config_of
+from firstlight.conversion.gguf.shape import (
     ROPE_FACTORS,
     ROPE_FACTORS_LONG,
     ROPE_FACTORS_SHORT,
     shape_of,
 )
-from firstlight.conversion.gguf_tensors import tensor_rules
-from firstlight.conversion.gguf_writer import import_gguf
+from firstlight.conversion.gguf.tensors import tensor_rules
+from firstlight.conversion.gguf.writer import import_gguf
 from firstlight.errors import ModelError, describe_os_error
 
 _VERSIONS = (2, 3)

@@ -2,8 +2,8 @@
 Llama, litgpt, torchtune.
 
 The tensors get Hugging Face's names and layout. Settings that the files lack are given by the
-caller, or assumed to have the program's defaults, with a note. Tables of names are in
-`foreign_layouts`, readers of files in `foreign_files`.
+caller, or assumed to have the program's defaults, with a note. Each program has one file, which
+knows its names, files and settings.
 
 Names and shapes of tensors do not show everything about a model: a GPT of LLMs-from-scratch with
 sliding windows (`ch04/06_swa`) has the same tensors as a GPT without them.
@@ -12,8 +12,8 @@ sliding windows (`ch04/06_swa`) has the same tensors as a GPT without them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,33 @@ import torch
 from torch import Tensor
 
 from firstlight.conversion.check import first_names
-from firstlight.conversion.foreign_config import (
+from firstlight.conversion.foreign import book, litgpt, meta, nanochat, nanogpt, openai, torchtune
+from firstlight.conversion.foreign.config import given_config, gpt2_config, llama_config
+from firstlight.conversion.foreign.layout import (
+    SIZES,
+    TRANSPOSED,
+    Layout,
+    Opened,
     Shape,
-    given_config,
-    gpt2_config,
-    llama_config,
-    nanogpt_notes,
+    optimizer_states,
 )
-from firstlight.conversion.foreign_files import Opened, open_foreign
-from firstlight.conversion.foreign_layouts import NANOGPT, QKV_BIAS, SIZES, TRANSPOSED, Layout
-from firstlight.conversion.pickled import is_whole
+from firstlight.conversion.pickled import is_whole, named_weights, read_pickle
 from firstlight.errors import ModelError
+from firstlight.weights.huggingface import CONFIG_NAME
+from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+#: Layouts of single files, tried in this order. A `GPTModelFast` of the book also has the mark of
+#: its `GPTModel`, and therefore comes first.
+LAYOUTS = (
+    nanogpt.LAYOUT,
+    book.GPT_FAST,
+    book.GPT,
+    book.LLAMA,
+    torchtune.LAYOUT,
+    nanochat.LAYOUT,
+)
 
 
 @dataclass(frozen=True)
@@ -46,17 +60,12 @@ class ForeignModel:
             needed no rearranging is memory-mapped, and changes when the file does.
         program: name of the program.
         notes: settings that were assumed, one sentence each.
-        logits: function from token ids, int64 [B, T], to the logits [B, T, V], fp32, that the
-            program's own code would compute. A conversion is checked against them. The function
-            uses the tensors as the file has them, and takes only settings from `config`. T is at
-            most the context.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     program: str
     notes: tuple[str, ...]
-    logits: Callable[[Tensor], Tensor]
 
 
 def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> ForeignModel:
@@ -76,7 +85,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
             program; a tensor is missing, unknown, misshapen or not floating point; or `config`
             lacks a needed key or contradicts the file.
     """
-    opened = open_foreign(path)
+    opened = _open(path)
     layout, weights = opened.layout, opened.weights
     layers, sources = _sources(path, weights, layout)
     _check_dtypes(path, weights)
@@ -86,7 +95,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     (embedding,), (head,) = next(iter(sources.values())), sources["lm_head.weight"]
     a, b = weights[embedding], weights[head]
     tied = a.dtype == b.dtype and torch.equal(a, b)
-    qkv_bias = layout.optional != QKV_BIAS or "transformer.h.0.attn.c_attn.bias" in sources
+    qkv_bias = layout.optional != book.QKV_BIAS or "transformer.h.0.attn.c_attn.bias" in sources
     shape = Shape(sizes, layers, tied, qkv_bias)
     full_config, notes = _config(path, opened, shape, config or {})
     tensors, filled = _convert(weights, sources, layout, sizes, tied)
@@ -105,12 +114,90 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
             "(qkv_bias: false in config.json): transformers takes zeros for them; for other "
             "programs convert the result once more, which writes the zeros out."
         )
-    return ForeignModel(
-        full_config,
-        tensors,
-        layout.program,
-        tuple(notes),
-        lambda ids: opened.logits(full_config, ids),
+    return ForeignModel(full_config, tensors, layout.program, tuple(notes))
+
+
+def foreign_folder(path: Path) -> Path | None:
+    """The folder of another program's model that consists of several files.
+
+    Args:
+        path: the folder, or for litgpt, Meta and OpenAI its file of weights.
+
+    Returns:
+        The folder; None for any other file, and for folders of Hugging Face or unknown programs.
+    """
+    folder = path if path.is_dir() else path.parent
+    is_named = path.name == litgpt.FILE or ".ckpt" in path.name
+    is_meant = is_named or path.is_dir() or meta.FILE.fullmatch(path.name) is not None
+    if not is_meant or not folder.is_dir():
+        return None
+    if path.is_dir() and any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
+        return None  # a litgpt folder can also hold the Hugging Face model that it was made from
+    if (folder / litgpt.FILE).is_file() and (folder / litgpt.CONFIG).is_file():
+        return folder
+    if (folder / meta.CONFIG).is_file() and meta.files_in(folder):
+        return folder
+    # A folder without meta_STEP.json is accepted here, so that the error names the missing file.
+    if path.is_dir() and nanochat.files_in(folder) and not (folder / CONFIG_NAME).is_file():
+        return folder
+    return folder if (folder / openai.CONFIG).is_file() and openai.bundles_in(folder) else None
+
+
+def _open(path: Path) -> Opened:
+    """Open another program's model.
+
+    Raises:
+        InputError: a file of settings can't be read.
+        ModelError: a file can't be read, holds objects other than weights, or is of an unknown
+            program.
+    """
+    folder = foreign_folder(path)
+    if folder is None:
+        return _open_file(path)
+    if (folder / litgpt.FILE).is_file():
+        return litgpt.open_folder(folder)
+    if meta.files_in(folder):
+        return meta.open_folder(folder)
+    steps = nanochat.files_in(folder)
+    return _open_file(steps[-1]) if steps else openai.open_folder(folder)
+
+
+def _open_file(path: Path) -> Opened:
+    """Open a checkpoint file of nanoGPT, LLMs-from-scratch, torchtune or nanochat."""
+    content = read_pickle(path)
+    weights = named_weights(path, content)
+    layout = _layout_of(path, weights)
+    if layout is nanochat.LAYOUT:
+        opened = nanochat.open_file(path, weights)
+    elif layout is nanogpt.LAYOUT:
+        opened = nanogpt.open_weights(content, weights)
+    elif layout is torchtune.LAYOUT:
+        opened = torchtune.open_weights(weights)
+    elif layout is book.LLAMA:
+        opened = book.open_llama(path, weights)
+    else:
+        opened = book.open_gpt(weights, layout)
+    return replace(opened, left_out=optimizer_states(content))
+
+
+def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
+    for layout in LAYOUTS:
+        if any(name.endswith(layout.mark) for name in weights):
+            return layout
+    if any(name.startswith("transformer.h.0.attn.qkv.") for name in weights):
+        raise ModelError(
+            f"{path} is of litgpt: name the folder that has it as {litgpt.FILE} "
+            f"beside its {litgpt.CONFIG}"
+        )
+    if any(name.endswith(meta.LAYOUT.mark) for name in weights):
+        raise ModelError(
+            f"{path} is of Meta: name the folder that has its consolidated.00.pth beside its "
+            f"{meta.CONFIG}"
+        )
+    raise ModelError(
+        f"{path} is of an unknown layout, it begins with '{next(iter(weights))}': GPTs of "
+        "nanoGPT, GPTs and Llamas of LLMs-from-scratch and Llamas of torchtune are read, and "
+        "folders of OpenAI's GPT-2, Meta's Llama, litgpt and nanochat"
     )
 
 
@@ -122,10 +209,8 @@ def _config(
     given = given_config(path, config, layout.kind)
     if layout.kind != "gpt2":
         return llama_config(path, shape, given, settings, layout.program)
-    if layout.program != NANOGPT.program:
-        return gpt2_config(path, shape, given, settings, "gelu_new")
-    full_config, notes = gpt2_config(path, shape, given, settings, "gelu")
-    return full_config, notes + nanogpt_notes(shape, given)
+    full_config, notes = gpt2_config(path, shape, given, settings)
+    return full_config, notes + (nanogpt.shape_notes(shape) if layout is nanogpt.LAYOUT else [])
 
 
 def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
@@ -158,7 +243,7 @@ def _sources(
     optional = {n.format(i) for n in layout.optional for i in range(layers)}
     if not any(theirs in weights for name in optional for theirs in sources[name]):
         sources.update(dict.fromkeys(optional, ()))
-        if layout.optional == QKV_BIAS:
+        if layout.optional == book.QKV_BIAS:
             sources = {name: parts for name, parts in sources.items() if name not in optional}
     expected = dict.fromkeys(theirs for names in sources.values() for theirs in names)
     unknown = [name for name in weights if name not in expected]

@@ -4,7 +4,7 @@ Parts of the file, in order:
 
     header      magic, version, counts
     metadata    general.*, <architecture>.*, tokenizer.*; firstlight.config, a JSON object of the
-                config.json entries without a GGUF key (see `gguf_metadata`)
+                config.json entries without a GGUF key (see `metadata`)
     tensors     names, shapes, types; then the data of each tensor in the same order
 """
 
@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from firstlight.conversion.check import first_names, is_finite, require_tensors
-from firstlight.conversion.gguf_layout import (
+from firstlight.conversion.gguf.metadata import add_model, window_of
+from firstlight.conversion.gguf.shape import (
     require_known,
     rope_factors,
     rope_of,
     shape_of,
 )
-from firstlight.conversion.gguf_metadata import add_model, window_of
-from firstlight.conversion.gguf_tensors import TensorRule, tensor_rules
-from firstlight.conversion.gguf_tokenizer import GGUFTokenizer, describe_tokenizer
+from firstlight.conversion.gguf.tensors import TensorRule, tensor_rules
+from firstlight.conversion.gguf.tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.files.atomic import replacing
 from firstlight.models import FAMILIES

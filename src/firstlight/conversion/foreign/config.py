@@ -7,55 +7,66 @@ note; without a default, the model is refused with the request to give the setti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from firstlight.conversion.foreign_settings import Settings
+from firstlight.conversion.foreign.layout import Settings, Shape
 from firstlight.errors import ModelError, nearest
 from firstlight.models import GPT2Config
-from firstlight.models.rope import rope_frequencies
+from firstlight.models.rope import Llama3Rope, rope_frequencies
 from firstlight.weights.huggingface import config_from_hf
 
 #: Keys of a GPT-2's config.json, under common names or its own.
 _GPT2_KEYS = {
-    *(*GPT2Config.hf_names, *GPT2Config.hf_names.values(), "n_ctx", "qkv_bias"),
-    *("activation_function", "reorder_and_upcast_attn", "task_specific_params"),
+    *GPT2Config.hf_names,
+    *GPT2Config.hf_names.values(),
+    "n_ctx",
+    "qkv_bias",
+    "activation_function",
+    "reorder_and_upcast_attn",
+    "task_specific_params",
 }
 _LLAMA_KEYS = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
-    *("rope_parameters", "rope_theta", "rope_scaling", "tie_word_embeddings", "hidden_act"),
-    *("attention_bias", "mlp_bias", "attention_dropout", "initializer_range", "pretraining_tp"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "tie_word_embeddings",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "attention_dropout",
+    "initializer_range",
+    "pretraining_tp",
 }
 #: Keys of any config.json that do not describe the architecture.
 _OTHER_KEYS = {
-    *("model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
-    *("dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+    "model_type",
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_name_or_path",
 }
 #: Written because Hugging Face's config classes would otherwise assume the special tokens of their
 #: own models. The ids of a tokenizer, if there is one, replace them.
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a model, as its tensors show it.
-
-    Attributes:
-        sizes: sizes by the shape letters of `foreign_layouts`.
-        layers: number of layers.
-        tied: True if head and embedding are equal.
-        qkv_bias: True if a GPT's queries, keys and values have biases.
-    """
-
-    sizes: Mapping[str, int]
-    layers: int
-    tied: bool
-    qkv_bias: bool = True
 
 
 def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
@@ -112,7 +123,6 @@ def gpt2_config(
     shape: Shape,
     given: dict[str, Any],
     settings: Settings,
-    activation: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """The config.json of a GPT-2, and notes on the settings that were assumed.
 
@@ -121,14 +131,15 @@ def gpt2_config(
         shape: shape of the model, from its tensors.
         given: the caller's settings.
         settings: settings in the program's files.
-        activation: Hugging Face's name of the program's activation.
 
     Raises:
         ModelError: two of `shape`, `given` and `settings` contradict each other, or the number of
             heads is unknown.
     """
-    sizes, model_args, notes = shape.sizes, settings.model_args or {}, []
+    sizes, model_args = shape.sizes, settings.model_args or {}
+    notes = [note for key, note in settings.notes.items() if key not in given]
     found: dict[str, Any] = {
+        **settings.found,
         "model_type": "gpt2",
         "vocab_size": sizes["V"],
         "n_positions": sizes["P"],
@@ -150,8 +161,7 @@ def gpt2_config(
     dropout = model_args.get("dropout", 0.0)
     assumed = {
         **_NO_SPECIAL_TOKENS,
-        "activation_function": activation,
-        "layer_norm_epsilon": 1e-5,
+        **settings.assumed,
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), dropout),
     }
     if "n_head" not in {**given, **found}:
@@ -162,27 +172,15 @@ def gpt2_config(
         )
     config = _merged(path, assumed, given, found)
     _check_heads(path, config["n_head"], "n_head", sizes["C"])
+    for key, choices in settings.choices.items():
+        if config[key] not in choices:
+            raise ModelError(
+                f"{path}: {key} is {config[key]!r}, and its program computes "
+                f"{' or '.join(map(repr, choices))}: correct {key} in the config"
+            )
     checked = config_from_hf(config, f"{path}: config")
     del config["qkv_bias"]  # `to_hf` adds the key only if there are no biases
     return {**config, **checked.to_hf()}, notes
-
-
-def nanogpt_notes(shape: Shape, given: Mapping[str, Any]) -> list[str]:
-    """Notes of a nanoGPT model: its activation, padded vocabulary and untied head."""
-    notes = []
-    if "activation_function" not in given:
-        notes.append(
-            "The activation is taken to be the exact GELU, nanoGPT's since May 2023 (give "
-            '"activation_function": "gelu_new" for a file of an older one).'
-        )
-    if shape.sizes["V"] == 50304:
-        notes.append(
-            "The vocabulary is 50304, GPT-2's 50257 rounded up for speed: the last 47 ids "
-            "stand for no token."
-        )
-    if not shape.tied:
-        notes.append("Its head and embedding differ, though nanoGPT ties them: both are kept.")
-    return notes
 
 
 def _guess_heads(path: Path, width: int) -> int:
@@ -245,6 +243,12 @@ def llama_config(
             raise ModelError(f"{path}: its settings say {key} {found[key]!r}, its tensors {value}")
     config = _merged(path, assumed, given, {**found, **shown})
     checked = config_from_hf(config, f"{path}: config")
+    scaling = getattr(checked, "rope_scaling", None)
+    if not isinstance(scaling, (NoneType, Llama3Rope)):
+        raise ModelError(
+            f"{path}: {program} computes no rotary positions of type {scaling.rope_type!r}: "
+            "correct rope_parameters"
+        )
     if settings.sines is not None and len(settings.sines) > 1:
         _check_rope(path, checked, settings.sines)
     notes = [note for key, note in settings.notes.items() if key not in given]

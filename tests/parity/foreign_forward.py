@@ -1,19 +1,19 @@
 """Logits of other programs' models, from their own tensors, as their own code computes them.
 
-A conversion is checked against these logits. The module therefore shares no names, layout or model
-code with the conversion: a wrong name, order or transposition of a tensor gives different logits.
-Constants in a program's code are constants here, even if a config says otherwise. The computation
-is in fp32. Each weight is cast when it is used, so that few fp32 copies are in memory at a time.
+The oracle of the programs that `foreign_programs` does not rebuild as modules: OpenAI's GPT-2,
+Meta's Llama, torchtune, litgpt and nanochat. It shares no names, layout or model code with the
+conversion: a wrong name, order or transposition of a tensor gives different logits. Constants in a
+program's code are constants here, even if a config says otherwise. The computation is in fp32.
 
-Sources: see `foreign_layouts`. Shape letters: B batch, T positions, C width, H query heads, K key
-and value heads, D size of a head, V vocabulary.
+Sources: see the programs' files in `firstlight/conversion/foreign`. Shape letters: B batch,
+T positions, C width, H query heads, K key and value heads, D size of a head, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
 
@@ -21,38 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.models.gpt2 import ACTIVATIONS
-
 Weights = Mapping[str, Tensor]
 
-#: Epsilon of the norms in nanoGPT, LLMs-from-scratch and OpenAI's GPT-2.
+#: Epsilon of the norms in OpenAI's GPT-2.
 _EPSILON = 1e-5
-#: Rows of the output head, often the largest tensor, that are cast to fp32 at a time.
-_HEAD_ROWS = 8192
-
-
-@dataclass(frozen=True)
-class _Names:
-    """A program's names of a GPT's modules.
-
-    `block` is the prefix of a block without its number. Modules of a block (`qkv`, `norm_1`,
-    `attended`, `norm_2`, `up`, `down`) are named without that prefix. `attended` is the output
-    projection of attention; `scale` and `shift` are the names of a norm's two tensors.
-    """
-
-    qkv: tuple[str, ...]
-    tokens: str
-    positions: str
-    block: str
-    norm_1: str
-    attended: str
-    norm_2: str
-    up: str
-    down: str
-    norm: str
-    head: str
-    scale: str = "weight"
-    shift: str = "bias"
 
 
 @dataclass(frozen=True)
@@ -73,24 +45,6 @@ class PairsNames:
     scale: str
 
 
-_NANOGPT = _Names(
-    ("attn.c_attn",),
-    *"transformer.wte transformer.wpe transformer.h.".split(),
-    *"ln_1 attn.c_proj ln_2 mlp.c_fc mlp.c_proj transformer.ln_f lm_head".split(),
-)
-_BOOK_FAST = _Names(
-    ("att.qkv",),
-    *"tok_emb pos_emb trf_blocks.".split(),
-    *"norm1 att.proj norm2 ff.layers.0 ff.layers.2 final_norm out_head".split(),
-)
-_BOOK = replace(
-    _BOOK_FAST,
-    qkv=("att.W_query", "att.W_key", "att.W_value"),
-    attended="att.out_proj",
-    scale="scale",
-    shift="shift",
-)
-
 META_NAMES = PairsNames(
     *"attention_norm attention.wq attention.wk attention.wv attention.wo ffn_norm".split(),
     *"feed_forward.w1 feed_forward.w3 feed_forward.w2 weight".split(),
@@ -101,63 +55,15 @@ TORCHTUNE_NAMES = PairsNames(
 )
 
 
-def nanogpt_logits(weights: Weights, heads: int, ids: Tensor, activation: str) -> Tensor:
-    """Logits [B, T, V], fp32, of nanoGPT's GPT.
-
-    Args:
-        weights: the state_dict; biases may be missing.
-        heads: number of attention heads.
-        ids: token ids below V, int64 [B, T]; T is at most the number of positions.
-        activation: key of `ACTIVATIONS`: "gelu", or "gelu_new" as in nanoGPT before May 2023.
-
-    Raises:
-        IndexError: an id or T is too large.
-    """
-    return _gpt_logits(weights, _NANOGPT, heads, ids, activation)
-
-
-def book_gpt_logits(weights: Weights, heads: int, ids: Tensor, activation: str) -> Tensor:
-    """Logits [B, T, V], fp32, of LLMs-from-scratch's GPTModel or GPTModelFast; arguments and errors
-    as in `nanogpt_logits`."""
-    names = _BOOK_FAST if "trf_blocks.0.att.qkv.weight" in weights else _BOOK
-    return _gpt_logits(weights, names, heads, ids, activation)
-
-
-@torch.no_grad()
-def book_llama_logits(weights: Weights, heads: int, ids: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Logits [B, T, V], fp32, of LLMs-from-scratch's Llama2Model or Llama3Model.
-
-    Args:
-        weights: the state_dict. Rotary tables in it (older models save them) are used if they are
-            fp32 and have the right shape; else the tables are computed from `rope`.
-        heads: number of query heads.
-        ids: token ids below V, int64 [B, T].
-        rope: `rope_parameters` of a config.json. The only scaling that is applied is "llama3", as
-            in the program's code.
-    """
-    x = F.embedding(ids, weights["tok_emb.weight"]).float()
-    size = x.shape[-1] // heads
-    angles = torch.arange(ids.shape[1])[:, None] * _frequencies(size, rope).repeat(2)
-    for block in _blocks(weights, "trf_blocks.", "norm1.weight"):
-        cos = _table(weights, block + "att.cos", angles.cos())
-        sin = _table(weights, block + "att.sin", angles.sin())
-        y = _rms_norm(weights, block + "norm1", x)
-        q, k, v = (
-            _split(_linear(weights, f"{block}att.{name}", y), size)
-            for name in ("W_query", "W_key", "W_value")
-        )
-        y = _attend(_turned(q, cos, sin), _turned(k, cos, sin), v)
-        x = x + _linear(weights, block + "att.out_proj", y)
-        y = _rms_norm(weights, block + "norm2", x)
-        gate = F.silu(_linear(weights, block + "ff.fc1", y))
-        x = x + _linear(weights, block + "ff.fc3", gate * _linear(weights, block + "ff.fc2", y))
-    return _head(weights, "out_head", _rms_norm(weights, "final_norm", x))
-
-
 @torch.no_grad()
 def openai_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
-    """Logits [B, T, V], fp32, of OpenAI's GPT-2, whose linear layers have weights [in, out];
-    `weights`, `heads` and `ids` as in `nanogpt_logits`."""
+    """Logits [B, T, V], fp32, of OpenAI's GPT-2, whose linear layers have weights [in, out].
+
+    Args:
+        weights: tensors by OpenAI's names.
+        heads: number of attention heads.
+        ids: token ids below V, int64 [B, T]; T is at most the number of positions.
+    """
 
     def layer(name: str, x: Tensor) -> Tensor:
         return x @ weights[f"model/{name}/w"].float() + weights[f"model/{name}/b"].float()
@@ -223,7 +129,7 @@ def pairs_llama_logits(
 @torch.no_grad()
 def nanochat_logits(weights: Weights, heads: int, ids: Tensor) -> Tensor:
     """Logits [B, T, V], fp32, of nanochat's first form; `weights`, `heads` and `ids` as in
-    `nanogpt_logits`. The rotary tables are fp32 here, and bf16 in nanochat's code."""
+    `openai_logits`. The rotary tables are fp32 here, and bf16 in nanochat's code."""
     x = _bare_norm(F.embedding(ids, weights["transformer.wte.weight"]).float())
     size = x.shape[-1] // heads
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -292,25 +198,6 @@ def litgpt_logits(weights: Weights, config: Mapping[str, Any], ids: Tensor) -> T
     return _head(weights, "lm_head", _rms_norm(weights, "transformer.ln_f", x, eps))
 
 
-@torch.no_grad()
-def _gpt_logits(
-    weights: Weights, names: _Names, heads: int, ids: Tensor, activation: str
-) -> Tensor:
-    """Logits [B, T, V], fp32, of a GPT."""
-    x = F.embedding(ids, weights[f"{names.tokens}.weight"]).float()
-    positions = torch.arange(ids.shape[1])
-    x = x + F.embedding(positions, weights[f"{names.positions}.weight"]).float()
-    for block in _blocks(weights, names.block, f"{names.norm_1}.{names.scale}"):
-        y = _layer_norm(weights, names, block + names.norm_1, x)
-        qkv = torch.cat([_linear(weights, block + name, y) for name in names.qkv], -1)
-        q, k, v = (_split(part, x.shape[-1] // heads) for part in qkv.chunk(3, -1))
-        x = x + _linear(weights, block + names.attended, _attend(q, k, v))
-        y = _layer_norm(weights, names, block + names.norm_2, x)
-        y = ACTIVATIONS[activation](_linear(weights, block + names.up, y))
-        x = x + _linear(weights, block + names.down, y)
-    return _head(weights, names.head, _layer_norm(weights, names, names.norm, x))
-
-
 def _blocks(weights: Weights, prefix: str, first: str) -> Iterator[str]:
     """Prefixes of the blocks, such as "trf_blocks.0.", up to the first block without a tensor named
     `first`."""
@@ -324,14 +211,7 @@ def _linear(weights: Weights, module: str, x: Tensor) -> Tensor:
 
 def _head(weights: Weights, module: str, x: Tensor) -> Tensor:
     """Logits [B, T, V] of `x`, [B, T, C]."""
-    parts = torch.split(weights[f"{module}.weight"], _HEAD_ROWS)
-    return torch.cat([F.linear(x, part.float()) for part in parts], -1)
-
-
-def _layer_norm(weights: Weights, names: _Names, module: str, x: Tensor) -> Tensor:
-    scale, shift = weights[f"{module}.{names.scale}"], weights.get(f"{module}.{names.shift}")
-    shift = None if shift is None else shift.float()
-    return F.layer_norm(x, scale.shape, scale.float(), shift, _EPSILON)
+    return F.linear(x, weights[f"{module}.weight"].float())
 
 
 def _rms_norm(
@@ -379,14 +259,6 @@ def _frequencies(size: int, rope: Mapping[str, Any]) -> Tensor:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((rounds - low) / (high - low)).clamp(0, 1)
     return frequencies.mul(kept + (1 - kept) / rope["factor"])
-
-
-def _table(weights: Weights, name: str, computed: Tensor) -> Tensor:
-    """The first T rows of the file's table [positions, D]; `computed`, [T, D], if the file has no
-    table, or one of another width or dtype."""
-    saved = weights.get(name, computed)
-    rows = saved[: len(computed)] if saved.dim() == 2 else saved
-    return rows if rows.shape == computed.shape and rows.dtype == computed.dtype else computed
 
 
 def _turned(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

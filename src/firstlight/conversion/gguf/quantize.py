@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firstlight.conversion.check import check_dtype
-from firstlight.conversion.gguf_layout import shape_of
-from firstlight.conversion.gguf_tensors import tensor_rules
+from firstlight.conversion.check import check_dtype, logits_of
+from firstlight.conversion.gguf.shape import shape_of
+from firstlight.conversion.gguf.tensors import tensor_rules
 from firstlight.conversion.source import Source
 from firstlight.errors import ConfigError, MissingDependencyError, ModelError
 from firstlight.models import Model, build_model
@@ -266,7 +266,9 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
         stack.callback(library.llama_batch_free, batch)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+            batch.token[i] = token
+            batch.pos[i] = i
+            batch.logits[i] = 1
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
         if library.llama_decode(context, batch):
             raise ModelError(f"llama.cpp can't compute {path.name}")
@@ -322,7 +324,8 @@ def quantise_source(
     plain.unlink()
     own = config_from_hf(model.config, model.name)
     ids = evaluation_ids(tokenizer, own.max_position_embeddings)
-    expected, found = model.logits(ids, check_dtype(own)), llama_cpp_logits(out, ids)
+    expected = logits_of(model.config, model.tensors, ids, check_dtype(own))
+    found = llama_cpp_logits(out, ids)
     before, after = perplexity(expected, ids), perplexity(found, ids)
     limit = perplexity_limit(dtype) if limit is None else limit
     if math.isinf(after) or not after <= before * (1 + limit):
