@@ -412,20 +412,7 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
 
 
 @benchmarks.command("scaling")
-@bench_options(
-    ScalingBench,
-    "nproc",
-    "model",
-    "engines",
-    "seq_len",
-    "micro_batch_size",
-    "accumulation",
-    "precision",
-    "steps",
-    "repeats",
-    "device",
-    model="NAME|RECIPE.yaml",
-)
+@bench_options(ScalingBench, model="NAME|RECIPE.yaml")
 @out_option("scaling")
 @with_json
 def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:

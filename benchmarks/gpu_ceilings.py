@@ -137,7 +137,9 @@ Seconds since the start of the process at which each was done; the model is GPT-
 def _page(found: Findings) -> Page:
     dtypes = [row.name for row in found.measured(NAME) if row.request["measure"] == "products"]
     runs = {dtype: found.outcome(NAME, dtype).runs[-1] for dtype in dtypes}
-    parts, summary, pictures = [], [], {}
+    parts: list[str] = []
+    summary: list[str] = []
+    pictures: dict[str, bytes] = {}
     gpu = found.machine.gpu
     if runs:
         picture = "![rates by size](../images/gpu-ceilings.png)\n"

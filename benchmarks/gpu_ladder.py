@@ -257,7 +257,9 @@ def _found(ladder: Ladder, found: Findings) -> list[_Found]:
 
 
 def _page(found: Findings) -> Page:
-    text, summary, pictures = [], [], {}
+    text: list[str] = []
+    summary: list[str] = []
+    pictures: dict[str, bytes] = {}
     for number, (ladder, published) in enumerate(ladders(found.machine)):
         entries = _found(ladder, found)
         good = [entry for entry in entries if not entry.reason]

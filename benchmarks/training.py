@@ -611,7 +611,9 @@ class PartsClock(StepClock):
         self.peaks: tuple[int, int] | None = None
         self.phases: list[dict[str, float]] = []
         self.operators: list[dict[str, dict[str, float]]] = []
-        self._level, self._timed, self._phase_steps = level, timed, phase_steps
+        self._level = level
+        self._timed = timed
+        self._phase_steps = phase_steps
         self._stack = contextlib.ExitStack()
         self._passes: list[tuple[float, float]] = []
         self._profiler: Any = None

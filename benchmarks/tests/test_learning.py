@@ -255,26 +255,11 @@ def test_the_command_trains_and_writes_its_page(
 ) -> None:
     # One real run; what it says is checked against the run's own figures.
     place = bench.folder / "docs" / "benchmarks" / "learning.md"
-    main(
-        [
-            "learning",
-            "--out",
-            str(bench.folder),
-            "--sizes",
-            "tiny",
-            "--corpus",
-            bench.corpora[0],
-            "--rows",
-            BEFORE,
-            "--seeds",
-            "1",
-            "--tokens",
-            str(3 * 2048),
-            "--page",
-            str(place),
-            "--json",
-        ]
+    command = (
+        f"learning --out {bench.folder} --sizes tiny --corpus {bench.corpora[0]} --rows {BEFORE} "
+        f"--seeds 1 --tokens {3 * 2048} --page {place} --json"
     )
+    assert main(command.split()) == 0
     out = capsys.readouterr().out
     (run,) = json.loads(out)["runs"]
     assert run["tokens"] == 3 * 2048

@@ -199,19 +199,11 @@ def test_the_command_prints_a_table_for_people_and_one_object_for_programs(
     temporary: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kept, out = tmp_path / "kept", tmp_path / "out"
-    arguments = ["loading", "--parameters", "2M", "--ways", "mmap", "--no-transformers"]
-    arguments += [
-        "--repeats",
-        "2",
-        "--device",
-        "cpu",
-        "--dir",
-        str(kept),
-        "--out",
-        str(out),
-        "--json",
-    ]
-    assert main(arguments) == 0
+    command = (
+        "loading --parameters 2M --ways mmap --no-transformers --repeats 2 --device cpu "
+        f"--dir {kept} --out {out} --json"
+    )
+    assert main(command.split()) == 0
     captured = capfd.readouterr()
     result = json.loads(captured.out)
     assert result == json.loads((out / "loading.json").read_text(encoding="utf-8"))
