@@ -1,6 +1,6 @@
 """Parts of `python -m benchmarks gpu`, and the pages that are made of their results.
 
-How a part is declared: a module `bench/gpu_NAME.py` with one `Part`, listed in `bench/gpu.py`.
+How a part is declared: a module `gpu_NAME.py` with one `Part`, listed in `gpu.py`.
 
     _MODULE = "benchmarks.gpu_NAME"          # or a module that measures already
 
@@ -40,7 +40,7 @@ are kept in one JSON file of a few MB for all rows, so they must not have long l
 of one call share files (a corpus, a model) in the folder request["work"]; each makes missing files.
 
 `_page` is only called when at least one row of the part has a result, and must work with any subset
-of its rows. `bench/gpu.py` adds the title, the machine, the command, and the rows without a figure
+of its rows. `gpu.py` adds the title, the machine, the command, and the rows without a figure
 with their reasons. The page refers to pictures as `../images/gpu-NAME.png`.
 """
 
