@@ -1,7 +1,7 @@
 """Times of this machine's operators: measured, kept in a file, and used to estimate others.
 
 Each kind of machine has a store, a JSON file in the cache's calibration/ (see
-`data.remote.cache_folder`). The file's name is a hash of the processor, the number of threads,
+`files.cache.cache_folder`). The file's name is a hash of the processor, the number of threads,
 torch's version and the settings of its threads and allocator, which the file contains as well. For
 each operator that was timed, the file has the last few times, each divided by the time of a
 reference operator at that moment. A time is predicted as the median of these ratios times the
@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 
-from firstlight.data.remote import cache_folder
+from firstlight.files.cache import cache_folder
 from firstlight.hardware.device import find_hardware
 from firstlight.planner.memory.kernels import Layout, Operator
 from firstlight.planner.speed.gpu import attention_flops
