@@ -57,6 +57,7 @@ from firstlight.bench.gemm_products import (
 from firstlight.bench.models import find_model
 from firstlight.bench.options import GemmBench
 from firstlight.cli.bench import gemm_command
+from firstlight.cli.main import main
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.models.accounting import meta_model, train_flops_per_token
@@ -588,3 +589,14 @@ def test_caches_of_instructions_are_left_out(tmp_path: Path) -> None:
             (tmp_path / f"index{number}" / name).write_text(text + "\n", encoding="ascii")
     assert cache_sizes(tmp_path) == {"L1": 32 << 10, "L2": 1 << 20}
     assert cache_sizes(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize("name", ["training", "gpu", "planner", "loading"])
+def test_bench_outside_the_package_names_its_successor(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", name, "--help"]) == 2
+    assert capsys.readouterr().err == (
+        f"firstlight: error: bench {name} is not part of the package: in a checkout of "
+        f"firstlight, use python -m benchmarks {name}\n"
+    )
