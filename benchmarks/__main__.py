@@ -178,7 +178,7 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
 @click.command("gpu")
 @path_option(
     "--out",
-    help="Measure, and write results.json into this folder; go on with what it holds already.",
+    help="Measure, and write results.json into this folder; continue with what it holds already.",
 )
 @bench_options(GPUBench, "minutes", "parts", "dry", "retry")
 @path_option(

@@ -101,8 +101,9 @@ class NewModel:
 
         fitted = self._fitted(plan, data, call)
         plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
-        for line in () if chosen_again else plan.lines():
-            call.tell(line)
+        if not chosen_again:
+            for line in plan.lines():
+                call.tell(line)
         call.write_recipe(fitted.resolved, plan.choices, plan.request)
         call.remember(begun=True, expected=plan.choices.bits_per_byte)
         return train(

@@ -306,7 +306,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: a byte has no token")
     require_short(path, ranks)
-    characters = _byte_characters()
+    characters = byte_characters()
     text = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -329,7 +329,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
     return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=True)
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character for each byte in byte-level BPE files (openai/gpt-2 `encoder.py`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))

@@ -10,13 +10,10 @@ file. The time of patterns can't be computed; they are tried on short texts (see
 from __future__ import annotations
 
 import base64
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import tokenizers
 
 from firstlight.errors import InputError, TokenizerError
 from firstlight.files.atomic import read_file, require_few_values
@@ -301,52 +298,3 @@ def _require_small_tree(vocabulary: list[Any]) -> None:
         before = token
     if nodes > _MOST_UNIGRAM_NODES:
         raise TokenizerError(f"has tokens that share no beginnings, {nodes:,} characters of them")
-
-
-# The bytes of a text that one token can stand for
-
-#: Steps that leave out no part of a text. For each, the most bytes of the text that become one byte
-#: of the result: 4 where a character of 4 bytes may become one of 1 byte; 8 for NFC and NFKC, which
-#: may join four characters (16 bytes) into one of at least two bytes.
-_KEEPING = {
-    **dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"), 1),
-    **dict.fromkeys(("Lowercase", "NFD", "NFKD"), 4),
-    **dict.fromkeys(("NFC", "NFKC"), 8),
-}
-
-
-def most_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of a text that can become one token: a text of n bytes has at least n divided
-    by this number of tokens.
-
-    None if there may be no bound: a step can leave out characters (spaces, accents), or any number
-    of unknown characters can become one token or none.
-    """
-    state = json.loads(backend.to_str())
-    model, added = state["model"], state["added_tokens"]
-    most, kinds = 1, set()
-    for step in (*steps_of(state["normalizer"]), *steps_of(state["pre_tokenizer"])):
-        kinds.add(kind := step.get("type"))
-        if kind == "Replace":
-            found = step["pattern"].get("String")
-            if not found or len(step["content"].encode()) < len(found.encode()):
-                return None
-        elif kind not in _KEEPING or step.get("behavior") == "Removed":
-            return None
-        else:
-            most *= _KEEPING[kind]
-    if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
-        return None
-    if any((one["lstrip"] or one["rstrip"]) and not one["special"] for one in added):
-        return None  # such a token absorbs any number of spaces beside it
-    characters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    is_byte_level = "ByteLevel" in kinds and characters <= model["vocab"].keys()
-    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
-    if not is_byte_level and not (model["byte_fallback"] and bytes_known):
-        return None
-
-    def size(name: str) -> int:
-        is_of_bytes = is_byte_level and characters.issuperset(name)
-        return len(name) if is_of_bytes else len(name.encode())
-
-    return most * max(size(name) for name in (*model["vocab"], *(one["content"] for one in added)))

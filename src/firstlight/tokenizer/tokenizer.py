@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -304,26 +304,22 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = False,
-        check: Callable[[Sequence[str]], None] = lambda pieces: None,
     ) -> list[int]:
         """The ids of the text of `apply_chat_template`. Only the template's own text can become
-        special tokens; the messages' text is plain text. Before they are encoded, `check` is called
-        with the pieces of the text (no token spans two pieces), and may raise an error.
+        special tokens; the messages' text is plain text.
 
         Raises:
             InputError, TokenizerError: see `apply_chat_template`.
         """
         from firstlight.tokenizer.chat_template import chat_pieces
 
-        found = chat_pieces(
+        pieces = chat_pieces(
             self._required_template(),
             messages,
             self.named_tokens,
             list(self.special_tokens),
             add_generation_prompt=add_generation_prompt,
         )
-        pieces = list(found)
-        check([piece for piece, _ in pieces])
         special = self.special_tokens
         ids = (([special[piece]] if known else self.encode(piece)) for piece, known in pieces)
         return [token_id for some in ids for token_id in some]

@@ -266,7 +266,7 @@ class RunLogs:
     ) -> None:
         """Give messages about a log's damage, and about steps without metrics."""
         if problem is not None:
-            self._tell(f"warning: {problem}; the run goes on without the damaged lines")
+            self._tell(f"warning: {problem}; the run continues without the damaged lines")
         if name != METRICS_NAME:
             return
         # A run that branched off another one, or continues another one's schedule, has no lines of
