@@ -25,7 +25,7 @@ _OF_RECIPES = {"train", "plan", "tune", "bench"}
 
 
 def _commands(text: str) -> Iterator[str]:
-    """The commands of firstlight and of its benchmarks, in lines of code and in code within lines."""
+    """The commands in lines of code and in code within lines, benchmarks included."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         if line.startswith("    "):
             shown = re.match(
