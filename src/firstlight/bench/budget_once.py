@@ -15,7 +15,7 @@ from firstlight.data.shards import read_manifest
 from firstlight.evaluation.inputs import load_for_evaluation
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.pipeline.run import train_texts
-from firstlight.report.length import read_length
+from firstlight.report.records import read_length
 
 #: A random run is ended if its bits per byte exceed those of the chosen settings by more than a
 #: fraction, at the same share of their steps: (share from which it counts, fraction). 41 of 138

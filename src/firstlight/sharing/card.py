@@ -12,7 +12,7 @@ from firstlight.console import compact, loss_text, plain, rounded
 from firstlight.conversion.gguf_layout import ARCHITECTURES
 from firstlight.data.remote import is_url
 from firstlight.evaluation.scores import with_error
-from firstlight.report.page import duration, memory_unit
+from firstlight.report.summary import duration, memory_unit
 from firstlight.sharing.facts import DataFacts, ModelFacts
 from firstlight.weights.hub import is_hub_id
 

@@ -19,8 +19,7 @@ from firstlight.errors import CheckpointError
 from firstlight.files.atomic import write_json
 from firstlight.optim.batch_schedule import BatchSchedule
 from firstlight.optim.schedule import DecidedLength, PredictedLength, ScheduleConfig
-from firstlight.report.length import LENGTH_NAME, read_length
-from firstlight.report.records import METRICS_NAME, sound_json_lines
+from firstlight.report.records import LENGTH_NAME, METRICS_NAME, read_length, sound_json_lines
 from firstlight.training.times import LoopTimes
 
 #: Most seconds in a line of a log, about a thousand years: a greater number is damage.

@@ -14,9 +14,9 @@ from typing import Any
 from firstlight.checkpoint.manifest import RUN_NAME
 from firstlight.files.atomic import remove_file, set_aside, storage_errors, write_file
 from firstlight.files.disk import AppendedFile
-from firstlight.report.length import LENGTH_NAME
 from firstlight.report.records import (
     EVENTS_NAME,
+    LENGTH_NAME,
     METRICS_NAME,
     RECIPE_NAME,
     SAMPLES_NAME,

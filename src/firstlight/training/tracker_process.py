@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from firstlight.report.follow import LineFollower, StepFollower
+from firstlight.report.records import LineFollower, StepFollower
 from firstlight.training.tracker_libraries import LIBRARIES, Step, Tracker
 
 #: Seconds between two readings of the run's logs.
