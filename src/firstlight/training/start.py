@@ -123,7 +123,6 @@ def _open_logs(run: Run) -> RunLogs | SilentLogs:
     return RunLogs(
         *(run.folder, run.logged_step, run.state.events),
         is_branch=run.branch_from is not None,
-        tensorboard="tensorboard" in run.recipe.run.trackers,
         tell=run.tell,
     )
 
