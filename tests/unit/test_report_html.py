@@ -247,7 +247,7 @@ def test_page_of_run_with_extreme_values_draws_finite_curves(tmp_path: Path, val
 def drawn_points(chart: Chart, *, log: bool) -> list[list[list[float]]]:
     axes = Figure().subplots()
     draw(axes, chart, log=log)
-    return [line.get_xydata().tolist() for line in axes.lines]
+    return [np.asarray(line.get_xydata()).tolist() for line in axes.lines]
 
 
 def test_logarithmic_axis_with_zero_leaves_that_point_out() -> None:

@@ -95,7 +95,7 @@ def follow(
 ) -> str | None:
     """Pass a run to a tracker, in this thread; return the tracker's error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LIBRARIES, "wandb", lambda: tracker)  # type: ignore[arg-type, misc]
+        patch.setitem(LIBRARIES, "wandb", lambda: tracker)
         thread = trackers._TrackerThread("wandb", folder, {"a": {"b": 1}}, is_new=is_new)
         thread.checkpoint, thread.has_failed_run = Path("c"), failed
         thread.run_is_over = Turns(*turns)
@@ -237,12 +237,16 @@ class Printing(Recorder):
         print("stored")  # noqa: T201
 
 
+def print_nothing(_: str) -> None:
+    """Take a message."""
+
+
 def test_prints_of_a_tracker_library_go_to_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(LIBRARIES, "wandb", Printing)
     before = sys.stdout
-    with Trackers(["wandb"], tmp_path, {}, str, is_new=True, with_checkpoint=False):
+    with Trackers(["wandb"], tmp_path, {}, print_nothing, is_new=True, with_checkpoint=False):
         print("result")  # noqa: T201
     assert sys.stdout is before
     out, err = capsys.readouterr()
