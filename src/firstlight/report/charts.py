@@ -162,9 +162,17 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
         axes.axis("off")
         axes.text(0.5, 0.5, "nothing yet", color=_light("soft"), ha="center", va="center")
         return
+    # Lines with an underscore in front of their names have no entry in a picture's legend.
+    named: set[str] = set()
     for mark in chart.marks[-_MAX_MARKS:]:
-        colour = _light(_MARKS.get(mark.kind, "c3"))
-        axes.axvline(mark.x, color=colour, linestyle=(0, (3, 3)), linewidth=1.4)
+        axes.axvline(
+            mark.x,
+            color=_light(_MARKS.get(mark.kind, "c3")),
+            linestyle=(0, (3, 3)),
+            linewidth=1.4,
+            label=f"{'_' if mark.kind in named else ''}{mark.kind.replace('-', ' ')}",
+        )
+        named.add(mark.kind)
     for line in lines:
         is_dotted = not line.faint and len(line.series) <= _FEW
         axes.errorbar(
@@ -219,7 +227,8 @@ def _draw_second_axis(axes: Any, name: str, series: Series, edge: str) -> None:
         return
     x, y = series.x[rises], series.y[rises]
     low, high = np.interp(axes.get_xlim(), x, y)
-    ticks = [tick for tick in MaxNLocator(7).tick_values(low, high) if low <= tick <= high]
+    ticks = MaxNLocator(7, steps=[1, 2, 5, 10]).tick_values(low, high)
+    ticks = ticks[(ticks >= low) & (ticks <= high)]
     beside = axes.secondary_xaxis(edge)
     beside.set_xticks(np.interp(ticks, y, x), [compact(float(f"{tick:.10g}")) for tick in ticks])
     beside.tick_params(colors=_light("soft"), length=0)
@@ -337,7 +346,7 @@ def draw_in_picture(axes: Any, chart: Chart, *, log: bool | None = None) -> None
     draw(axes, chart.thinned(_BUCKETS), log=chart.needs_log if log is None else log)
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
     axes.set_title(plain_text(title), loc="left", fontsize="medium")
-    if sum(not line.faint for line in chart.lines if len(line.series)) > 1:
+    if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(fontsize="small", frameon=False)
 
 
