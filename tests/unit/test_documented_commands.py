@@ -95,6 +95,7 @@ def test_the_commands_without_json_are_those_that_the_page_on_training_names() -
         name
         for name, command in firstlight.commands.items()
         if not isinstance(command, click.Group)
+        and not command.hidden
         and not any("--json" in option.opts for option in command.params)
     }
     assert set(re.findall(r"`(\w+)`", said[1])) == without
