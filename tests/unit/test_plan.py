@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.curve import Schedule
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
-from firstlight.planner.plan import estimate as outcome
 from firstlight.planner.plan import search
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
 from firstlight.planner.plan.machine import (
@@ -46,7 +44,6 @@ from firstlight.planner.plan.text import (
     method_rows,
 )
 from firstlight.planner.speed import alignment
-from firstlight.planner.speed import recipe as pace
 from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
@@ -471,23 +468,6 @@ def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
     ):
         found = Estimator().estimate(candidate)
         assert found.fits, found.problem
-
-
-def test_operators_are_timed_for_as_long_as_is_left_of_a_plans_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, seconds = [0.0], []
-    monkeypatch.setattr(outcome, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(pace, "measure_operators", lambda *given: seconds.append(given[2]))
-    machine = find_machine(None)
-    resolved = resolve_for(recipe(efficiency={"compile": False}), machine)
-    candidate = Candidate(resolved, machine, evaluates=False)
-    estimator = Estimator()
-    for now[0] in (0.0, 3.0, 60.0):
-        assert estimator.estimate(candidate).speed is not None
-    assert seconds == [3.0, 2.0, 0.2]
-    assert Estimator(measures=False).estimate(candidate).speed is not None
-    assert len(seconds) == 3
 
 
 def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:

@@ -7,23 +7,15 @@ and of fine-tuning on a GPU, is predicted.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
-from firstlight.hardware.device import (
-    Hardware,
-    free_memory_bytes,
-    is_out_of_memory,
-    synchronize,
-)
+from firstlight.hardware.device import Hardware, free_memory_bytes, is_out_of_memory
 from firstlight.hardware.environment import cores_are_busy
-from firstlight.models import empty_model
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import Choices
@@ -31,10 +23,9 @@ from firstlight.pipeline.facts import Length, MachineFacts, ModelSize
 from firstlight.planner.plan.automatic import forecast_run
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for, with_changes
+from firstlight.planner.speed.timed import time_step
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.training.forecast import Forecast
-from firstlight.training.program import TrainingProgram
-from firstlight.training.starting_model import attach
 
 #: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, or
 #: predicted, and their vocabulary size.
@@ -47,10 +38,6 @@ _TIMED_TOKENS = settings.BATCH_TOKENS
 #: (free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger model take
 #: 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
 _TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
-#: Seconds of measured steps, by kind of device, and their least number, after a first step that
-#: allocates memory. The fastest one counts, since other programs and the second step's memory only
-#: make a step slower.
-_TIMED_SECONDS, _FEWEST_TIMED = {"cpu": 1.0, "cuda": 0.5}, 3
 #: Origins of a speed, as they are shown.
 _MEASURED, _PREDICTED = "measured here", "predicted by the planner"
 
@@ -117,10 +104,8 @@ def _speeds(
     for shape in _TIMED_SHAPES[kind] if timed_tokens else _PREDICTED_SHAPES:
         size = ModelSize(*shape, _VOCABULARY, seq_len)
         recipes = [resolve_for(_speed_recipe(size, tokens), machine) for tokens in step_tokens]
-        if timed_tokens:
-            rate, *few = timed_rates(recipes[0], machine, step_tokens)
-        else:
-            rate, *few = (_predicted_rate(recipe, machine) for recipe in recipes)
+        find = _timed_rate if timed_tokens else _predicted_rate
+        rate, *few = (find(recipe, machine) for recipe in recipes)
         rates.append((size.flops_per_token, rate))
         steps += [(size.flops_per_token, seq_len / one) for one in few]
     return rates, steps
@@ -169,48 +154,10 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def timed_rates(
-    recipe: ResolvedRecipe, machine: Machine, step_tokens: Sequence[int] = (_TIMED_TOKENS,)
-) -> list[float]:
-    """Measure the training speed of a recipe's model by some steps on random tokens.
-
-    Args:
-        recipe: the recipe of a run with one process.
-        machine: this machine.
-        step_tokens: numbers of tokens of a step.
-
-    Returns:
-        Tokens per second in steps of each of these numbers.
-    """
-    hardware, seq_len = machine.hardware, recipe.data.seq_len
-    model = empty_model(recipe.model)
-    model.init_weights(torch.Generator().manual_seed(0), recipe.init)
-    attach(model, recipe, hardware)
-    program = TrainingProgram(recipe, model, hardware)
-
-    def seconds_of(batch: Batch) -> float:
-        begun = time.perf_counter()
-        program.step([batch], 0.1)
-        synchronize(hardware.device)
-        return time.perf_counter() - begun
-
-    rates = []
-    for number in step_tokens:
-        rows = max(number // seq_len, 1)
-        tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1)).to(hardware.device)
-        documents = torch.zeros((rows, seq_len), dtype=torch.int32, device=hardware.device)
-        batch = Batch(
-            tokens[:, :-1].contiguous(),
-            tokens[:, 1:].contiguous(),
-            rows * seq_len,
-            documents if recipe.data.document_masking else None,
-        )
-        seconds_of(batch)
-        seconds: list[float] = []
-        while len(seconds) < _FEWEST_TIMED or sum(seconds) < _TIMED_SECONDS[hardware.device.type]:
-            seconds.append(seconds_of(batch))
-        rates.append(batch.num_valid / min(seconds))
-    return rates
+def _timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
+    """Tokens per second of steps of one micro-batch, which are timed on this machine."""
+    seconds = time_step(recipe, machine.hardware).seconds(1)
+    return recipe.batch.rows * recipe.data.seq_len / seconds
 
 
 def _predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
@@ -219,7 +166,7 @@ def _predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
     Raises:
         ConfigError: the GPU's speed is unknown.
     """
-    found = Estimator(measures=False).estimate(Candidate(recipe, machine, evaluates=False))
+    found = Estimator().estimate(Candidate(recipe, machine, evaluates=False))
     if found.tokens_per_second is None:
         raise ConfigError(f"the speed of {machine.name} is not known: name another --gpu")
     return found.tokens_per_second.expected
@@ -227,7 +174,7 @@ def _predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
 
 def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
     """The expected memory of a run with its evaluations, and for a GPU its speed."""
-    return Estimator(measures=False).estimate(Candidate(recipe, machine))
+    return Estimator().estimate(Candidate(recipe, machine))
 
 
 def _parameters(recipe: ResolvedRecipe) -> int:
@@ -301,11 +248,11 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
     steps = []
     is_busy = kind == "cpu" and cores_are_busy()
+    rows = max(settings.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
+    busy, few = (with_changes(recipe, {"batch.micro_batch_size": n}) for n in (rows, 1))
     if kind == "cpu":
-        (rate,), origin = timed_rates(recipe, machine), _MEASURED
+        rate, origin = _timed_rate(busy, machine), _MEASURED
     else:
-        rows = max(settings.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
-        busy, few = (with_changes(recipe, {"batch.micro_batch_size": n}) for n in (rows, 1))
         rate, origin = _predicted_rate(busy, machine), _PREDICTED
         steps = [(flops, seq_len / _predicted_rate(few, machine))]
     usable = machine.usable_bytes

@@ -205,6 +205,7 @@ def make_plan(
     estimator = estimator or Estimator()
     estimator.tell("as it stands")
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
+    first = estimator.timed(first, machine)
     if first.problem:
         raise ConfigError(first.problem)
     run = _run_of(first, machine)

@@ -45,6 +45,8 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
         yield method_rows(plan)
         if any(one.is_bound for one in plan.methods):
             yield "  < is without torch.compile, and what it saves beside a step without"
+        if plan.as_it_stands.speed and any(one.fits and not one.speed for one in plan.methods):
+            yield "  methods without a speed were not timed, to keep planning short"
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
