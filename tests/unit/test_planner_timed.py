@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,25 @@ def test_time_step_of_layers_that_differ_times_all_of_them(sizes: list[tuple[int
     model = {**DEEP, "model_type": "qwen2", "sliding_window": 64, "max_window_layers": 6}
     time_step(recipe(model), CPU, 0.0)
     assert sizes == [(2, 12)]
+
+
+def test_time_step_counts_the_faster_of_two_steps_after_a_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, passes = [0.0], iter((1.0, 5.0, 4.0))
+    optimizer = SimpleNamespace(clip_gradients=lambda: now.append(now[-1] + 0.25))
+
+    def step(*_: Any, lr_scale: float) -> None:
+        assert lr_scale == 0
+        now.append(now[-1] + next(passes))
+        optimizer.clip_gradients()
+
+    program = SimpleNamespace(step=step, optimizer=optimizer)
+    monkeypatch.setattr(timed, "trial_program", lambda *_: (program, None))
+    monkeypatch.setattr(timed, "_peak_flops", lambda *_: 1e15)
+    monkeypatch.setattr(timed.time, "perf_counter", lambda: now[-1])
+    assert time_step(recipe(), CPU) == StepTime(4.0, 0.25, 1e15)
+    assert next(passes, None) is None
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,9 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
     if machine is None:
         return None
     found = estimate(recipe, machine)
+    if machine.gpu is None and recipe.schedule.max_minutes is not None:
+        # The warm-up is a share of the steps that the minutes have time for.
+        found = Estimator().timed(found, machine)
     if found.training is None or found.evaluation is None:
         return None
     peaks = run_phases(found.training, found.evaluation, recipe, machine)

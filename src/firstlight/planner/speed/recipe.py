@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from firstlight.efficiency.compilation import records_cuda_graphs
 from firstlight.hardware.gpus import GPU
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.planner.memory.kernels import OperatorCount, Target
+from firstlight.planner.memory.kernels import OperatorCount
 from firstlight.planner.memory.prediction import MemoryPrediction
-from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.ranks import copies_of, engine_of
-from firstlight.planner.memory.recipe import trace_memory
 from firstlight.planner.plan.machine import Machine
 from firstlight.planner.speed.exchange import Exchange
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, Range, shares_of
