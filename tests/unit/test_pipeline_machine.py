@@ -12,10 +12,10 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
 from firstlight.pipeline.machine import fitted_recipe, machine_facts
 from firstlight.pipeline.ngrams import Hardness
 from firstlight.pipeline.plan import run_lines
+from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.planner.speed.timed import StepTime

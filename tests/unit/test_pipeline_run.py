@@ -35,7 +35,6 @@ from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import new_model, preparation, settings
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
 from firstlight.pipeline.new_model import counted_text
 from firstlight.pipeline.ngrams import Hardness
 from firstlight.pipeline.plan import TextPlan, scan_texts, validation_rows
@@ -44,6 +43,7 @@ from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts, work_of
 from firstlight.pipeline.run_folder import RunCall, command_of, run_name
 from firstlight.pipeline.scan import scan_corpus
+from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
 from firstlight.report.records import read_json_lines

@@ -15,7 +15,7 @@ from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import require_known
 from firstlight.errors import ConfigError
 from firstlight.optim.new_model import RATE_WIDTH, WARMUP_RATIO
-from firstlight.pipeline.settings import LAYOUT
+from firstlight.planner.advise.defaults import LAYOUT
 from firstlight.recipe.load import parse_yaml
 
 

@@ -17,9 +17,9 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, free_memory_bytes, is_out_of_memory
 from firstlight.hardware.environment import cores_are_busy
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.facts import Length, MachineFacts, ModelSize
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length, MachineFacts, ModelSize
 from firstlight.planner.plan.automatic import forecast_run
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for, with_changes
@@ -34,7 +34,7 @@ _PREDICTED_SHAPES = ((192, 4), (512, 8), (1024, 16))
 _VOCABULARY = 4096
 #: Tokens of a measured step on a CPU. With half of them, a token takes up to 1.4 times as long,
 #: because of the update's share.
-_TIMED_TOKENS = settings.BATCH_TOKENS
+_TIMED_TOKENS = defaults.BATCH_TOKENS
 #: (free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger model take
 #: 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
 _TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
@@ -97,7 +97,7 @@ def _speeds(
     """
     kind = machine.target.kind
     seq_len = 256 if kind == "cpu" else 512
-    many = timed_tokens or settings.MICRO_BATCH_TOKENS[kind]
+    many = timed_tokens or defaults.MICRO_BATCH_TOKENS[kind]
     # On a GPU, a step of few tokens takes the time of starting its kernels.
     step_tokens = (many,) if kind == "cpu" else (many, seq_len)
     rates, steps = [], []
@@ -134,11 +134,11 @@ def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
         "evaluation": {"sample_prompts": []},
     }
     given = {
-        **settings.LAYOUT,
+        **defaults.LAYOUT,
         "model.vocab_size": shape.vocab_size,
         "model.hidden_size": shape.hidden_size,
         "model.num_hidden_layers": shape.num_hidden_layers,
-        "model.num_attention_heads": shape.hidden_size // settings.HEAD_DIM,
+        "model.num_attention_heads": shape.hidden_size // defaults.HEAD_DIM,
         "model.intermediate_size": shape.intermediate_size,
         "model.max_position_embeddings": shape.seq_len,
     }
@@ -248,7 +248,7 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
     steps = []
     is_busy = kind == "cpu" and cores_are_busy()
-    rows = max(settings.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
+    rows = max(defaults.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
     busy, few = (with_changes(recipe, {"batch.micro_batch_size": n}) for n in (rows, 1))
     if kind == "cpu":
         rate, origin = _timed_rate(busy, machine), _MEASURED

@@ -14,7 +14,6 @@ from firstlight.console import rounded, time_text
 from firstlight.errors import ConfigError, RunReplacedError
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.facts import Length, TextFacts
 from firstlight.pipeline.plan import RunPlan, TextPlan, plan_texts, scan_texts
 from firstlight.pipeline.preparation import (
     Preparation,
@@ -25,6 +24,7 @@ from firstlight.pipeline.preparation import (
 from firstlight.pipeline.request import Request
 from firstlight.pipeline.run_folder import RunCall
 from firstlight.pipeline.scan import CorpusFacts
+from firstlight.planner.advise.law import Length, TextFacts
 
 if TYPE_CHECKING:
     from firstlight.pipeline.machine import FittedRecipe

@@ -15,15 +15,16 @@ from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.optim.registry import OPTIMIZERS
 from firstlight.parallel.selection import named_engine
-from firstlight.planner.memory.ranks import copies_of, why_not_cut
-from firstlight.planner.plan.compute_optimal import (
-    MOST_EPOCHS,
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import TextFacts
+from firstlight.planner.advise.model import (
     Suggestion,
     model_ladder,
     suggest,
-    useful_tokens,
+    usual_text,
     with_steps,
 )
+from firstlight.planner.memory.ranks import copies_of, why_not_cut
 from firstlight.planner.plan.estimate import (
     Candidate,
     Estimate,
@@ -139,6 +140,7 @@ class Plan:
         if self.suggestion is not None:
             suggestion = dataclasses.asdict(self.suggestion)
             suggestion["config"] = self.suggestion.config.model_dump(mode="json")
+            suggestion["bits_per_byte"] = self.suggestion.bits_per_byte
             suggestion["cost"] = cost(self.suggestion.seconds, self.budget, self.machine)
         run: dict[str, Any] | None = None
         if self.run is not None:
@@ -297,7 +299,8 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
         )
     recipe, machine = plan.recipe, plan.machine
     seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
-    unique, most_epochs = epoch_tokens(recipe), largest_epochs(recipe)
+    text = usual_text(recipe.model.vocab_size, epoch_tokens(recipe))
+    epochs = largest_epochs(recipe)
     most_parameters = _most_parameters(recipe, machine)
     flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
     suggested: dict[str, Any] = {}
@@ -305,20 +308,18 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
     for _ in range(_TRIES):
         # Defaults bind the values of this turn of the loop; later turns change them.
         def rate(
-            config: ModelConfig, most: float = most_parameters, flops: float = flops
+            model: Suggestion, _: float, most: float = most_parameters, flops: float = flops
         ) -> float | None:
-            if count_parameters(meta_model(config)).total > most:
-                return None
-            return flops / _flops_per_token(config, seq_len)
+            return None if model.parameters > most else flops / model.flops
 
         found = suggest(
             rate,
             models,
+            text,
             seq_len=seq_len,
             seconds=budget.seconds,
             tokens=budget.tokens,
-            unique_tokens=unique,
-            most_epochs=most_epochs,
+            epochs=epochs,
         )
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
@@ -330,8 +331,8 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
             continue
         assert estimate.tokens_per_second is not None
         fitting = max(fitting, found.parameters)
-        one = _in_time(found, estimate, budget, unique, most_epochs)
-        if not suggested or _loss(one) < _loss(suggested):
+        one = _in_time(found, estimate, budget, text, epochs)
+        if not suggested or one["suggestion"].bits < suggested["suggestion"].bits:
             suggested = one
         reached = estimate.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
         is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
@@ -347,13 +348,8 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
 
 def largest_epochs(recipe: Recipe) -> float:
     """Largest number of passes over the text in a budget of time: `schedule.epochs`, or
-    `MOST_EPOCHS`."""
-    return min(recipe.schedule.epochs or MOST_EPOCHS, MOST_EPOCHS)
-
-
-def _loss(suggested: dict[str, Any]) -> float:
-    found: Suggestion = suggested["suggestion"]
-    return sum(found.loss)
+    `defaults.MOST_EPOCHS`."""
+    return recipe.schedule.epochs or defaults.MOST_EPOCHS
 
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
@@ -456,17 +452,17 @@ def _in_time(
     found: Suggestion,
     estimate: Estimate,
     budget: Budget,
-    unique_tokens: float | None,
-    most_epochs: float,
+    text: TextFacts,
+    epochs: float,
 ) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`. With a budget in seconds, with as
     many steps as the estimated speed has time for."""
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
-        tokens = useful_tokens(budget.seconds * speed, unique_tokens, most_epochs)
+        tokens = min(budget.seconds * speed, epochs * text.train_tokens)
         steps = max(int(tokens / found.global_batch_tokens), 1)
-        found = with_steps(found, steps, unique_tokens)
+        found = with_steps(found, steps, text)
         changes = {"schedule.max_steps": steps}
         estimate = dataclasses.replace(estimate, recipe=with_changes(estimate.recipe, changes))
     found = dataclasses.replace(found, seconds=found.tokens / speed)
