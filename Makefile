@@ -5,13 +5,14 @@
 # make test-random SEED=1   all tests in another order, each seed's own
 # make test-faults   kills, signals, full disks and damaged files, by the hundred: about half an hour
 # make test-mutants   known bugs put into a copy of the source, which its tests must notice
+# make test-benchmarks   the tests of the package `benchmarks`, which is not part of firstlight: about ten minutes
 # make test-slow   what takes minutes: exported models in llama.cpp itself, the chat's page in Chromium,
 #                  20,000 requests and 1,000 vanishing clients for the server
 # make test-gpu   the methods, families, runs and servers on a CUDA GPU; DEVICE=cpu runs what a CPU can
 #                 of them. In an environment of your own: python -m pytest -m gpu tests/gpu
 # make test-torch VERSION=2.14.1   all tests with another version of torch, in an environment of its own
 # make docs   the documentation as a site in site/, its links checked
-# make benchmarks   the pages of docs/benchmarks measured anew, on a quiet machine; goes on where it was stopped
+# make benchmarks   the pages of docs/benchmarks measured anew, on a quiet machine; continues where it was stopped
 # make benchmarks NAMES="learning budget"   the pages on learning and on budgets, which take hours
 # make constraints   the newest versions that go together, for Python 3.11 and newer, into constraints.txt
 # Each makes .venv and installs what it needs into it; a second call reuses it.
@@ -48,7 +49,19 @@ SLOWER := allocator batch beams bench_* chat_training compiled compute_optimal c
 LONGEST := conversations.py::test_the_longest_conversation_that_is_taken_is_prepared \
 	hardware.py::test_a_limit_of_addresses_is_known
 
-.PHONY: demo tour test test-quick test-random test-faults test-mutants test-slow test-gpu test-torch docs benchmarks constraints clean
+# A test of each benchmark, which `make test` runs; `make test-benchmarks` runs all.
+SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
+	generation.py::test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn \
+	gpu.py::test_a_call_says_what_came_of_it \
+	gpu.py::test_the_committed_page_says_what_the_code_says \
+	learning.py::test_the_command_trains_and_writes_its_page \
+	loading.py::test_the_command_prints_a_table_for_people_and_one_object_for_programs \
+	pages.py::test_each_page_has_blocks_whose_commands_there_are \
+	planner.py::test_what_was_measured_is_said_and_written_at_once \
+	scaling.py::test_figures_are_medians_over_the_turns \
+	training.py::test_the_table_says_what_was_measured_and_chosen
+
+.PHONY: demo tour test test-quick test-random test-faults test-mutants test-benchmarks test-slow test-gpu test-torch docs benchmarks constraints clean
 
 demo: .venv/demo-ready
 	$(BIN)/firstlight train stdlib --budget 4m
@@ -63,7 +76,7 @@ test: .venv/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/mypy > .venv/mypy.txt 2>&1 & types=$$!; \
-	$(PYTEST); tests=$$?; \
+	$(PYTEST) tests $(SMOKE:%=benchmarks/tests/test_%); tests=$$?; \
 	wait $$types; types=$$?; \
 	echo "mypy:"; cat .venv/mypy.txt; \
 	exit $$((tests || types))
@@ -81,6 +94,9 @@ test-faults: .venv/test-ready
 
 test-mutants: .venv/test-ready
 	$(BIN)/python scripts/mutants.py
+
+test-benchmarks: .venv/test-ready
+	$(PYTEST) benchmarks/tests
 
 test-slow: .venv/slow-ready
 	$(BIN)/pytest -m slow
@@ -106,7 +122,7 @@ docs: .venv/docs-ready
 
 # NAMES="loading ladder": only these.
 benchmarks: .venv/test-ready
-	$(BIN)/python scripts/benchmarks.py $(NAMES)
+	$(BIN)/python -m benchmarks.pages $(NAMES)
 
 # The head of the file stays. Each build of torch names its own CUDA packages and triton; torch 2.11, which
 # `make test-torch` tests too, needs setuptools below 82.

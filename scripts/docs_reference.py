@@ -41,7 +41,7 @@ _TITLES = {
     "weights": "Models",
     "conversion": "Conversion",
     "planner": "Planning",
-    "bench": "Searching keys",
+    "tuning": "Searching keys",
     "report": "Reports",
     "sharing": "Sharing on the hub",
     "errors": "Errors",
@@ -63,7 +63,7 @@ PARTS = {
     "Schedules": [
         "optim.schedule.resolve_schedule",
         "optim.schedule.Schedule",
-        "optim.batch_schedule.BatchSchedule",
+        "optim.schedule.BatchSchedule",
     ],
     "Memory": ["efficiency.memory.checkpoint_layers"],
     "A step": ["training.step.train_step"],

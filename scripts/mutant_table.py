@@ -149,7 +149,7 @@ MUTANTS = [
     ),
     Mutant(
         "neurons of the wrong side",
-        "firstlight/optim/orthogonal.py",
+        "firstlight/optim/muon.py",
         "-2 if transposed else -1",
         "-1 if transposed else -2",
         (_MUON + "rows_are_divided_by_their_averaged_size",),
@@ -173,35 +173,35 @@ MUTANTS = [
     ),
     Mutant(
         "warmup begins at zero",
-        "firstlight/optim/curve.py",
+        "firstlight/optim/schedule.py",
         "return (step + 1) / self.warmup_steps",
         "return step / self.warmup_steps",
         (_STEPS + "the_schedule_is_off_by_one",),
     ),
     Mutant(
         "decay ends a step late",
-        "firstlight/optim/curve.py",
+        "firstlight/optim/schedule.py",
         "min((step - begin + 1) / ",
         "min((step - begin) / ",
         (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
     ),
     Mutant(
         "decay ends a step early",
-        "firstlight/optim/curve.py",
+        "firstlight/optim/schedule.py",
         "max(steps - begin, 1), 1.0)",
         "max(steps - begin - 1, 1), 1.0)",
         (_STEPS + "the_least_learning_rate_is_never_reached_or_a_step_early",),
     ),
     Mutant(
         "wsd decays from the end of its warm-up",
-        "firstlight/optim/curve.py",
+        "firstlight/optim/schedule.py",
         "return self.decay_steps - self.cooldown_steps if self.cooldown_steps",
         "return self.warmup_steps if self.cooldown_steps",
         (_SCHEDULE + "wsd_is_stable_at_the_peak_and_comes_down_in_its_last_part",),
     ),
     Mutant(
         "a ramp rises a step early",
-        "firstlight/optim/batch_schedule.py",
+        "firstlight/optim/schedule.py",
         "self.start * (1 + rises * step // self.ramp_steps)",
         "self.start * (1 + rises * (step + 1) // self.ramp_steps)",
         (
@@ -211,7 +211,7 @@ MUTANTS = [
     ),
     Mutant(
         "the position in a ramp counts each rise a step late",
-        "firstlight/optim/batch_schedule.py",
+        "firstlight/optim/schedule.py",
         "begins = (-(-rise * self.ramp_steps // rises)",
         "begins = (rise * self.ramp_steps // rises + 1",
         (_SCHEDULE + "the_position_is_the_sum_of_the_steps_before",),
@@ -872,7 +872,7 @@ MUTANTS = [
     ),
     Mutant(
         "master weights on the host",
-        "firstlight/optim/master.py",
+        "firstlight/optim/optimizer.py",
         "return given.detach().to(parameter.device)",
         "return given.detach().cpu()",
         (_FAKE_STEPS + "a_step_runs_on_the_gpu_in_its_precision",),
@@ -907,7 +907,7 @@ MUTANTS = [
     ),
     Mutant(
         "a corrected decay falls anew from the peak",
-        "firstlight/optim/curve.py",
+        "firstlight/optim/schedule.py",
         "                done += (1 - done) * (at - begin) / (steps - begin)\n",
         "",
         (_MINUTES + "a_corrected_decay_falls_from_the_rate_that_it_has_reached",),
@@ -1138,13 +1138,6 @@ MUTANTS = [
         "self.device.type, tuple(sizes.values())",
         '"cpu", tuple(sizes.values())',
         (_FAKE_RANKS + "fsdp_shares_gpus_over_nccl",),
-    ),
-    Mutant(
-        "peak of memory from before",
-        "firstlight/bench/memory.py",
-        "        torch.cuda.reset_peak_memory_stats(device)\n        before",
-        "        before",
-        (_FAKE_RANKS + "a_peak_is_measured_from_where_it_begins",),
     ),
     Mutant(
         "clock stopped before the GPU has finished",

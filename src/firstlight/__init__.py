@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # `as` makes each name public for type checkers.
-    from firstlight.bench.tuning import TuneResult as TuneResult
-    from firstlight.bench.tuning import tune as tune
     from firstlight.conversion.convert import Conversion as Conversion
     from firstlight.conversion.convert import convert as convert
     from firstlight.data.chat import ChatOptions as ChatOptions
@@ -58,13 +56,14 @@ if TYPE_CHECKING:
     from firstlight.training.cooldown import cooldown_recipe as cooldown_recipe
     from firstlight.training.loop import TrainResult as TrainResult
     from firstlight.training.loop import train as train
+    from firstlight.tuning.search import TuneResult as TuneResult
+    from firstlight.tuning.search import tune as tune
     from firstlight.weights.huggingface import LoadedModel as LoadedModel
 
 __version__ = "0.1.0"
 
 #: Module -> the public names that are imported from it on first use.
 _PUBLIC = {
-    "bench.tuning": ["TuneResult", "tune"],
     "conversion.convert": ["Conversion", "convert"],
     "data.chat": ["ChatOptions", "prepare_chat"],
     "data.corpus": ["TokenDataset"],
@@ -86,6 +85,7 @@ _PUBLIC = {
     "tokenizer": ["TextStream", "Tokenizer", "train_tokenizer"],
     "training.cooldown": ["cooldown_recipe"],
     "training.loop": ["TrainResult", "train"],
+    "tuning.search": ["TuneResult", "tune"],
     "weights.huggingface": ["LoadedModel"],
 }
 _MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() for name in names}

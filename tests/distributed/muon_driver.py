@@ -17,7 +17,7 @@ from plain_recipe import plain_recipe
 from torch import Tensor
 
 from firstlight.hardware.device import find_hardware
-from firstlight.optim import muon, orthogonal
+from firstlight.optim import muon
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
@@ -62,7 +62,7 @@ def trained(
 def counted() -> Iterator[list[int]]:
     """A list that gets an entry for each matrix, or stack of them, that is orthogonalised."""
     calls: list[int] = []
-    original = orthogonal.orthogonalised
+    original = muon.orthogonalised
 
     def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
         calls.append(1)

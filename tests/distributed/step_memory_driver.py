@@ -10,7 +10,7 @@ import torch
 from plain_recipe import plain_recipe
 from torch import Tensor
 
-from firstlight.bench.memory import measured_memory
+from benchmarks.memory import measured_memory
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import find_hardware
 from firstlight.optim.dtensors import is_sharded

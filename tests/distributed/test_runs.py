@@ -19,8 +19,7 @@ import torch
 from spawned import run_ranks
 
 from firstlight.data.prepare import prepare
-from firstlight.optim.batch_schedule import BatchSchedule
-from firstlight.optim.schedule import ScheduleConfig, resolve_schedule
+from firstlight.optim.schedule import BatchSchedule, ScheduleConfig, resolve_schedule
 from firstlight.report.length import read_length
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.length import length_of

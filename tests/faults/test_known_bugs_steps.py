@@ -25,7 +25,7 @@ from torch import Tensor
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import TrainingError
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.curve import Schedule
+from firstlight.optim.schedule import Schedule
 from firstlight.training.guard import LossScaler
 from firstlight.training.loop import train
 from firstlight.training.step import train_step

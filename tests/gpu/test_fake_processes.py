@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from firstlight.bench.memory import measured_memory
+from benchmarks.memory import measured_memory
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import (
     find_hardware,

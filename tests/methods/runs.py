@@ -16,7 +16,7 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader, rows_to_batch
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
-from firstlight.optim.curve import Schedule
+from firstlight.optim.schedule import Schedule
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach

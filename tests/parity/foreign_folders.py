@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from firstlight.conversion.tensor_bundle import crc32c
+from firstlight.conversion.foreign.openai import crc32c
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, GROUPS, LAYERS, MLP = 64, 24, 48, 4, 2, 2, 80
 _DTYPES = {torch.float32: 1, torch.float64: 2, torch.int64: 9, torch.float16: 19}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from firstlight.conversion.foreign import ForeignModel
+from firstlight.conversion.foreign.model import ForeignModel
 from firstlight.models.rope import Llama3Rope, rope_frequencies
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)

@@ -29,19 +29,16 @@ from foreign_programs import (
 )
 from torch import nn
 
-from firstlight.conversion.foreign import ForeignModel, read_foreign
+from firstlight.conversion.foreign.model import ForeignModel, read_foreign
 from firstlight.models.rope import Llama3Rope
 from firstlight.weights.huggingface import load_model
 
 
 @torch.no_grad()
 def assert_computes_the_same(model: nn.Module, foreign: ForeignModel, folder: Path) -> None:
-    """Its own logits, transformers' and firstlight's with its tensors agree with `model`'s."""
+    """transformers' and firstlight's logits with its tensors agree with `model`'s."""
     expected = model(IDS)
     assert expected.std() > 0.1
-    own = foreign.logits(IDS)
-    assert own.dtype == torch.float32
-    torch.testing.assert_close(own, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     theirs = in_transformers(foreign)(IDS).logits
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     (folder / "config.json").write_text(json.dumps(foreign.config))

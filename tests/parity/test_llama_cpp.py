@@ -15,8 +15,8 @@ import transformers
 from in_llama_cpp import opened
 from torch import Tensor
 
-from firstlight.conversion.gguf_reader import read_gguf
-from firstlight.conversion.gguf_writer import GGUFDtype, gguf_notes, write_gguf
+from firstlight.conversion.gguf.reader import read_gguf
+from firstlight.conversion.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.tokenizer import (
     GPT2_PATTERN,
     LLAMA3_PATTERN,

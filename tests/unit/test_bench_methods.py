@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.bench import methods, process
+from firstlight.bench import methods
 from firstlight.bench.methods import (
     TIME_IS_UP,
     MethodRuns,
@@ -52,23 +52,24 @@ from firstlight.bench.methods_rows import (
     summarize,
     why_skipped,
 )
-from firstlight.bench.models import MODELS, SMALL, changed_recipe, find_model
+from firstlight.bench.models import MODELS, SMALL, find_model
 from firstlight.bench.options import MethodsBench
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.process import ForkServer, ask, ask_ranks, error_of, signals_waiting
-from firstlight.bench.training import StepsPlan, plan_steps
-from firstlight.bench.training_once import Tokens, write_tokens
-from firstlight.bench.training_once import measure as training_once
+from firstlight.bench.steps import StepsPlan, Tokens, plan_steps, write_tokens
+from firstlight.bench.steps import measure as training_once
 from firstlight.bench.written_out import write_out
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
+from firstlight.hardware import fresh_process
 from firstlight.hardware.device import Hardware
+from firstlight.hardware.fresh_process import ForkServer, ask, ask_ranks, error_of, signals_waiting
 from firstlight.hardware.resident import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.models import GPT2Config, empty_model
 from firstlight.models.gpt2 import GPT2Attention
 from firstlight.models.language_model import InitConfig
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_resolved_recipe
 from firstlight.recipe.conflicts import require_combination
+from firstlight.recipe.load import changed_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -433,7 +434,6 @@ def one_thread() -> Iterator[None]:
 
 def request_of(work: MethodsWork, changes: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "program": "firstlight",
         "resolved": True,
         "recipe": parsed(work.plain, changes).model_dump(),
         "data": work.request["data"],
@@ -499,7 +499,7 @@ def test_of_several_ranks_the_cause_is_the_error_and_not_that_a_rank_has_gone(
         seen.extend(environments)
         return results
 
-    monkeypatch.setattr(process, "_ask_all", all_of)
+    monkeypatch.setattr(fresh_process, "_ask_all", all_of)
     assert ask_ranks("m", {}, {"A": "b"}, 2) == cause
     assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["A"]) for one in seen] == [
         ("0", "0", "2", "b"),
@@ -513,7 +513,7 @@ def test_of_several_ranks_the_cause_is_the_error_and_not_that_a_rank_has_gone(
 def test_a_refused_recipe_is_a_result_and_not_a_traceback(work: MethodsWork) -> None:
     changes = {"efficiency.optimizer_in_backward": True, **accumulation(4)}
     environment = child_environment(False, work.caches)
-    found = ask("firstlight.bench.training_once", request_of(work, changes), environment)
+    found = ask("firstlight.bench.steps", request_of(work, changes), environment)
     assert found["error"]["type"] == "ConfigError"
     assert "can't accumulate gradients" in found["error"]["message"]
 
@@ -556,7 +556,7 @@ class FakeProcesses:
         environment: Mapping[str, str],
         seconds: float | None,
     ) -> dict[str, Any]:
-        assert module == "firstlight.bench.training_once"
+        assert module == "firstlight.bench.steps"
         self.seen.append((request["recipe"], environment))
         for (name, value), answer in self.answers.items():
             section, key = name.split(".")
@@ -679,7 +679,7 @@ def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
     work: MethodsWork, one_thread: None
 ) -> None:
     environment = child_environment(False, work.caches)
-    with ForkServer(environment, "firstlight.bench.training_once") as server:
+    with ForkServer(environment, "firstlight.bench.steps") as server:
         found = server.ask(request_of(work, {}), None)
         assert found["losses"] == training_once(request_of(work, {}))["losses"]
         assert found["peak_bytes"] > 0

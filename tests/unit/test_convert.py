@@ -18,9 +18,9 @@ from torch import Tensor
 from firstlight.conversion import check
 from firstlight.conversion import convert as conversion
 from firstlight.conversion.convert import Conversion, convert
-from firstlight.conversion.gguf_layout import ARCHITECTURES
-from firstlight.conversion.gguf_reader import read_gguf
-from firstlight.conversion.gguf_writer import write_gguf
+from firstlight.conversion.gguf.reader import read_gguf
+from firstlight.conversion.gguf.shape import ARCHITECTURES
+from firstlight.conversion.gguf.writer import write_gguf
 from firstlight.conversion.source import read_folder
 from firstlight.errors import (
     ConfigError,
@@ -567,15 +567,30 @@ def test_the_tolerance_is_kept(tmp_path: Path, folder: Folder) -> None:
     convert(source, tmp_path / "out", dtype="f16", tolerance=1.01 * share)
 
 
-def test_a_file_of_another_program_that_computes_otherwise_is_refused_with_a_hint(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "program, setting, message",
+    [
+        # The book's code has no such scaling.
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 2000.0, "factor": 2.0}},
+            "LLMs-from-scratch computes no rotary positions of type 'linear'",
+        ),
+        ("llama", {"rms_norm_eps": 1e-2}, "has rms_norm_eps 1e-05, and the config given says 0.01"),
+        ("gpt", {"activation_function": "gelu"}, "its program computes 'gelu_new' or 'relu'"),
+        ("gpt", {"layer_norm_epsilon": 1e-2}, "has layer_norm_epsilon 1e-05"),
+        ("nanogpt", {"layer_norm_epsilon": 1e-2}, "has layer_norm_epsilon 1e-05"),
+    ],
+)
+def test_setting_that_the_other_program_does_not_compute_is_refused(
+    program: str, setting: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    path = save(tmp_path / "model.pth", book_llama())
+    contents: dict[str, Any] = {"llama": book_llama(), "gpt": book_gpt(), "nanogpt": nanogpt()}
+    path = save(tmp_path / "model.pth", contents[program])
     given = tmp_path / "given.json"
-    # The book's code has no such scaling.
-    linear = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 2.0}
-    given.write_text(json.dumps({**LLAMA_CONFIG, "rope_parameters": linear}))
-    with pytest.raises(ModelError, match=r"what --config says of the heads, .*nothing was written"):
+    base = LLAMA_CONFIG if program == "llama" else {"n_head": 1} if program == "gpt" else {}
+    given.write_text(json.dumps({**base, **setting}))
+    with pytest.raises(ModelError, match=message):
         convert(path, tmp_path / "out", config=given)
     assert_nothing_written(tmp_path)
 
@@ -672,7 +687,6 @@ def test_without_memory_for_fp32_both_are_computed_in_bf16(
         seen.append(dtype)
         return logits_of(config, tensors, ids, dtype)
 
-    monkeypatch.setattr("firstlight.conversion.source.logits_of", watched)
     monkeypatch.setattr(conversion, "logits_of", watched)
     source = folder()
     convert(source, tmp_path / "one")
@@ -680,8 +694,6 @@ def test_without_memory_for_fp32_both_are_computed_in_bf16(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     convert(source, tmp_path / "two")
     assert seen == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
-    # Another program's own logits are fp32 all the same.
-    convert(save(tmp_path / "ckpt.pt", nanogpt()), tmp_path / "three")
 
 
 @pytest.mark.parametrize("context, count", [(5, 5), (64, 64), (1000, 64)])

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from benchmarks.__main__ import benchmarks
 from firstlight.cli.main import firstlight
 from firstlight.recipe import recipe_fields
 
@@ -24,16 +25,18 @@ _OF_RECIPES = {"train", "plan", "tune", "bench"}
 
 
 def _commands(text: str) -> Iterator[str]:
-    """What stands after `firstlight` in each line of code, and in code within lines."""
+    """The commands of firstlight and of its benchmarks, in lines of code and in code within lines."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         if line.startswith("    "):
             shown = re.match(
-                r" {4,}(?:\d+  |\$ |srun |torchrun .* -m )?(?:\.venv/bin/)?firstlight (\S.*)", line
+                r" {4,}(?:\d+  |\$ |srun |torchrun .* -m )?(?:\.venv/bin/)?"
+                r"((?:firstlight|python -m benchmarks) \S.*)",
+                line,
             )
             yield from [shown[1]] if shown else []
         else:
             # In tables, bars are written with a backslash.
-            found = re.findall(r"`firstlight ([a-z][^`]*)`", line)
+            found = re.findall(r"`((?:firstlight|python -m benchmarks) [a-z][^`]*)`", line)
             yield from (code.replace(r"\|", "|") for code in found)
 
 
@@ -41,7 +44,10 @@ def _problem(shown: str) -> str:
     """What of a command is not there; nothing if all is."""
     # `until firstlight train ...; do`: a loop of the shell.
     words = shlex.split(shown.partition("; ")[0].partition(" && ")[0], comments=True)
+    program = words.pop(0)
     command: click.Command = firstlight
+    if program == "python":
+        command, words = benchmarks, words[2:]
     verb = ""
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         name = words.pop(0)
@@ -70,10 +76,13 @@ def test_commands_are_found_and_compared() -> None:
     page = "    firstlight train a.yaml \\\n        --optimizer.learning_rte 1\n"
     page += "as `firstlight pln X`\n"
     page += "    firstlight eval RUN --smaple 2  # an estimate\n    firstlight chat RUN --web\n"
+    page += "    python -m benchmarks gpu --dyr\n    python -m benchmarks planner --only speed\n"
     assert [_problem(one) for one in _commands(page)] == [
         "no key 'optimizer.learning_rte'",
         "no command 'pln'",
         "no option '--smaple'",
+        "",
+        "no option '--dyr'",
         "",
     ]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import firstlight
-from firstlight.bench.memory import measured_memory
+from benchmarks.memory import measured_memory
 from firstlight.checkpoint.saver import Snapshot
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.allocator import AllocatedPeak, allocated_bytes

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from foreign_files import LLAMA_CONFIG, book_gpt, book_llama, draw, nanogpt, save
 
-from firstlight.conversion.foreign import read_foreign
+from firstlight.conversion.foreign.model import read_foreign
 from firstlight.errors import ModelError
 
 Save = Callable[[Any], Path]

@@ -19,10 +19,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from firstlight.conversion.gguf_config import config_of
-from firstlight.conversion.gguf_layout import ARCHITECTURES, Rope
-from firstlight.conversion.gguf_reader import GGUFParser, read_gguf
-from firstlight.conversion.gguf_writer import GGUFDtype, gguf_notes, write_gguf
+from firstlight.conversion.gguf.metadata import config_of
+from firstlight.conversion.gguf.reader import GGUFParser, read_gguf
+from firstlight.conversion.gguf.shape import ARCHITECTURES, Rope
+from firstlight.conversion.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
 from firstlight.files import disk as seam
 from firstlight.models import FAMILIES

@@ -39,6 +39,7 @@ _LAYERS = {
     "conversion": 4,
     "planner": 5,
     "pipeline": 5,
+    "tuning": 5,
     "bench": 5,
     "serving": 5,
     "sharing": 5,

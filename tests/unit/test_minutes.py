@@ -21,11 +21,11 @@ from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import GenerationStream
-from firstlight.optim.batch_schedule import BatchSchedule
-from firstlight.optim.curve import Schedule
 from firstlight.optim.schedule import (
+    BatchSchedule,
     DecidedLength,
     PredictedLength,
+    Schedule,
     ScheduleConfig,
     resolve_schedule,
 )

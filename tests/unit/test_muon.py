@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from firstlight.models import MoEConfig
 from firstlight.optim.cautious import decay_cautiously
-from firstlight.optim.muon import Muon
-from firstlight.optim.optimizer import Optimizer
-from firstlight.optim.orthogonal import (
+from firstlight.optim.muon import (
     COEFFICIENTS,
+    Muon,
     neuron_factors,
     neuron_squares,
     orthogonalised,
 )
+from firstlight.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 

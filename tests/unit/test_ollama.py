@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from firstlight.conversion.ollama import OLLAMA_TEMPLATES, known_template, modelfile
+from firstlight.conversion.gguf.ollama import OLLAMA_TEMPLATES, known_template, modelfile
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 
 SHORT = [{"role": "user", "content": "Hi"}]

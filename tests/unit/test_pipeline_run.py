@@ -33,7 +33,7 @@ from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline import machine as machine_module
-from firstlight.pipeline import new_model, preparation, settings
+from firstlight.pipeline import new_model, preparation
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.new_model import counted_text
 from firstlight.pipeline.ngrams import Hardness
@@ -43,6 +43,7 @@ from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts, work_of
 from firstlight.pipeline.run_folder import RunCall, command_of, run_name
 from firstlight.pipeline.scan import scan_corpus
+from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
@@ -746,7 +747,7 @@ def test_prepared_text_has_the_hardness_of_its_scan_and_xz_of_all_that_is_held_o
 ) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     facts = scan_corpus(find_sources([str(texts)])).facts
-    assert facts.hardness.ngram_bits_per_character != settings.NGRAM_BITS
+    assert facts.hardness.ngram_bits_per_character != defaults.NGRAM_BITS
     # Of a large text, the sample may lack repetitions that all of it has.
     monkeypatch.setattr(preparation, "_xz_bits", lambda data, tokenizer: 0.1)
     run = trained(texts)

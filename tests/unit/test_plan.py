@@ -22,7 +22,7 @@ from firstlight.efficiency.precision import packet_note
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.models.accounting import matrix_shapes
-from firstlight.optim.curve import Schedule
+from firstlight.optim.schedule import Schedule
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import search

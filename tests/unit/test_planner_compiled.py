@@ -11,7 +11,7 @@ from planner_recipes import GPT2, LLAMA, real_steps, recipe
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from firstlight.bench.memory import measured_memory
+from benchmarks.memory import measured_memory
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.memory.emulation import graphs_kept, stubbed_compiler
 from firstlight.planner.memory.kernels import cuda_target, this_cpu

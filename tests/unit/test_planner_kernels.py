@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from firstlight.bench.memory import measured_memory
+from benchmarks.memory import measured_memory
 from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
 from firstlight.planner.memory.emulation import CudaKernels
 from firstlight.planner.memory.kernels import (

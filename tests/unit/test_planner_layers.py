@@ -10,7 +10,7 @@ import pytest
 import torch
 from planner_recipes import GPT2, LLAMA, recipe
 
-from firstlight.bench.memory import measured_memory
+from benchmarks.memory import measured_memory
 from firstlight.errors import ConfigError
 from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder

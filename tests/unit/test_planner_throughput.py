@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_recipe import plain_recipe
 
-from firstlight.bench.planner_speed import (
+from benchmarks.planner_speed import (
     draw_speed,
     row_of,
     speed_case,

@@ -11,7 +11,7 @@ import torch
 from planner_recipes import LLAMA, real_steps, recipe
 from torch import Tensor, nn
 
-from firstlight.bench.memory import measured_memory
+from benchmarks.memory import measured_memory
 from firstlight.errors import ConfigError
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.memory.kernels import Target, this_cpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from firstlight.conversion.convert import convert
-from firstlight.conversion.quantize import (
+from firstlight.conversion.gguf.quantize import (
     PERPLEXITY_LIMITS,
     QUANTISED,
     evaluation_ids,

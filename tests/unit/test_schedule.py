@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
-from firstlight.optim.batch_schedule import BatchSchedule
-from firstlight.optim.curve import Schedule, ScheduleKind
 from firstlight.optim.schedule import (
+    BatchSchedule,
+    Schedule,
     ScheduleConfig,
+    ScheduleKind,
     resolve_schedule,
 )
 

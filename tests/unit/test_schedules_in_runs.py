@@ -17,7 +17,7 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError
 from firstlight.models import empty_model
-from firstlight.optim.batch_schedule import BatchSchedule
+from firstlight.optim.schedule import BatchSchedule
 from firstlight.recipe import parse_recipe
 from firstlight.report.html import run_page
 from firstlight.report.pictures import picture_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from foreign_folders import HEADER, block, draw, entry, field, table, varint, write_bundle
 
-from firstlight.conversion.tensor_bundle import _LANES, _byte_table, crc32c, read_bundle
+from firstlight.conversion.foreign.openai import _LANES, _byte_table, crc32c, read_bundle
 from firstlight.errors import FirstlightError, ModelError
 
 TENSORS = {

@@ -18,13 +18,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.bench import tuning
-from firstlight.bench.process import error_of
-from firstlight.bench.tuning import TuneResult, tune
-from firstlight.bench.tuning_once import measure as tuning_once
-from firstlight.bench.tuning_once import trial_processes
-from firstlight.bench.tuning_page import in_order, table
-from firstlight.bench.tuning_space import (
+from firstlight.cli.main import main
+from firstlight.errors import CheckpointError, ConfigError, FirstlightError, TrainingError
+from firstlight.hardware.fresh_process import error_of
+from firstlight.recipe import Recipe, load_recipe, parse_recipe
+from firstlight.tuning.page import in_order, table
+from firstlight.tuning.search import TuneResult, tune
+from firstlight.tuning.space import (
     POINTS,
     SearchKey,
     default_search,
@@ -33,10 +33,9 @@ from firstlight.bench.tuning_space import (
     trial_recipe,
     with_values,
 )
-from firstlight.bench.tuning_study import pruning_trial
-from firstlight.cli.main import main
-from firstlight.errors import CheckpointError, ConfigError, FirstlightError, TrainingError
-from firstlight.recipe import Recipe, load_recipe, parse_recipe
+from firstlight.tuning.study import pruning_trial
+from firstlight.tuning.trial import measure as tuning_once
+from firstlight.tuning.trial import trial_processes
 
 optuna = pytest.importorskip("optuna", reason="optuna is not installed")
 
@@ -195,7 +194,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         def processes(_: object) -> Iterator[Any]:
             yield run
 
-        monkeypatch.setattr(tuning, "trial_processes", processes)
+        monkeypatch.setattr("firstlight.tuning.search.trial_processes", processes)
 
     return use
 
@@ -356,7 +355,7 @@ def test_a_trial_that_would_not_end_in_the_budget_is_not_begun(
         return bowl(request, seconds)
 
     in_process(slow)
-    monkeypatch.setattr("firstlight.bench.tuning.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("firstlight.tuning.search.time.monotonic", lambda: now[0])
     search = [f"{_RATE}=1e-4..1e-2:log"]
     found = tune(small(), tmp_path / "s", search=search, budget_minutes=4.5, trial_steps=60)
     # The next one would end after five minutes.
@@ -376,11 +375,11 @@ def test_a_budget_that_ends_within_the_first_steps_is_refused(
 
 def test_trials_on_a_gpu_are_processes_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("firstlight.bench.tuning_once.ask", lambda *given: asked.append(given))
+    monkeypatch.setattr("firstlight.tuning.trial.ask", lambda *given: asked.append(given))
     with trial_processes(torch.device("cuda")) as asker:
         asker({"pace": True}, 5.0)
     ((module, request, environment, seconds),) = asked
-    assert module == "firstlight.bench.tuning_once"
+    assert module == "firstlight.tuning.trial"
     assert (request, seconds) == ({"pace": True}, 5.0)
     assert "PATH" in environment
 

@@ -44,10 +44,9 @@ from firstlight.bench.gemm_products import (
 from firstlight.bench.models import OLD_NAMES
 from firstlight.bench.options import GemmBench, require_known
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.runner import machine_facts
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError
-from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.hardware.device import Hardware, find_hardware, machine_facts
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:

@@ -8,7 +8,7 @@ There are two tables:
   order, each added to those before it. The first row of a GPT-2 has its mask, LayerNorm and GELU
   written out (`written_out`).
 
-Fresh processes train every row for a few steps (`training_once` describes the measurements). With
+Fresh processes train every row for a few steps (`steps` describes the measurements). With
 `quick` on a CPU, they are forks of one process that has only done the imports. The rows take turns
 (A B C, A B C). The number of threads, the data and the initial weights are the same for all. Rates
 are medians over the timed steps of all turns. A row that can't run on this machine is skipped with
@@ -49,18 +49,23 @@ from firstlight.bench.methods_rows import (
     summarize,
     why_skipped,
 )
-from firstlight.bench.models import changed_recipe
 from firstlight.bench.options import Keep, MethodsBench, Result, require_known
-from firstlight.bench.process import ForkServer, ask, ask_ranks, error_of, training_environment
 from firstlight.bench.runner import Found, take_turns
-from firstlight.bench.training import StepsPlan, plan_steps
-from firstlight.bench.training_once import write_tokens
+from firstlight.bench.steps import StepsPlan, plan_steps, write_tokens
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
+from firstlight.hardware.fresh_process import (
+    ForkServer,
+    ask,
+    ask_ranks,
+    error_of,
+    training_environment,
+)
 from firstlight.models import GPT2Config
 from firstlight.recipe import parse_resolved_recipe
+from firstlight.recipe.load import changed_recipe
 
-_MODULE = "firstlight.bench.training_once"
+_MODULE = "firstlight.bench.steps"
 
 TIME_IS_UP = "the time of --quick was over"
 
@@ -205,7 +210,7 @@ class MethodsWork:
 
     Attributes:
         plain: values of the recipe that the rows change.
-        request: "data", "warmup_steps" and "steps" of every request of `training_once`.
+        request: "data", "warmup_steps" and "steps" of every request of `steps`.
         caches: cache folder of torch.compile; it is empty at first, so that the first turn
             compiles.
         deadline: time by `time.monotonic` after which nothing is measured; None without a limit.
@@ -227,7 +232,7 @@ class MethodsWork:
             huge_pages: see `MethodRow.huge_pages`.
 
         Returns:
-            The result of `training_once`, or {"error": {"type", "message"}}.
+            The result of `steps`, or {"error": {"type", "message"}}.
         """
         values = changed_recipe(self.plain, recipe_keys(changes))
         try:
@@ -235,7 +240,6 @@ class MethodsWork:
         except ConfigError as error:
             return error_of("ConfigError", str(error))
         request = {
-            "program": "firstlight",
             "recipe": recipe.model_dump(),
             "resolved": True,
             **self.request,

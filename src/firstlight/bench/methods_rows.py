@@ -11,7 +11,7 @@ import torch
 
 from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import RowOutcome
-from firstlight.bench.training import steps_title
+from firstlight.bench.steps import steps_title
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
 

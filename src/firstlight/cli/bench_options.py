@@ -18,6 +18,9 @@ C = TypeVar("C", bound=Callable[..., Any])
 #: Options from a class of `firstlight.bench.options`; see `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
+#: Options of the benchmarks that train for some steps, before their own.
+STEPS_OPTIONS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
+
 
 def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
     """The option --out, the folder of the results.
@@ -32,42 +35,6 @@ def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
         show_default=True,
         help=f"Write {name}.json and {name}.png into this folder.",
     )
-
-
-#: Option --out of benchmarks that continue where an earlier call stopped; it is required.
-folder_option = path_option(
-    *("--out", "folder"),
-    required=True,
-    help="Folder of texts and results; go on with what it holds already.",
-)
-#: Option --page, the file of a page in Markdown.
-page_option = path_option(
-    *("--page", "page_file"),
-    metavar="FILE",
-    help="Write a page of all results here, its picture into ../images.",
-)
-
-
-def write_page(
-    file: Path | None,
-    result: Result,
-    draw: Callable[[Result], bytes],
-    page: Callable[[Result, str], str],
-) -> None:
-    """Write a page and its picture, if `file` is given.
-
-    Args:
-        file: file of the page, in Markdown; None writes none.
-        result: result of the benchmark.
-        draw: function that draws a result as PNG.
-        page: function from a result and the picture's relative path to the text of the page.
-    """
-    if file is None:
-        return
-    picture = file.parent.parent / "images" / f"{file.stem}.png"
-    write_file(picture, draw(result))
-    write_file(file, page(result, f"../images/{picture.name}"))
-    show(f"written: {file}, {picture}")
 
 
 def publish(

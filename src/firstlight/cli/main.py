@@ -226,11 +226,17 @@ for command in (
     firstlight.add_command(command)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    command: click.Command = firstlight,
+    program: str = "firstlight",
+) -> int:
     """Run the command line.
 
     Args:
         arguments: the arguments; None are those of the process, which ends after this call.
+        command: the command; the benchmarks of a checkout have one of their own.
+        program: name of the command in its help.
 
     Returns:
         The exit code: 0 success, 1 error, 2 invalid recipe or option, 3 the planned recipe does not
@@ -238,11 +244,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         128 + n terminated by signal n (130 is Ctrl-C).
     """
     if arguments is not None:
-        return _run(list(arguments))
+        return _run(list(arguments), command, program)
     # Collecting torch's objects when the process ends would take a third of a second.
     atexit.register(gc.freeze)
     try:
-        exit_code = _run(sys.argv[1:])
+        exit_code = _run(sys.argv[1:], command, program)
     finally:
         # Otherwise Ctrl-C during Python's shutdown would print a traceback.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -257,14 +263,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], command: click.Command, program: str) -> int:
     """Run the command line; returns the exit code, see `main`."""
     environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
     try:
         with cleaning_up_when_terminated(as_json=as_json):
-            exit_code: int | None = firstlight.main(
-                arguments, prog_name="firstlight", standalone_mode=False
+            exit_code: int | None = command.main(
+                arguments, prog_name=program, standalone_mode=False
             )
     except FirstlightError as error:
         return _fail(str(error), type(error).__name__, error.exit_code, as_json)
@@ -272,9 +278,9 @@ def _run(arguments: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return 2
     except click.MissingParameter as error:
-        command = error.ctx.command_path if error.ctx is not None else "firstlight"
+        path = error.ctx.command_path if error.ctx is not None else program
         what = error.format_message().rstrip(".")
-        return _fail(f"{what}: see {command} --help", "UsageError", 2, as_json)
+        return _fail(f"{what}: see {path} --help", "UsageError", 2, as_json)
     except click.ClickException as error:
         return _fail(error.format_message(), "UsageError", 2, as_json)
     except click.exceptions.Exit as error:

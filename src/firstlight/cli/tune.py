@@ -13,7 +13,7 @@ from firstlight.cli.output import show, show_rows, show_table, with_json
 from firstlight.console import parse_time
 
 if TYPE_CHECKING:
-    from firstlight.bench.tuning import TuneResult
+    from firstlight.tuning.search import TuneResult
 
 #: Maximum number of trials in the printed table.
 _SHOWN = 10
@@ -57,8 +57,8 @@ def tune_command(
     trial has the recipe's own values. The same command continues a study that was stopped.
     """
     path, overrides = split_arguments(arguments, "tune")
-    from firstlight.bench.tuning import tune
     from firstlight.recipe import load_recipe
+    from firstlight.tuning.search import tune
 
     minutes = parse_time(budget) / 60
     result = tune(load_recipe(path, overrides), out, budget_minutes=minutes, **options)
@@ -76,7 +76,7 @@ def tune_command(
 
 
 def _show(result: TuneResult) -> None:
-    from firstlight.bench.tuning_page import table
+    from firstlight.tuning.page import table
 
     rows = table(result.study.search, result.study.objective, result.trials)
     show_table(rows[: _SHOWN + 1])

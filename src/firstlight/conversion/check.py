@@ -3,7 +3,7 @@
 Each of three comparisons finds errors that the others miss:
 
 - tensors one by one: errors in rows or experts that the prompt does not use;
-- logits on a fixed prompt: wrong settings of the model, wrong layout of another program's tensors;
+- logits on a fixed prompt: wrong settings of the model;
 - a conversation rendered by both chat templates: a changed template.
 """
 
@@ -48,11 +48,11 @@ CONVERSATION = [
 #:     f16      0.0041          0.0006
 #:     bf16     0.037           0.005
 #:     q8_0     0.073           0.016
-#:     f32      9e-6            (another program's forward pass against the one here)
 #:
-#: The random models are 30 of each family, with 2 to 4 layers and width 64; rounding errors add up
-#: more in them than in trained models. Limits are three times their differences. The limit of bf16
-#: is larger because models of width 10 with heads of size 2 reach 0.13.
+#: f32 allows for sums that are taken in another order. The random models are 30 of each family,
+#: with 2 to 4 layers and width 64; rounding errors add up more in them than in trained models.
+#: Limits are three times their differences. The limit of bf16 is larger because models of width 10
+#: with heads of size 2 reach 0.13.
 TOLERANCES = {"f32": 3e-5, "f16": 0.0125, "bf16": 0.2, "q8_0": 0.22}
 
 #: Greatest rounding error of a weight in the same formats, as (fraction of its tensor's largest
@@ -224,7 +224,7 @@ def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
 
 
 def require_same_logits(
-    source: Tensor, result: Tensor, limit: float, *, is_routed: bool = False, hint: str = ""
+    source: Tensor, result: Tensor, limit: float, *, is_routed: bool = False
 ) -> tuple[float, float]:
     """Compare the logits of source and result.
 
@@ -239,7 +239,6 @@ def require_same_logits(
             tokens to other experts, where differences of up to 0.9 of the largest logit were
             measured. Only half of the positions must then be within the limit: at the median
             position, the measured difference is that of models without experts.
-        hint: further possible causes of a difference, for the message.
 
     Returns:
         The greatest difference at any position, and the largest absolute logit of the source, both
@@ -257,7 +256,7 @@ def require_same_logits(
         raise ModelError(
             f"the converted model is not the source: on a fixed prompt their logits differ{where} "
             f"by up to {judged:.3g}, where the largest is {largest:.3g} (allowed: {limit:g} of "
-            f"it); {hint}nothing was written"
+            "it); nothing was written"
         )
     return difference, largest
 

@@ -24,10 +24,10 @@ from firstlight.conversion.check import (
     require_same_logits,
     require_same_tensors,
 )
-from firstlight.conversion.gguf_reader import read_gguf
-from firstlight.conversion.gguf_writer import gguf_notes, import_gguf, write_gguf
-from firstlight.conversion.ollama import modelfile
-from firstlight.conversion.quantize import QUANTISED, import_llama_cpp, quantise_source
+from firstlight.conversion.gguf.ollama import modelfile
+from firstlight.conversion.gguf.quantize import QUANTISED, import_llama_cpp, quantise_source
+from firstlight.conversion.gguf.reader import read_gguf
+from firstlight.conversion.gguf.writer import gguf_notes, import_gguf, write_gguf
 from firstlight.conversion.source import Source, read_folder, read_source, with_qkv_biases
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
 from firstlight.files.atomic import new_folder, read_file, read_json, require_free
@@ -388,11 +388,10 @@ def _compare(
     ids = prompt_ids(model.tokenizer, config.vocab_size, config.max_position_embeddings)
     is_routed = config.expert_count > 0 and kind != "f32"
     difference, largest = require_same_logits(
-        model.logits(ids, dtype),
+        logits_of(model.config, model.tensors, ids, dtype),
         logits_of(result.config, result.tensors, ids, dtype),
         limit,
         is_routed=is_routed,
-        hint=model.hint,
     )
     if difference <= limit * largest:
         return difference, largest, notes

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import (
@@ -21,10 +20,8 @@ from firstlight.checkpoint.checkpoint import (
 from firstlight.checkpoint.manifest import CHECKPOINTS
 from firstlight.checkpoint.selection import read_model_folder
 from firstlight.checkpoint.sharded import sharded_model
-from firstlight.conversion.check import logits_of
-from firstlight.conversion.foreign import ForeignModel, read_foreign
-from firstlight.conversion.foreign_files import foreign_folder
-from firstlight.conversion.foreign_layouts import NANOCHAT
+from firstlight.conversion.foreign import nanochat
+from firstlight.conversion.foreign.model import ForeignModel, foreign_folder, read_foreign
 from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
@@ -58,11 +55,7 @@ class Source:
         tokenizer: tokenizer of the result, if any.
         folder: Hugging Face folder whose other files are copied to the result; None if there is
             none.
-        logits: function from token ids, int64 [1, T], and a dtype of the computation to the
-            source's own logits [1, T, V]. Other programs' models ignore the dtype and use fp32.
         notes: remarks for the user.
-        hint: possible causes of a difference of logits, for an error message; ends with "; " unless
-            empty.
     """
 
     program: str
@@ -71,9 +64,7 @@ class Source:
     tensors: Mapping[str, Tensor]
     tokenizer: Tokenizer | None
     folder: Path | None
-    logits: Callable[[Tensor, torch.dtype], Tensor]
     notes: tuple[str, ...] = ()
-    hint: str = ""
 
 
 def read_source(
@@ -130,7 +121,6 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tensors=tensors,
         tokenizer=given or tokenizer_of(folder),
         folder=folder if given is None else None,
-        logits=lambda ids, dtype: logits_of(content, tensors, ids, dtype),
     )
     return with_qkv_biases(model)
 
@@ -170,7 +160,6 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tensors=tensors,
         tokenizer=given or loaded.tokenizer,
         folder=base if own is None and not is_untied else None,
-        logits=lambda ids, dtype: logits_of(merged, tensors, ids, dtype),
         notes=(f"the adapter was merged into its base, {base}",),
     )
     return with_qkv_biases(model)
@@ -235,9 +224,8 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
     if folder is not None:
         path, tokenizer = folder, tokenizer or _tokenizer_beside(folder)
     foreign = _without_padding(read_foreign(path, config=values), tokenizer)
-    size = int(foreign.config["vocab_size"])
     special = {} if tokenizer is None else _special_tokens(tokenizer)
-    needs_tokenizer = tokenizer is None and foreign.program == NANOCHAT.program
+    needs_tokenizer = tokenizer is None and foreign.program == nanochat.LAYOUT.program
     return Source(
         program=foreign.program,
         name=_name_of(path),
@@ -245,10 +233,7 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
         tensors=foreign.tensors,
         tokenizer=tokenizer,
         folder=None,
-        logits=lambda ids, _: foreign.logits(ids)[..., :size],
         notes=(*foreign.notes, PICKLED_TOKENIZER) if needs_tokenizer else foreign.notes,
-        hint="what --config says of the heads, activation, norms or rotary positions, or what was "
-        "taken for want of it, may be wrong; ",
     )
 
 

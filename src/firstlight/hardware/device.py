@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import platform
 import re
 import resource
@@ -16,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -75,6 +77,19 @@ def find_hardware(device: str = "auto") -> Hardware:
     if chosen.type != "cpu":
         raise ConfigError(f"device '{device}' is not supported: use auto, cpu, cuda or mps")
     return Hardware(chosen, _cpu_name(), memory, bf16=bool(_cpu_flags() & _BF16_CPU_FLAGS))
+
+
+def machine_facts(hardware: Hardware) -> dict[str, Any]:
+    """Facts of this machine that are part of every result."""
+    return {
+        "name": hardware.name,
+        "device": str(hardware.device),
+        "memory_bytes": hardware.memory_bytes,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "torch": str(torch.__version__),
+    }
 
 
 _BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}

@@ -9,9 +9,14 @@ Without /proc it comes from `ru_maxrss`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import resource
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _STATUS = Path("/proc/self/status")
 
@@ -39,3 +44,23 @@ def _status_bytes(field: str) -> int:
         return peak if sys.platform == "darwin" else peak * 1024
     lines = dict(line.split(":", 1) for line in _STATUS.read_text(encoding="utf-8").splitlines())
     return int(lines[field].split()[0]) * 1024
+
+
+def begin_peak() -> int:
+    """Reset the peak of resident memory; returns the resident bytes, the level for `peaks`."""
+    gc.collect()
+    reset_peak()
+    return resident_bytes()
+
+
+def peaks(device: torch.device, level: int) -> tuple[int, int]:
+    """(peak above `level`, whole peak) of the process's resident memory since `begin_peak`, in
+    bytes; on a GPU both are the peak of torch's allocator."""
+    import torch
+
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        return peak, peak
+    # The kernel counts in batches, so the peak may be lower than the resident memory before.
+    peak = max(peak_resident_bytes(), level)
+    return peak - level, peak

@@ -115,6 +115,20 @@ def parse_recipe(
     return _parsed(Recipe, values, where)
 
 
+def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a recipe's values with some of them changed.
+
+    Args:
+        values: nested values of a recipe.
+        changes: values by `section.key`, or whole sections.
+    """
+    result = dict(values)
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        result[section] = {**result.get(section, {}), name: value} if name else value
+    return result
+
+
 def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> ResolvedRecipe:
     """Validate nested values as a resolved recipe, in which no key is open.
 

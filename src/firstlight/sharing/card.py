@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from firstlight.console import compact, loss_text, plain, rounded
-from firstlight.conversion.gguf_layout import ARCHITECTURES
+from firstlight.conversion.gguf.shape import ARCHITECTURES
 from firstlight.data.remote import is_url
 from firstlight.evaluation.scores import with_error
 from firstlight.report.page import duration, memory_unit

@@ -20,7 +20,7 @@ from firstlight.checkpoint.checkpoint import (
 from firstlight.checkpoint.manifest import CHECKPOINTS
 from firstlight.checkpoint.selection import read_model_folder
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.optim.curve import Schedule
+from firstlight.optim.schedule import Schedule
 from firstlight.recipe import Recipe, parse_recipe
 
 #: Keys of the `schedule` section that the overrides of a cooldown may set.

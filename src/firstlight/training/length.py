@@ -17,8 +17,7 @@ from typing import Any
 
 from firstlight.errors import CheckpointError
 from firstlight.files.atomic import write_json
-from firstlight.optim.batch_schedule import BatchSchedule
-from firstlight.optim.schedule import DecidedLength, PredictedLength, ScheduleConfig
+from firstlight.optim.schedule import BatchSchedule, DecidedLength, PredictedLength, ScheduleConfig
 from firstlight.report.length import LENGTH_NAME, read_length
 from firstlight.report.records import METRICS_NAME, sound_json_lines
 from firstlight.training.times import LoopTimes

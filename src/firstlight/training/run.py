@@ -18,8 +18,7 @@ from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
 from firstlight.hardware.device import GpuMonitor, peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.curve import Schedule
-from firstlight.optim.schedule import resolve_schedule
+from firstlight.optim.schedule import Schedule, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.tokenizer import Tokenizer

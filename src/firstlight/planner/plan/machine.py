@@ -22,9 +22,7 @@ from firstlight.efficiency.precision import has_only_fp16_units
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
-from firstlight.optim.batch_schedule import BatchSchedule
-from firstlight.optim.curve import Schedule
-from firstlight.optim.schedule import PredictedLength, resolve_schedule
+from firstlight.optim.schedule import BatchSchedule, PredictedLength, Schedule, resolve_schedule
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.ranks import copies_of
 from firstlight.planner.speed.gpu import measured_gpu

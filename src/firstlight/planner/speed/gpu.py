@@ -16,7 +16,7 @@ of tiles beyond the edge, and the idle multiprocessors of the last turn, are los
 Multiplication Background User's Guide": tile and wave quantization). Each tile takes the time of
 about 64 more elements of the inner dimension for its beginning and end.
 
-For GPU types that `firstlight bench gpu` has measured (an H100), fitted constants
+For GPU types that `python -m benchmarks gpu` has measured (an H100), fitted constants
 (`measured_gpus.json`) replace these shares. Other types take the H100's constants, scaled by what
 each reaches of its data sheet in products alone (`assumed_shares`), so that the order of two GPUs
 follows from their data sheets and not from which of them was measured. Their ranges stay as wide as

@@ -1,0 +1,319 @@
+"""`python -m benchmarks generation`: tokens per second, and the share of the memory bandwidth's limit.
+
+A step of decoding takes at least the time of reading the weights once. The memory bandwidth is
+measured in the same run, as that of copying a large tensor (bytes read and written). Each row runs
+in a process of its own, the rows take turns, and each number is the median over the turns.
+
+`generation_once` describes how a row is timed. A row without the key-value cache computes the whole
+text again for each token; its tokens must equal those of the row with the cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.memory import copy_rate
+from benchmarks.options import GenerationBench
+from benchmarks.rows import ProgramRow, installed_rows
+from firstlight.bench.models import SMALL, find_model
+from firstlight.bench.options import Keep, Result, require_known, require_positive
+from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.runner import Found, RowOutcome, run_bench
+from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.errors import ConfigError, ModelError
+from firstlight.files.atomic import new_folder, write_json
+from firstlight.hardware.device import find_hardware, machine_facts
+from firstlight.hardware.environment import for_generation
+from firstlight.hardware.fresh_process import ask, plain_environment
+from firstlight.models import ModelConfig, empty_model
+from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.weights.huggingface import CONFIG_NAME, read_config
+from firstlight.weights.loading import embedding_name, weights_to_save
+from firstlight.weights.stored import save_weights
+
+#: The row with which the tokens per second of all other rows are compared.
+REFERENCE = "transformers-bf16"
+
+
+@dataclass(frozen=True)
+class GenerationRow(ProgramRow):
+    """One program with its settings.
+
+    Attributes:
+        dtype: number format of the weights.
+        compile: True compiles the steps of decoding; see `BatchDecoder`.
+        cache: False computes the whole text again for each token.
+    """
+
+    dtype: str
+    compile: bool = False
+    cache: bool = True
+
+
+ROWS = (
+    GenerationRow("transformers-fp32", "transformers", "float32"),
+    GenerationRow(REFERENCE, "transformers", "bfloat16"),
+    GenerationRow("fp32", "firstlight", "float32"),
+    # Only in fp32: in bf16, rounding soon makes the two computations choose different tokens.
+    GenerationRow("fp32-no-cache", "firstlight", "float32", cache=False),
+    GenerationRow("bf16", "firstlight", "bfloat16"),
+    GenerationRow("int8", "firstlight", "int8"),
+    GenerationRow("fp32-compiled", "firstlight", "float32", compile=True),
+    GenerationRow("bf16-compiled", "firstlight", "bfloat16", compile=True),
+    GenerationRow("int8-compiled", "firstlight", "int8", compile=True),
+)
+
+
+def decided(bench: GenerationBench) -> GenerationBench:
+    """The options, with defaults for those that are open.
+
+    Raises:
+        ConfigError: a value is out of range, or a name is unknown.
+    """
+    usual: dict[str, Any] = {
+        "model": SMALL if bench.quick else "gpt2-124m",
+        "prompt_tokens": 32 if bench.quick else 128,
+        "new_tokens": 16 if bench.quick else 64,
+        "repeats": 1 if bench.quick else 3,
+        "rows": [row.name for row in ROWS if not (bench.quick and row.compile)],
+    }
+    open_keys = {k: v for k, v in usual.items() if getattr(bench, k) in (None, (), [])}
+    bench = replace(bench, **open_keys)
+    require_positive(prompt_tokens=bench.prompt_tokens or 0, repeats=bench.repeats or 0)
+    require_positive(2, new_tokens=bench.new_tokens or 0)
+    if not bench.batch_sizes or min(bench.batch_sizes) < 1:
+        raise ConfigError("batch sizes must be at least 1")
+    require_known("row", bench.rows, [row.name for row in ROWS])
+    return bench
+
+
+def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
+    """Measure all rows.
+
+    Returns:
+        "model", "parameters", "prompt_tokens", "new_tokens", "repeats", "machine" with its
+        "copy_bytes_per_second", "complete", and "rows": see `summarize`.
+
+    Raises:
+        ConfigError: the prompt and the new tokens don't fit the model's context.
+        ModelError: the model is invalid, or a row without the cache chose other tokens.
+        InputError: there is no model.
+        StorageError: a file system error.
+    """
+    bench = decided(bench)
+    hardware, own = find_hardware(bench.device), for_generation()
+    rows = installed_rows([row for row in ROWS if row.name in bench.rows])
+    with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
+        folder, config = _model_folder(bench, Path(temporary))
+        sizes = {"prompt_tokens": bench.prompt_tokens, "new_tokens": bench.new_tokens}
+        parameters = count_parameters(meta_model(config)).total
+        head = {"model": bench.model, "parameters": parameters, "repeats": bench.repeats, **sizes}
+        machine = {**machine_facts(hardware), "copy_bytes_per_second": 0.0, "environment": own}
+        request = {
+            **sizes,
+            "folder": str(folder),
+            "device": str(hardware.device),
+            "batch_sizes": list(bench.batch_sizes),
+            "times": 1 if bench.quick else 3,
+            "threads": torch.get_num_threads(),
+            "vocab_size": config.vocab_size,
+        }
+        by_name = {row.name: row for row in rows}
+
+        def measure(name: str) -> Found:
+            row, environment = by_name[name], plain_environment()
+            rates = (machine["copy_bytes_per_second"], copy_rate(hardware.device))
+            machine["copy_bytes_per_second"] = max(rates)
+            if row.program == "firstlight":
+                environment = dict(own) | environment
+            # An empty cache: the first turn measures compilation, whatever ran before.
+            environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(temporary) / "caches")
+            environment["HF_HUB_OFFLINE"] = "1"
+            # Without the cache, one continuation takes minutes.
+            times = request["times"] if row.cache else 1
+            of_row = {**request, **asdict(row), "times": times}
+            return ask("benchmarks.generation_once", of_row, environment)
+
+        def result(outcomes: Mapping[str, RowOutcome]) -> Result:
+            found = summarize(rows, outcomes, machine["copy_bytes_per_second"], config)
+            return {**head, "machine": machine, "rows": found}
+
+        assert bench.repeats is not None
+        return run_bench("generation", list(by_name), bench.repeats, measure, result, on_run)
+
+
+def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelConfig]:
+    """The model's folder and its config.
+
+    If the option is a name rather than a path, a model with random weights is made in `temporary`.
+
+    Raises:
+        ConfigError: the prompt and the new tokens don't fit the model's context.
+    """
+    assert bench.model is not None
+    if Path(bench.model).exists():
+        folder = resolve_model_folder(bench.model)
+        config = read_config(folder)
+    else:
+        config = find_model(bench.model)
+        folder = temporary / "model"
+        model = empty_model(config)
+        model.init_weights(torch.Generator().manual_seed(0))
+        with new_folder(folder) as place:
+            write_json(place / CONFIG_NAME, {**config.to_hf(), "dtype": "float32"})
+            save_weights(weights_to_save(model), place, max_shard_bytes=2**34)
+    needed = (bench.prompt_tokens or 0) + (bench.new_tokens or 0)
+    if needed > config.max_position_embeddings:
+        raise ConfigError(
+            f"{bench.prompt_tokens} tokens of prompt and {bench.new_tokens} new ones don't fit the "
+            f"model's context of {config.max_position_embeddings}"
+        )
+    return folder, config
+
+
+def bytes_per_token(config: ModelConfig, dtype: str) -> int | None:
+    """Bytes of weights that one step of decoding reads: all but the embedding tables of tokens and
+    positions, of which only single rows are read. None for mixture-of-experts models, where the
+    bytes depend on the experts to which tokens are routed.
+
+    Args:
+        config: the model's config.
+        dtype: name of the weights' number format in torch, or "int8": matrices in int8, the other
+            weights in bf16.
+    """
+    if config.expert_count:
+        return None
+    model = meta_model(config)
+    looked_up = {"transformer.wpe.weight"}
+    if not config.tie_word_embeddings:
+        looked_up.add(embedding_name(model))
+    kept = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+    return sum(
+        parameter.numel() * (1 if dtype == "int8" and parameter.dim() == 2 else kept.itemsize)
+        for name, parameter in model.named_parameters()
+        if name not in looked_up
+    )
+
+
+def summarize(
+    rows: Sequence[GenerationRow],
+    outcomes: Mapping[str, RowOutcome],
+    copy_bytes_per_second: float,
+    config: ModelConfig,
+) -> list[dict[str, Any]]:
+    """The medians of each row.
+
+    Returns:
+        For each row the fields of `GenerationRow`, "reason" (the error message, or ""),
+        "weight_bytes" (see `bytes_per_token`) and "batches"; of a measured row also "load_seconds"
+        and "peak_bytes" (the largest over the turns). Each batch has:
+
+        - "batch_size": number of prompts
+        - "tokens_per_second": the median over the turns; "tokens_per_second_min" and "_max"
+        - "first_token_seconds": the median; "warm_up_seconds" of the first turn
+        - "speed_ratio": speed relative to REFERENCE, the median of the turns' ratios; None if it is
+          not measured
+        - "share_of_limit": fraction of the rate at which memory could be read; None if unknown
+        - "cache_speedup": for a row without the cache, the rate with the cache divided by that
+          without, the median of the turns' ratios; otherwise None
+        - "token_ids": new tokens of the first prompt
+
+    Raises:
+        ModelError: a row without the cache chose other tokens than the one with it.
+    """
+    base = outcomes[REFERENCE].runs if REFERENCE in outcomes else []
+    cached = {row.dtype: outcomes[row.name].runs for row in rows if _is_plain(row)}
+    result = []
+    for row in rows:
+        outcome, size = outcomes[row.name], bytes_per_token(config, row.dtype)
+        entry = {**asdict(row), "reason": outcome.problem, "weight_bytes": size, "batches": []}
+        if outcome.runs:
+            entry["load_seconds"] = outcome.median("load_seconds")
+            entry["peak_bytes"] = max(outcome.values("peak_bytes"))
+            entry["batches"] = [
+                _batch_summary(number, outcome.runs, base, size, copy_bytes_per_second)
+                for number in range(len(outcome.runs[0]["batches"]))
+            ]
+        if outcome.runs and not row.cache:
+            for number, batch in enumerate(entry["batches"]):
+                ratios = _cache_ratios(number, outcome.runs, cached.get(row.dtype, []))
+                batch["cache_speedup"] = statistics.median(ratios) if ratios else None
+        result.append(entry)
+    return result
+
+
+def _is_plain(row: GenerationRow) -> bool:
+    return row.program == "firstlight" and row.cache and not row.compile
+
+
+def _cache_ratios(
+    number: int, runs: Sequence[Mapping[str, Any]], cached: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Tokens per second with the cache divided by those without, for each turn that has both.
+
+    Raises:
+        ModelError: decoding with the cache chose other tokens than decoding without it.
+    """
+    ratios = []
+    for run, other in zip(runs, cached, strict=False):
+        without, with_cache = run["batches"][number], other["batches"][number]
+        if without["token_ids"] != with_cache["token_ids"]:
+            raise ModelError(
+                f"with the key-value cache the model chose {with_cache['token_ids']}, without it "
+                f"{without['token_ids']}: the two must be equal; report this as a bug"
+            )
+        rates = [statistics.median(one["tokens_per_second"]) for one in (with_cache, without)]
+        ratios.append(rates[0] / rates[1])
+    return ratios
+
+
+def _batch_summary(
+    number: int,
+    runs: Sequence[Mapping[str, Any]],
+    base: Sequence[Mapping[str, Any]],
+    weight_bytes: int | None,
+    limit: float,
+) -> dict[str, Any]:
+    def rates(replies: Sequence[Mapping[str, Any]]) -> list[float]:
+        return [statistics.median(r["batches"][number]["tokens_per_second"]) for r in replies]
+
+    own, batches = rates(runs), [run["batches"][number] for run in runs]
+    ratios = [a / b for a, b in zip(own, rates(base), strict=False)]
+    rate, size = statistics.median(own), batches[0]["batch_size"]
+    return {
+        "batch_size": size,
+        "tokens_per_second": rate,
+        "tokens_per_second_min": min(own),
+        "tokens_per_second_max": max(own),
+        "first_token_seconds": statistics.median(
+            seconds for batch in batches for seconds in batch["first_token_seconds"]
+        ),
+        "warm_up_seconds": batches[0]["warm_up_seconds"],
+        "speed_ratio": statistics.median(ratios) if ratios else None,
+        "cache_speedup": None,
+        "share_of_limit": None if weight_bytes is None else rate / size * weight_bytes / limit,
+        "token_ids": batches[0]["token_ids"],
+    }
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of a result: tokens per second of each row, one panel per batch size."""
+    rows = [row for row in result["rows"] if row["batches"]]
+    names = [row["name"] for row in rows]
+    colors = ["tab:gray" if row["program"] == "transformers" else "tab:blue" for row in rows]
+    panels = []
+    for number, batch in enumerate(rows[0]["batches"] if rows else ()):
+        size = batch["batch_size"]
+        rates = [row["batches"][number]["tokens_per_second"] for row in rows]
+        title = f"{size} text{'s' * (size > 1)} at a time"
+        panels.append(Panel("tokens/s", names, rates, colors=colors, title=title))
+    machine = result["machine"]
+    title = f"{result['model']} · {machine['name']}, {machine['threads']} threads"
+    return draw_panels(title, [panels] if panels else [])

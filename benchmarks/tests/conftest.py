@@ -1,0 +1,42 @@
+"""The fixtures of the package's tests, which the benchmarks' tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import (
+    corpus,
+    data,
+    forked_processes,
+    no_flush,
+    no_forecast,
+    no_report,
+    shared,
+    texts,
+    tokenizer,
+)
+
+__all__ = [
+    "corpus",
+    "data",
+    "forked_processes",
+    "no_flush",
+    "no_forecast",
+    "no_report",
+    "shared",
+    "texts",
+    "tokenizer",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def benchmarks_in_processes() -> Iterator[None]:
+    """Processes that measure find the package `benchmarks`, as those of `python -m benchmarks`."""
+    with pytest.MonkeyPatch.context() as patch:
+        root = str(Path(__file__).resolve().parents[2])
+        patch.setenv("PYTHONPATH", root, prepend=os.pathsep)
+        yield

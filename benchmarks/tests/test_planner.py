@@ -1,0 +1,127 @@
+"""`python -m benchmarks planner`: the grid of memory, what is made of it, and real configurations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import planner_memory, planner_speed
+from benchmarks.models import PlannerCase
+from benchmarks.planner_memory import bench_memory, draw_memory, memory_grid, summary
+from benchmarks.planner_speed import percentile
+from benchmarks.studies import planner_command
+from firstlight.recipe import parse_recipe
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+
+def test_the_grid_covers_what_was_promised() -> None:
+    cases = memory_grid()
+    assert len(cases) >= 60
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.kind for case in cases} == {"training", "evaluation", "generation"}
+    recipes = [parse_recipe(case.recipe()) for case in cases]
+    assert {r.data.seq_len for r in recipes} >= {256, 512, 1024, 2048, 4096, 8192}
+    assert {r.batch.rows for r in recipes} >= {1, 2, 4, 8, 32}
+    assert {r.efficiency.precision for r in recipes} == {"fp32", "bf16", "bf16_params", "fp16"}
+    assert {r.efficiency.activation_checkpointing for r in recipes} == {"none", "full", "selective"}
+    assert {r.optimizer.name for r in recipes} >= {"adamw", "adamw8bit", "adafactor", "muon", "sgd"}
+    assert {r.efficiency.compile for r in recipes} == {True, False}
+    assert any(r.lora for r in recipes)
+    assert len(memory_grid(quick=True)) < len(cases) / 7
+
+
+@pytest.mark.parametrize("values, share, found", [([3.0, 1.0, 2.0], 0.5, 2.0), ([5.0], 0.95, 5.0)])
+def test_percentiles_are_values_that_there_are(
+    values: list[float], share: float, found: float
+) -> None:
+    assert percentile(sorted(values), share) == found
+    assert percentile([float(n) for n in range(1, 101)], 0.95) == 95
+
+
+def result(error: float, **more: Any) -> dict[str, Any]:
+    peak = 1_000_000
+    return {
+        "name": "x",
+        "reason": "",
+        "error": error,
+        "peak_bytes": peak,
+        "predicted_bytes": int(peak * (1 + error)),
+        "seconds": 1.0,
+        **more,
+    }
+
+
+def test_a_summary_has_the_largest_errors_and_the_shortage() -> None:
+    results = [result(0.04), result(-0.01), result(0.0), {"name": "y", "reason": "it broke"}]
+    found = summary(results)
+    assert found["count"] == 3
+    assert found["failed"] == 1
+    assert found["error_95"] == 0.04
+    assert found["worst_shortage"] == 0.01
+    assert draw_memory(results).startswith(b"\x89PNG")
+    assert summary([{"name": "y", "reason": "it broke"}]) == {"count": 0, "failed": 1}
+
+
+def test_predictions_are_what_real_steps_take() -> None:
+    """In processes of their own; exact but for what kernels take inside."""
+    short = {"prompt_tokens": 256, "max_new_tokens": 32, "sequences": 1, "dtype": "int8"}
+    cases = [
+        PlannerCase("llama small", 1, 256, {"batch.gradient_accumulation_steps": 3}),
+        PlannerCase("gpt2 small", 2, 256, kind="evaluation"),
+        PlannerCase("llama small", 1, 256, kind="generation", generation=short),
+        # Whose weights are laid out anew for the kernel for few rows.
+        PlannerCase(
+            "gpt2 small", 1, 256, kind="generation", generation=short | {"dtype": "float32"}
+        ),
+    ]
+    kept: list[dict[str, Any]] = []
+    result = bench_memory(cases, kept.append)
+    assert [len(one["rows"]) for one in kept] == [1, 2, 3, 4, 4]
+    assert kept[-1] == result
+    for one in result["rows"]:
+        assert not one["reason"], one
+        assert -0.02 < one["error"] < 0.05, one
+
+
+def test_what_fails_is_a_result() -> None:
+    wrong = PlannerCase("gpt2 small", 1, 256, {"efficiency": {"optimizer_in_backward": True}})
+    (found,) = bench_memory([wrong], lambda _: None)["rows"]
+    assert found["reason"].startswith("recipe: efficiency.")
+
+
+def test_what_was_measured_is_said_and_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "planner.json"
+
+    def memory(_: object, on_run: Callable[..., None]) -> None:
+        rows = [result(0.0123)]
+        on_run({"rows": rows, "summary": summary(rows), "complete": False})
+        assert json.loads(kept.read_text())["memory_summary"]["count"] == 1
+        rows.append({"name": "y", "reason": "it broke"})
+        on_run({"rows": rows, "summary": summary(rows), "complete": False})
+        assert json.loads(kept.read_text())["memory_summary"]["failed"] == 1
+
+    def speed(_: object, on_row: Callable[..., None], **__: object) -> None:
+        on_row({"rows": [{"name": "z", "problem": "too slow"}], "complete": False})
+        found = json.loads(kept.read_text())
+        assert len(found["memory"]) == 2
+        assert found["speed"]["rows"][0]["name"] == "z"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner_memory, "bench_memory", memory)
+    monkeypatch.setattr(planner_speed, "bench_speed", speed)
+    monkeypatch.setattr(planner_speed, "draw_speed", lambda _: b"")
+    found = CliRunner().invoke(planner_command, ["--out", str(tmp_path)])
+    # Not an assertion of those above.
+    assert isinstance(found.exception, SystemExit)
+    assert "1/83  x  1 MiB  1 MiB  +1.23%" in found.stderr
+    assert "2/83  y  failed: it broke" in found.stderr
+    assert "1/10  z  failed: too slow" in found.stderr
+    assert f"{tmp_path / 'planner-memory.png'}" in found.stdout

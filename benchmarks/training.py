@@ -1,0 +1,727 @@
+"""`python -m benchmarks training`: speed and memory of training relative to other programs.
+
+All programs train the same model for a few steps on the same tokens, each in a fresh process
+(`firstlight.bench.steps` describes the measurements). They take turns (A B C, A B C), with the same number
+of threads. Rates are medians over the timed steps of all turns. Ratios are relative to the bare
+loop "reference"; the range of a ratio is that of the ratios of single turns.
+
+Before each turn, the machine's rate of large matrix products is measured in fp32 and bf16. The
+highest rate of all is the ceiling for the share of every row, whatever its number format.
+
+firstlight's rows run with the environment variables of `firstlight train`, the others with the
+user's.
+
+REQUEST of a row's process has the keys of `firstlight.bench.steps` without "written_out", and:
+
+    program           "firstlight", a name of `programs`, or "trainer"
+    micro_batch_size  sequences of a step, as one batch; firstlight reads the recipe instead
+    data              a file of `write_tokens`, or the folder of a prepared corpus
+    phase_steps       number of further steps, timed by forward, backward and update; default 0
+    profiled_steps    number of steps after these, timed by class of operators; default 0
+    compile           false, for dry runs, does not compile programs other than firstlight
+
+A step of the Trainer is timed from its `on_step_begin` to its `on_step_end`. Phases and operators
+("phases" and "operators" of the result) are measured in separate steps after the timed ones,
+because waiting for the GPU between phases, and the profiler, would slow down the timed steps.
+Memory and losses do not include these steps.
+
+- The phase backward is the time in the call of `backward`. Forward is the time from the start of
+  the step, or from the end of the previous micro-batch's backward, to this call. Update is the
+  rest: clipping and the optimizer. Layers that are recomputed (activation checkpointing) and an
+  optimizer that updates inside the backward pass count as backward. The program waits for the GPU
+  before and after each backward pass.
+- Operators are those of torch.profiler. An operator's time is its self time, without that of
+  operators that it calls: processor time on a CPU, time of its kernels on a GPU. Operators that the
+  optimizer, an attention kernel or a normalisation calls are counted in its class. Kernels made by
+  torch.compile are a separate class ("compiled"), because one kernel may do the work of several
+  classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+
+from benchmarks.options import TrainingBench
+from benchmarks.programs import (
+    LoopStep,
+    autocast_loop,
+    pure_bf16_loop,
+    train_with_trainer,
+)
+from benchmarks.rows import ProgramRow, has_package
+from firstlight.bench.gemm_products import ceiling
+from firstlight.bench.models import find_model
+from firstlight.bench.options import Keep, Result, require_known
+from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.runner import Found, RowOutcome, run_bench
+from firstlight.bench.steps import (
+    EPOCH_TOKENS,
+    StepClock,
+    StepsPlan,
+    Tokens,
+    import_libraries,
+    lr_scale,
+    plan_steps,
+    read_recipe,
+    resolved,
+    step_figures,
+    steps_title,
+    train_steps,
+    use_threads,
+    write_tokens,
+)
+from firstlight.console import say
+from firstlight.data.corpus import TokenDataset
+from firstlight.data.loader import Batch, rows_to_batch
+from firstlight.data.prepare import prepare
+from firstlight.data.records import read_documents
+from firstlight.data.sources import find_sources
+from firstlight.errors import ConfigError
+from firstlight.files.atomic import write_json
+from firstlight.hardware.device import Hardware, bf16_is_faster, synchronize
+from firstlight.hardware.fresh_process import ask, plain_environment, training_environment
+from firstlight.hardware.resident import begin_peak, peaks
+from firstlight.models import GPT2Config, LlamaConfig
+from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe
+from firstlight.recipe.conflicts import require_combination
+from firstlight.recipe.resolve import facts_here, resolve
+from firstlight.tokenizer import train_tokenizer
+from firstlight.training.processes import run_processes
+
+FIRSTLIGHT, REFERENCE = "firstlight", "reference"
+
+#: Programs that firstlight can be compared with.
+PROGRAMS = (REFERENCE, "reference-fp32", "pure-bf16", "trainer")
+
+#: Number of steps that are not timed.
+WARMUP_STEPS = 2
+
+#: Number of further steps of each run that are divided into phases, and that --profile profiles.
+PHASE_STEPS, PROFILED_STEPS = 2, 2
+
+#: Sections of a recipe file that firstlight's rows use; the benchmark sets the other sections.
+_SECTIONS = ("model", "optimizer", "efficiency")
+
+#: Sections that a variant may change: the model and the data stay the same for all rows.
+_VARIABLE = ("batch", "data", "efficiency", "optimizer")
+
+
+@dataclass(frozen=True)
+class TrainingRow(ProgramRow):
+    """One program, with the recipe that it follows."""
+
+    recipe: Recipe
+
+
+def training_rows(bench: TrainingBench, plan: StepsPlan) -> list[TrainingRow]:
+    """The rows: firstlight first, then its variants and the other programs.
+
+    Raises:
+        ConfigError: a name is unknown, or a variant is invalid here.
+    """
+    hardware = plan.hardware
+    values = _recipe_values(plan.name, hardware, plan.seq_len, plan.micro_batch_size)
+    recipe = make_recipe(values, "", hardware)
+    rows = [TrainingRow(FIRSTLIGHT, FIRSTLIGHT, recipe)]
+    rows += [
+        TrainingRow(f"{FIRSTLIGHT} {variant}", FIRSTLIGHT, make_recipe(values, variant, hardware))
+        for variant in dict.fromkeys(bench.variants)
+    ]
+    is_gpt2 = isinstance(plan.model, GPT2Config)
+    programs = choose_programs(bench.programs, hardware, is_gpt2, plan.name)
+    return rows + [TrainingRow(program, program, recipe) for program in programs]
+
+
+def _recipe_values(
+    model: str, hardware: Hardware, seq_len: int, micro_batch_size: int
+) -> dict[str, Any]:
+    """The first row's recipe: its keys are open unless the recipe file sets them."""
+    given: dict[str, Any] = {}
+    if model.endswith((".yaml", ".yml")):
+        given = load_recipe(model).model_dump(include=set(_SECTIONS), exclude_unset=True)
+    return {
+        **given,
+        "run": {"device": str(hardware.device)},
+        "model": find_model(model).model_dump(),
+        "data": {"dir": "-", "seq_len": seq_len},
+        # Only the tokens of a step are fixed: the micro-batch size is open, too.
+        "batch": {"global_batch_tokens": micro_batch_size * seq_len},
+    }
+
+
+def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> Recipe:
+    """The recipe of `values` with a variant's keys set.
+
+    Args:
+        values: values of a recipe.
+        variant: "section.key=value,section.key=value"; "" changes nothing.
+        hardware: hardware to run on.
+
+    Raises:
+        ConfigError: the variant has another form, or the recipe is invalid here.
+    """
+    overrides = []
+    # A comma inside a value, as in betas=[0.9,0.95], is not followed by a key.
+    for part in re.split(r",(?=\s*\w+\.\w+\s*=)", variant) if variant else []:
+        key, equals, value = part.partition("=")
+        if not equals or key.split(".")[0].strip() not in _VARIABLE:
+            raise ConfigError(
+                f"--set {variant}: '{part}' is not section.key=value, such as "
+                f"efficiency.precision=fp32, of one of the sections {', '.join(_VARIABLE)}"
+            )
+        overrides.append((key.strip(), value.strip()))
+    with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        write_json(path, values)
+        try:
+            recipe = load_recipe(path, overrides)
+            require_combination(_decided(recipe, values, hardware), hardware)
+        except ConfigError as error:
+            message = str(error).removeprefix(f"{path}: ")
+            where = f"--set {variant}: " if variant else ""
+            raise ConfigError(where + message) from None
+    return recipe
+
+
+def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> ResolvedRecipe:
+    """The resolved recipe, with one sequence in a micro-batch if "auto" is to find the largest that
+    fits: finding it takes time and other processes.
+
+    Raises:
+        ConfigError: the recipe changes the sequence length or the tokens of a step, or is invalid.
+    """
+    seq_len, tokens = values["data"]["seq_len"], values["batch"]["global_batch_tokens"]
+    if (recipe.data.seq_len, recipe.batch.global_batch_tokens) != (seq_len, tokens):
+        raise ConfigError(
+            f"every row trains {tokens} tokens a step in rows of {seq_len}: use --seq-len and "
+            "--micro-batch-size, and only batch.micro_batch_size to cut the step otherwise"
+        )
+    if recipe.batch.micro_batch_size == "auto":
+        recipe = recipe.with_keys("batch", micro_batch_size=1)
+    decided = resolve(recipe, facts_here(hardware, epoch_tokens=EPOCH_TOKENS))
+    # Raises an error if the tokens of a step are not a multiple of the micro-batch's.
+    decided.batch.accumulation(seq_len)
+    return decided
+
+
+def choose_programs(
+    names: Sequence[str] | None, hardware: Hardware, is_gpt2: bool, model: str
+) -> list[str]:
+    """The programs to compare with. If the Trainer's packages are missing, a message is printed,
+    and the Trainer is left out.
+
+    Raises:
+        ConfigError: a name is unknown, or a bare loop is named and the model is not a GPT-2.
+    """
+    if names is None and not is_gpt2:
+        return []
+    if names is None:
+        bf16 = hardware.bf16 and bf16_is_faster(hardware.device)
+        return [REFERENCE] if bf16 else [REFERENCE, "reference-fp32"]
+    require_known("program", names, PROGRAMS)
+    for name in names:
+        if name != "trainer" and not is_gpt2:
+            raise ConfigError(
+                f"program '{name}' is a loop for GPT-2, and {model} is none: use --programs trainer"
+            )
+    missing = [name for name in ("transformers", "accelerate") if not has_package(name)]
+    if "trainer" in names and missing:
+        say(f"{' and '.join(missing)} not installed: the row 'trainer' is left out")
+    return [name for name in dict.fromkeys(names) if name != "trainer" or not missing]
+
+
+def bench_training(bench: TrainingBench, on_run: Keep) -> Result:
+    """Measure all rows.
+
+    Returns:
+        The values of `StepsPlan.head`, "same_environment", "complete", and "rows" as `summarize`
+        returns them. "machine" also has "ceilings", FLOP/s by number format.
+
+    Raises:
+        ConfigError: an option is invalid.
+        InputError: this Python has no source of its standard library to train on.
+        StorageError: a file system error.
+    """
+    plan = plan_steps(bench, "benchmarks training")
+    rows = {row.name: row for row in training_rows(bench, plan)}
+    head = {**plan.head(WARMUP_STEPS), "same_environment": bench.same_environment}
+    dtypes = ["float32", "bfloat16"] if plan.hardware.bf16 else ["float32"]
+    ceilings = head["machine"]["ceilings"] = dict.fromkeys(dtypes, 0.0)
+
+    def raise_ceilings() -> None:
+        for dtype, before in ceilings.items():
+            ceilings[dtype] = max(before, ceiling(plan.hardware.device, getattr(torch, dtype)))
+
+    with tempfile.TemporaryDirectory(
+        prefix="firstlight-bench-", ignore_cleanup_errors=True
+    ) as temporary:
+        folder = Path(temporary)
+        steps = WARMUP_STEPS + plan.steps + PHASE_STEPS + PROFILED_STEPS * bench.profile
+        count = steps * plan.micro_batch_size * plan.seq_len + 1
+        write_tokens(folder / "tokens", count, plan.model.vocab_size)
+        return run_bench(
+            "training",
+            list(rows),
+            plan.repeats,
+            lambda name: _measure(rows[name], plan, folder, bench),
+            lambda found: {**head, "rows": summarize(list(rows.values()), found, head)},
+            on_run,
+            raise_ceilings,
+        )
+
+
+def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, bench: TrainingBench) -> Found:
+    request = {
+        "program": row.program,
+        "recipe": row.recipe.model_dump(),
+        "micro_batch_size": plan.micro_batch_size,
+        "data": str(folder / "tokens"),
+        "warmup_steps": WARMUP_STEPS,
+        "steps": plan.steps,
+        "phase_steps": PHASE_STEPS,
+        "profiled_steps": PROFILED_STEPS * bench.profile,
+        "threads": torch.get_num_threads(),
+    }
+    ours = row.program == FIRSTLIGHT or bench.same_environment
+    environment = training_environment() if ours else plain_environment()
+    # An empty cache: the first turn measures compilation, whatever ran before.
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "caches"), "HF_HUB_OFFLINE": "1"}
+    return ask("benchmarks.training", request, environment)
+
+
+def summarize(
+    rows: Sequence[TrainingRow], outcomes: Mapping[str, RowOutcome], head: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The medians of each row and their ratios to the reference.
+
+    Returns:
+        For each row "name", "program", "status" ("measured", "failed", "waiting") and "reason"; of
+        a measured row also (medians are over the timed steps, or over the turns):
+
+        - "tokens_per_second", median and extremes ("tokens_per_second_min", "_max")
+        - "share_of_ceiling": fraction of the highest of `head["machine"]["ceilings"]`
+        - "cpu_seconds" per step, "total_peak_bytes", "peak_bytes", "final_loss": medians
+        - "speed_ratio" (with "_min", "_max" of the turns' ratios) and "memory_ratio" of the total
+          peaks, to the row "reference"; None without it
+        - "first_step_seconds" and "chosen" of the first turn; "phases", see `phase_shares`;
+          "operators", see `operator_shares`; "runs"
+    """
+    result = [_summary(row, outcomes[row.name], head) for row in rows]
+    bases = (entry for entry in result if entry["name"] == REFERENCE)
+    base = next((entry for entry in bases if entry["status"] == "measured"), None)
+    for entry in result:
+        if base is not None and entry["status"] == "measured":
+            ratios = turn_ratios(entry["runs"], base["runs"])
+            entry["speed_ratio"] = entry["tokens_per_second"] / base["tokens_per_second"]
+            entry["speed_ratio_min"], entry["speed_ratio_max"] = min(ratios), max(ratios)
+            entry["memory_ratio"] = entry["total_peak_bytes"] / base["total_peak_bytes"]
+    return result
+
+
+def turn_ratios(runs: Sequence[Found], base: Sequence[Found]) -> list[float]:
+    """Speed relative to the base for each turn: the base's median step time over the run's."""
+    return [
+        statistics.median(theirs["step_seconds"]) / statistics.median(ours["step_seconds"])
+        for ours, theirs in zip(runs, base, strict=False)
+    ]
+
+
+def _summary(row: TrainingRow, outcome: RowOutcome, head: Mapping[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": row.name, "program": row.program}
+    runs, problem = outcome.runs, outcome.problem
+    if not runs:
+        status = "failed" if problem else "waiting"
+        return {**entry, "status": status, "reason": problem or "not measured yet"}
+    tokens = head["seq_len"] * head["micro_batch_size"]
+    rates = [tokens / seconds for seconds in outcome.values("step_seconds")]
+    rate = statistics.median(rates)
+    best = max(head["machine"]["ceilings"].values())
+    ratios = ("speed_ratio", "speed_ratio_min", "speed_ratio_max", "memory_ratio")
+    return {
+        **entry,
+        "status": "measured",
+        "reason": problem,
+        "tokens_per_second": rate,
+        "tokens_per_second_min": min(rates),
+        "tokens_per_second_max": max(rates),
+        "share_of_ceiling": rate * head["flops_per_token"] / best,
+        "cpu_seconds": outcome.median("step_cpu_seconds"),
+        "total_peak_bytes": outcome.median("total_peak_bytes"),
+        "peak_bytes": outcome.median("peak_bytes"),
+        **dict.fromkeys(ratios),
+        "final_loss": statistics.median(run["losses"][-1] for run in runs),
+        "first_step_seconds": runs[0]["first_step_seconds"],
+        "phases": phase_shares(runs),
+        "operators": operator_shares(runs),
+        "chosen": runs[0]["chosen"],
+        "runs": list(runs),
+    }
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of the result of `bench_training`: tokens/s and peak memory of each row."""
+    rows = [row for row in result["rows"] if row["status"] == "measured"]
+    names = [row["name"].replace(",", ",\n") for row in rows]
+    colors = ["tab:blue" if row["program"] == FIRSTLIGHT else "tab:orange" for row in rows]
+    speed = Panel(
+        "tokens/s (median; line: slowest to fastest step)",
+        names,
+        [row["tokens_per_second"] for row in rows],
+        ["" if row["speed_ratio"] is None else f"{row['speed_ratio']:.2f}x" for row in rows],
+        colors,
+        [(row["tokens_per_second_min"], row["tokens_per_second_max"]) for row in rows],
+    )
+    peaks = [row["total_peak_bytes"] / 2**30 for row in rows]
+    memory = Panel("peak memory (GiB)", names, peaks, colors=colors)
+    return draw_panels(steps_title(result), [[speed, memory]])
+
+
+# The measurement of one row.
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps with one program and measure them; see the module's docstring.
+
+    Raises:
+        FirstlightError: the recipe is invalid, or the loss became NaN or infinite.
+    """
+    recipe = read_recipe(request)
+    program = request["program"]
+    if program == FIRSTLIGHT:
+        import_libraries(recipe)
+    else:
+        trainer = ["transformers.trainer"] if program == "trainer" else []
+        import_libraries(recipe, ["torch._inductor.compile_fx", *trainer])
+    with run_processes(recipe) as (hardware, engine):
+        use_threads(request, recipe, hardware, engine)
+        if program == FIRSTLIGHT:
+            recipe = resolved(recipe, hardware)
+        assert recipe.data.seq_len is not None
+        tokens = open_rows(Path(request["data"]), recipe.data.seq_len)
+        level = begin_peak()
+        timed = request["warmup_steps"] + request["steps"]
+        phase_steps = request.get("phase_steps", 0)
+        steps = timed + phase_steps + request.get("profiled_steps", 0)
+        clock = PartsClock(hardware.device, level, timed, phase_steps)
+        chosen: dict[str, Any] = {}
+        if isinstance(recipe, ResolvedRecipe):
+            losses, chosen = train_steps(recipe, tokens, steps, hardware, engine, clock)
+        else:
+            rows = request["micro_batch_size"]
+            batches = (tokens.batch(step * rows, rows, documents=False) for step in range(steps))
+            compiles = request.get("compile", True)
+            if program == "trainer":
+                losses = train_with_trainer(
+                    recipe, batches, steps, rows, clock, compile_model=compiles
+                )
+            else:
+                loop = _loop(program, recipe, hardware, compile_model=compiles)
+                losses = _run_loop(loop, recipe, batches, hardware, clock)
+        assert clock.peaks is not None
+        parts = {"phases": clock.phases, "operators": clock.operators}
+        return step_figures(request, clock, losses, chosen, clock.peaks) | parts
+
+
+def _loop(program: str, recipe: Recipe, hardware: Hardware, *, compile_model: bool) -> LoopStep:
+    config = recipe.model
+    assert isinstance(config, GPT2Config | LlamaConfig)
+    if program == "pure-bf16":
+        assert isinstance(config, GPT2Config)
+        return pure_bf16_loop(config, hardware.device, compile_model=compile_model)
+    bf16 = program == "reference"
+    return autocast_loop(config, hardware.device, bf16=bf16, compile_model=compile_model)
+
+
+def _run_loop(
+    loop: LoopStep, recipe: Recipe, batches: Iterator[Batch], hardware: Hardware, clock: StepClock
+) -> list[float]:
+    losses = []
+    for step, batch in enumerate(batches):
+        rate = recipe.optimizer.learning_rate * lr_scale(step)
+        clock.start()
+        batch = batch.to(hardware.device)
+        losses.append(loop(batch.input_ids, batch.labels, rate))
+        clock.stop()
+    return losses
+
+
+def library_corpus(folder: Path, vocab_size: int, source: str | Path = "stdlib") -> Path:
+    """Train a tokenizer on a text, and prepare the text as token shards, unless corpus/ exists.
+
+    With the standard library and a vocabulary of 50,257 tokens, this takes about ten seconds.
+
+    Args:
+        folder: parent of tokenizer/ and corpus/.
+        vocab_size: vocabulary size of the tokenizer.
+        source: text, as `prepare` takes it; "stdlib" is the source of Python's standard library.
+
+    Returns:
+        Folder of the prepared corpus, with its splits "train" and "val".
+
+    Raises:
+        InputError: the text does not exist.
+        StorageError: a file system error.
+    """
+    corpus = folder / "corpus"
+    if not corpus.exists():
+        found = read_documents(find_sources([source]), "text")
+        texts = (record.value for record in found if record.error is None)
+        tokenizer = train_tokenizer(texts, vocab_size)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        prepare([source], tokenizer, corpus, workers=1)
+    return corpus
+
+
+class ShardRows:
+    """The rows of a prepared corpus's split "train" in order; after the last, the first follows."""
+
+    def __init__(self, folder: Path, seq_len: int) -> None:
+        self.dataset, self.seq_len = TokenDataset(folder, "train"), seq_len
+        # The last row, if it is short, is left out: all batches have the same shape.
+        self.count = max(1, (self.dataset.num_tokens - 1) // seq_len)
+
+    def batch(self, first: int, rows: int, documents: bool) -> Batch:
+        """`rows` rows from row `first` on as one batch; see `Tokens.batch`."""
+        numbers = [row % self.count for row in range(first, first + rows)]
+        return rows_to_batch(self.dataset, numbers, self.seq_len, 0, document_masking=documents)
+
+
+def open_rows(path: Path, seq_len: int) -> Tokens | ShardRows:
+    """The rows of a prepared corpus if `path` is a folder, otherwise those of a file that
+    `write_tokens` wrote."""
+    return ShardRows(path, seq_len) if path.is_dir() else Tokens(path, seq_len)
+
+
+# The parts of a step.
+
+PHASES = ("forward", "backward", "update")
+
+#: Pattern of `_plain_name` for each class of operators; the first class that matches counts.
+CLASSES = {
+    "communication": r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_scatter|broadcast_tensors",
+    "optimizer": r"optimizer|foreach|fused_(adam|sgd)|vector_norm|clip_grad",
+    "attention": r"attention",
+    "compiled": r"compil|cudagraph|^triton|cpp_fused|inductor",
+    "loss": r"cross_?entropy|log_softmax|nll_loss|logsumexp",
+    "normalisation": r"(layer|rms|batch|group)_?norm",
+    "embedding": r"embedding",
+    "matrix products": r"^(add|b|badd|scaled_|grouped_)?mm$|^(linear|matmul|mv|dot|einsum|outer)$"
+    r"|^mkldnn_linear|_linear_pointwise$|^mkl_linear$",
+    "views": r"^(view|view_as|unsafe_view|reshape|reshape_alias|transpose|t|permute|expand"
+    r"|expand_as|slice|select|split|split_with_sizes|chunk|squeeze|unsqueeze|as_strided|detach"
+    r"|alias|narrow|unbind|movedim|flatten|unflatten|resolve_conj|resolve_neg|lift_fresh|resize"
+    r"|set|empty|empty_like|empty_strided|new_empty|new_empty_strided|item|local_scalar_dense"
+    r"|is_nonzero|result_type|promote_types|to|contiguous|zeros|zeros_like|ones|ones_like|new_zeros|full"
+    r"|full_like|scalar_tensor|numpy_t|mt|swapaxes|diff_view|graph_root)$",
+    "element-wise": r"^(add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|exp|log|abs|tanh|sigmoid|gelu|silu"
+    r"|relu|softmax|native_dropout|dropout|bernoulli|copy|copy_backwards|clone|to_copy|cat|stack"
+    r"|fill|zero|where|masked_fill|masked_select|sum|mean|max|min|amax|amin|var|std|eq|ne|lt|le|gt"
+    r"|ge|logical_and|logical_or|logical_not|bitwise_and|bitwise_or|bitwise_not|isfinite|isnan"
+    r"|isinf|all|any|sin|cos|arange|gather|scatter|scatter_add|index|index_select|index_put"
+    r"|index_add|index_copy|cumsum|tril|triu|clamp|clamp_min|clamp_max|square|reciprocal|sort"
+    r"|topk|argmax|nonzero|roll|flip|repeat|erf|lerp|addcmul|addcdiv|maximum|minimum|sign|floor"
+    r"|accumulate_grad|norm|constant_pad_nd|pad|resolve)$",
+}
+OTHER = "other"
+
+#: Classes whose operators include the operators that they call. Matrix products that a loss calls
+#: (a chunked loss computes the head's) stay in their own class.
+_SCOPES = ("communication", "optimizer", "attention", "normalisation", "embedding", "loss")
+
+
+def operator_class(name: str) -> str:
+    """The class of an operator, autograd node or annotation of torch.profiler, by its name."""
+    plain = _plain_name(name)
+    found = (kind for kind, pattern in CLASSES.items() if re.search(pattern, plain))
+    return next(found, OTHER)
+
+
+def _plain_name(name: str) -> str:
+    """The name without namespace and backward suffix, in snake case: 'softmax' for 'aten::softmax',
+    'aten::_softmax_backward_data' and 'autograd::engine::evaluate_function: SoftmaxBackward0'."""
+    plain = name.split(": ")[-1].split("::")[-1]
+    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()
+    return re.sub(r"_?backward(_data|s)?\d*$", "", plain).strip("_")
+
+
+def count_operators(events: Iterable[Any], *, on_gpu: bool) -> dict[str, dict[str, float]]:
+    """Seconds and number of calls of each class that occurs.
+
+    Args:
+        events: `torch.profiler.profile.events()`.
+        on_gpu: True counts the time of GPU kernels, False processor time.
+
+    Returns:
+        "seconds" and "calls" by class.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for event in events:
+        # Kernels are counted with the operator that started them.
+        if event.device_type != DeviceType.CPU or event.is_async:
+            continue
+        micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        entry = found.setdefault(_class_in_scope(event), {"seconds": 0.0, "calls": 0})
+        entry["seconds"] += micros / 1e6
+        entry["calls"] += 1
+    return found
+
+
+def _class_in_scope(event: Any) -> str:
+    """The class of the outermost calling operator whose class is in `_SCOPES`; without such an
+    operator, the event's own class."""
+    own = operator_class(event.name)
+    scope, parent = None, event.cpu_parent
+    while parent is not None:
+        kind = operator_class(parent.name)
+        if kind in _SCOPES and not (kind == "loss" and own == "matrix products"):
+            scope = kind
+        parent = parent.cpu_parent
+    return scope or own
+
+
+class PartsClock(StepClock):
+    """A clock that also breaks down the steps after the timed ones.
+
+    Args:
+        device: device of the steps.
+        level: memory level of `begin_peak`.
+        timed: number of steps at the start that are only timed.
+        phase_steps: number of steps after the timed ones that are divided into phases; all later
+            steps are profiled.
+
+    Attributes:
+        peaks: `memory.peaks` at the end of the timed steps; None before their end.
+        phases: seconds by phase of each divided step.
+        operators: `count_operators` of each profiled step.
+    """
+
+    def __init__(self, device: torch.device, level: int, timed: int, phase_steps: int) -> None:
+        super().__init__(device)
+        self.peaks: tuple[int, int] | None = None
+        self.phases: list[dict[str, float]] = []
+        self.operators: list[dict[str, dict[str, float]]] = []
+        self._level, self._timed, self._phase_steps = level, timed, phase_steps
+        self._stack = contextlib.ExitStack()
+        self._passes: list[tuple[float, float]] = []
+        self._profiler: Any = None
+
+    def start(self) -> None:
+        """Begin a step."""
+        number = len(self.seconds) - self._timed
+        if 0 <= number < self._phase_steps:
+            self._passes.clear()
+            self._stack.enter_context(_noted_passes(self._passes, self._device))
+        elif number >= self._phase_steps:
+            self._profiler = self._stack.enter_context(torch.profiler.profile(acc_events=True))
+        super().start()
+
+    def stop(self) -> None:
+        """End a step."""
+        super().stop()
+        self._stack.close()
+        if len(self.seconds) == self._timed:
+            self.peaks = peaks(self._device, self._level)
+        if self._profiler is not None:
+            on_gpu = self._device.type == "cuda"
+            self.operators.append(count_operators(self._profiler.events(), on_gpu=on_gpu))
+            self._profiler = None
+        elif len(self.seconds) > self._timed:
+            self.phases.append(self._divided())
+
+    def _divided(self) -> dict[str, float]:
+        """Seconds by phase of the last step."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        before, end = self._start[0], self._start[0] + self.seconds[-1]
+        for begin, done in self._passes:
+            seconds["forward"] += begin - before
+            seconds["backward"] += done - begin
+            before = done
+        seconds["update"] = end - before
+        return seconds
+
+
+@contextlib.contextmanager
+def _noted_passes(passes: list[tuple[float, float]], device: torch.device) -> Iterator[None]:
+    """Record (start, end) of each backward pass inside the block in `passes`, in seconds.
+
+    `torch.autograd.backward` is replaced for this, since `Tensor.backward` calls it in every
+    program.
+    """
+    real, depth = torch.autograd.backward, 0
+
+    def noted(*args: Any, **options: Any) -> None:
+        nonlocal depth
+        # Activation checkpointing may call `backward` inside a backward pass.
+        if depth:
+            real(*args, **options)
+            return
+        synchronize(device)
+        begin, depth = time.perf_counter(), 1
+        try:
+            real(*args, **options)
+        finally:
+            depth = 0
+        synchronize(device)
+        passes.append((begin, time.perf_counter()))
+
+    torch.autograd.backward = noted
+    try:
+        yield
+    finally:
+        torch.autograd.backward = real
+
+
+def phase_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Fraction of a step's time by phase, over the divided steps of all turns; None if there are no
+    such steps."""
+    steps = [step for run in runs for step in run.get("phases", ())]
+    total = sum(sum(step.values()) for step in steps)
+    return (
+        {phase: sum(step[phase] for step in steps) / total for phase in PHASES} if steps else None
+    )
+
+
+def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The classes of operators over the profiled steps of all turns, the slowest class first.
+
+    Returns:
+        For each class that occurs "class", its name; "share", its fraction of the time of all
+        operators; "seconds" and "calls" per step.
+    """
+    steps = [step for run in runs for step in run.get("operators", ())]
+    total = sum(entry["seconds"] for step in steps for entry in step.values())
+    rows = []
+    for kind in (*CLASSES, OTHER):
+        found = [step[kind] for step in steps if kind in step]
+        if found:
+            seconds, calls = (sum(one[key] for one in found) for key in ("seconds", "calls"))
+            row = {"class": kind, "share": seconds / total if total else 0.0}
+            rows.append(row | {"seconds": seconds / len(steps), "calls": calls / len(steps)})
+    return sorted(rows, key=lambda row: -row["share"])
+
+
+def draw_operators(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A PNG of the seconds per step of each class, a panel for each row of `benchmarks training`."""
+    panels = [
+        Panel(
+            "seconds a step",
+            [one["class"] for one in row["operators"]],
+            [one["seconds"] for one in row["operators"]],
+            [f"{one['share']:.0%}" for one in row["operators"]],
+            title=row["name"],
+        )
+        for row in rows
+        if row.get("operators")
+    ]
+    return draw_panels(title, [[panel] for panel in panels])

@@ -1,0 +1,426 @@
+"""Training for some steps: the options of such benchmarks, and the measurement of one row.
+
+    python -m firstlight.hardware.fresh_process firstlight.bench.steps REQUEST
+
+The same command also runs as one of several ranks of a run with `distributed.engine`
+(`fresh_process.ask_ranks`): each rank trains on different sequences, with its share of a CPU's
+threads.
+
+REQUEST is a JSON object:
+
+    recipe            values of a recipe, including its model, data.seq_len and device
+    resolved          true if the recipe has no open key; otherwise its keys are resolved here
+    data              a file of `write_tokens`
+    warmup_steps      number of steps that are not timed
+    steps             number of steps that are timed
+    threads           threads of torch
+    written_out       names of `written_out.PARTS` that replace parts of the model
+
+What is measured, in this order:
+
+1. All libraries that the run needs are imported, torch's compiler and 8-bit libraries too, and the
+   recipe's open keys are resolved. Then the resident memory of the process is noted, and the peak
+   that the kernel counts is reset.
+2. Model, optimizer and loss function are made, as `firstlight train` makes them.
+3. `first_step_seconds`: the first step, with compilation. Only the warm-up steps, of which it is
+   the first, allocate and compile.
+4. `step_seconds` of each timed step, from its batches in host memory to the updated parameters.
+   `step_cpu_seconds` is the processor time of all threads in the step: other work on the machine
+   affects it less, but it includes threads that wait by spinning.
+
+Step s trains on the sequences from s * n on, where n is the number of sequences of a step, so that
+recipes with the same n see the same tokens. `losses` are those of all warm-up and timed steps, each
+before the step's update. The learning rate rises linearly over the first four steps and is constant
+after them.
+
+On a CPU, `total_peak_bytes` is the peak of the process's resident memory, and `peak_bytes` is how
+far it exceeds the level of step 1. On a GPU, both are the peak of torch's allocator. With several
+processes, both are those of the largest process, and losses are over the sequences of all of them.
+
+The result also has `chosen`: the values of the recipe's keys that can be left open.
+
+The data are the source of Python's standard library: it is on every machine, it is real text, and
+it is the same for every row of a table. Each word, run of white space or punctuation mark is a
+token, whose id is its CRC-32 modulo one less than the vocabulary size. So ids of the whole
+vocabulary occur, with the frequencies of words, whatever its size, and no tokenizer is needed. A
+new document begins at each line that begins a function, method or class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import sysconfig
+import time
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+import torch
+
+from firstlight.bench.models import SMALL, find_model
+from firstlight.bench.options import StepsBench, require_positive
+from firstlight.bench.written_out import write_out
+from firstlight.data.corpus import row_span, separate_documents
+from firstlight.data.loader import Batch
+from firstlight.errors import ConfigError, InputError
+from firstlight.files.atomic import write_file
+from firstlight.hardware.device import Hardware, find_hardware, machine_facts, synchronize
+from firstlight.hardware.resident import begin_peak, peaks
+from firstlight.models import ModelConfig, empty_model
+from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.parallel import barrier, gather_objects
+from firstlight.parallel.engine import Engine
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
+from firstlight.recipe.resolve import facts_here, resolve
+from firstlight.training.micro_batch import largest_micro_batch
+from firstlight.training.processes import run_processes
+from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
+
+#: Number of steps over which the learning rate rises linearly.
+_RISE_STEPS = 4
+
+#: Tokens of an epoch for which open keys are resolved.
+EPOCH_TOKENS = 10**9
+
+
+@dataclass(frozen=True)
+class StepsPlan:
+    """The resolved options of a `StepsBench`; `name` is the option `model`."""
+
+    name: str
+    model: ModelConfig
+    hardware: Hardware
+    seq_len: int
+    micro_batch_size: int
+    steps: int
+    repeats: int
+
+    def head(self, warmup_steps: int) -> dict[str, Any]:
+        """The part of a result that is known before anything is measured."""
+        model = meta_model(self.model)
+        return {
+            "model": self.name,
+            "parameters": count_parameters(model).total,
+            "seq_len": self.seq_len,
+            "micro_batch_size": self.micro_batch_size,
+            "steps": self.steps,
+            "warmup_steps": warmup_steps,
+            "repeats": self.repeats,
+            "flops_per_token": train_flops_per_token(model, self.seq_len),
+            "machine": machine_facts(self.hardware),
+        }
+
+
+def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
+    """Resolve the options that are None.
+
+    Raises:
+        ConfigError: a value is out of range, or the model or the device is unknown.
+    """
+    hardware = find_hardware(bench.device)
+    if hardware.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{command} runs on cpu and cuda, not on {hardware.device.type}")
+    name = bench.model or (SMALL if bench.quick else "gpt2-124m")
+    model = find_model(name)
+    on_gpu = hardware.device.type == "cuda"
+    limit = model.max_position_embeddings
+    usual = {
+        "seq_len": min(256 if bench.quick else 1024, limit),
+        "micro_batch_size": 16 if on_gpu else 4,
+        "steps": 20 if on_gpu else 4,
+        "repeats": 1 if bench.quick else 3,
+    }
+    given = {key: getattr(bench, key) for key in usual}
+    chosen = {key: usual[key] if value is None else value for key, value in given.items()}
+    require_positive(**chosen)
+    if chosen["seq_len"] > limit:
+        raise ConfigError(f"seq_len {chosen['seq_len']} is more than {name}'s context of {limit}")
+    return StepsPlan(name, model, hardware, **chosen)
+
+
+def steps_title(result: Mapping[str, Any]) -> str:
+    """Heading of the picture of a result of a benchmark that trains for some steps."""
+    size = f"{result['micro_batch_size']} x {result['seq_len']} tokens a step"
+    end = "" if result["complete"] else " (not complete)"
+    return f"{result['model']}, {size}; {result['machine']['name']}{end}"
+
+
+class StepClock:
+    """Measures the duration of each step; waits for the device at its start and end.
+
+    Attributes:
+        seconds: wall-clock seconds of each step so far.
+        cpu_seconds: processor seconds of each step, of all threads.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self._device = device
+        self._start = (0.0, 0.0)
+
+    def start(self) -> None:
+        """Begin a step."""
+        synchronize(self._device)
+        self._start = (time.perf_counter(), time.process_time())
+
+    def stop(self) -> None:
+        """End a step."""
+        synchronize(self._device)
+        self.seconds.append(time.perf_counter() - self._start[0])
+        self.cpu_seconds.append(time.process_time() - self._start[1])
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Train and measure; the module's docstring describes the request and the result.
+
+    Raises:
+        FirstlightError: the recipe is invalid, or the loss became NaN or infinite.
+    """
+    recipe = read_recipe(request)
+    import_libraries(recipe)
+    with run_processes(recipe) as (hardware, engine):
+        use_threads(request, recipe, hardware, engine)
+        decided = resolved(recipe, hardware)
+        tokens = Tokens(Path(request["data"]), decided.data.seq_len)
+        level = begin_peak()
+        clock = StepClock(hardware.device)
+        steps = request["warmup_steps"] + request["steps"]
+        written_out = request.get("written_out", ())
+        losses, chosen = train_steps(decided, tokens, steps, hardware, engine, clock, written_out)
+        return step_figures(request, clock, losses, chosen, peaks(hardware.device, level))
+
+
+def read_recipe(request: Mapping[str, Any]) -> Recipe:
+    """The recipe of a request.
+
+    Raises:
+        ConfigError: the recipe is invalid.
+    """
+    parse = parse_resolved_recipe if request.get("resolved") else parse_recipe
+    return parse(request["recipe"])
+
+
+def import_libraries(recipe: Recipe, more: Sequence[str] = ()) -> None:
+    """Import libraries that would be imported during the run, so that the memory which they take
+    is not counted as the program's.
+
+    A missing library is ignored here: the code that needs it raises a better error.
+
+    Args:
+        recipe: the recipe of the run.
+        more: further modules.
+    """
+    names = ["torch._dynamo", *more]  # torch's optimizers import torch._dynamo in their first step
+    if recipe.efficiency.compile:
+        names.append("torch._inductor.compile_fx")
+    if recipe.lora is not None and recipe.lora.quantize == "nf4":
+        names.append("bitsandbytes")
+    if "8bit" in recipe.optimizer.name:
+        library = recipe.optimizer.eight_bit_library
+        names.append("bitsandbytes" if library == "auto" else library)
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def use_threads(
+    request: Mapping[str, Any], recipe: Recipe, hardware: Hardware, engine: Engine
+) -> None:
+    """Set this rank's share of torch's threads, and the seed."""
+    share = engine.world.size if hardware.device.type == "cpu" else 1
+    torch.set_num_threads(max(1, request["threads"] // share))
+    torch.manual_seed(recipe.run.seed)
+
+
+def resolved(recipe: Recipe, hardware: Hardware) -> ResolvedRecipe:
+    """The recipe with its open keys resolved, as for a run on many tokens."""
+    if isinstance(recipe, ResolvedRecipe):
+        return recipe
+    facts = facts_here(
+        hardware,
+        epoch_tokens=EPOCH_TOKENS,
+        largest_micro_batch=lambda open_: largest_micro_batch(open_, hardware, lambda _: None),
+    )
+    return resolve(recipe, facts)
+
+
+def step_figures(
+    request: Mapping[str, Any],
+    clock: StepClock,
+    losses: Sequence[float],
+    chosen: Mapping[str, Any],
+    peak_bytes: tuple[int, int],
+) -> dict[str, Any]:
+    """The result of `measure`; steps after the timed ones are left out.
+
+    Args:
+        request: the request.
+        clock: clock that measured the steps.
+        losses: loss of each step.
+        chosen: values of the recipe's keys that can be left open.
+        peak_bytes: this rank's `memory.peaks`.
+    """
+    timed = slice(request["warmup_steps"], request["warmup_steps"] + request["steps"])
+    peak, total = map(max, zip(*gather_objects(list(peak_bytes)), strict=True))
+    return {
+        "first_step_seconds": clock.seconds[0],
+        "step_seconds": clock.seconds[timed],
+        "step_cpu_seconds": clock.cpu_seconds[timed],
+        "losses": list(losses[: timed.stop]),
+        "peak_bytes": peak,
+        "total_peak_bytes": total,
+        "chosen": dict(chosen),
+    }
+
+
+def lr_scale(step: int) -> float:
+    """The learning rate of a step as a fraction of the recipe's."""
+    return min(1.0, (step + 1) / _RISE_STEPS)
+
+
+class Rows(Protocol):
+    """The sequences on which a benchmark trains."""
+
+    @property
+    def seq_len(self) -> int: ...
+
+    def batch(self, first: int, rows: int, documents: bool) -> Batch: ...
+
+
+def train_steps(
+    decided: ResolvedRecipe,
+    tokens: Rows,
+    steps: int,
+    hardware: Hardware,
+    engine: Engine,
+    clock: StepClock,
+    written_out: Collection[str] = (),
+) -> tuple[list[float], dict[str, Any]]:
+    """Train: the loss of each step, and the values of keys that can be open."""
+    torch.manual_seed(decided.run.seed)
+    model = empty_model(decided.model, decided.efficiency.vocab_multiple)
+    model.init_weights(torch.Generator().manual_seed(decided.run.seed), decided.init)
+    attach(model, decided, hardware)
+    program = TrainingProgram(decided, model, hardware, engine)
+    write_out(model, written_out, decided.model.max_position_embeddings)
+    pins = bool(decided.data.pin_memory) and hardware.device.type == "cuda"
+    micro, count = decided.batch.rows, decided.batch.accumulation(tokens.seq_len)
+    masked = decided.data.document_masking
+    losses = []
+    for step in range(steps):
+        first = (step * engine.world.size + engine.rank) * micro * count
+        batches = [tokens.batch(first + micro * i, micro, masked) for i in range(count)]
+        # Outside the timed part: the loader's threads pin batches while a step computes.
+        if pins:
+            batches = [batch.pin_memory() for batch in batches]
+        barrier()
+        clock.start()
+        batches = [batch.to(hardware.device) for batch in batches]
+        losses.append(program.step(batches, lr_scale(step)).loss)
+        clock.stop()
+    chosen = {
+        "batch.micro_batch_size": micro,
+        "batch.gradient_accumulation_steps": count,
+        "efficiency.precision": decided.efficiency.precision,
+        "efficiency.attention": decided.efficiency.attention,
+        "efficiency.compile": decided.efficiency.compile,
+        "efficiency.loss_chunk_tokens": decided.efficiency.loss_chunk_tokens,
+    }
+    return losses, chosen
+
+
+_WORD = re.compile(r"\w+|\s+|[^\w\s]")
+_DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
+
+
+def write_tokens(path: Path, count: int, vocab_size: int) -> None:
+    """Write `count` tokens of the standard library's source, repeated if it has fewer.
+
+    Args:
+        path: safetensors file to write: "tokens" int64 [count] and "starts" int64 [documents], the
+            position of each document's first token.
+        count: number of tokens.
+        vocab_size: size of the vocabulary, whose last id ends every document.
+
+    Raises:
+        InputError: this Python has no source of its standard library.
+        StorageError: a file system error.
+    """
+    tokens: list[int] = []
+    starts: list[int] = []
+    documents = _documents()
+    while len(tokens) < count:
+        document = next(documents, None)
+        if document is None:
+            documents = _documents()
+            continue
+        starts.append(len(tokens))
+        tokens += [zlib.crc32(word.encode()) % (vocab_size - 1) for word in _WORD.findall(document)]
+        tokens.append(vocab_size - 1)
+    arrays = {
+        "tokens": np.array(tokens[:count], dtype=np.int64),
+        "starts": np.array(starts, dtype=np.int64),
+    }
+    write_file(path, safetensors.numpy.save(arrays))
+
+
+def _documents() -> Iterator[str]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        raise InputError(
+            f"the source of Python's standard library, which this benchmark trains on, is not in "
+            f"{folder}: install a Python that has it"
+        )
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        yield from (part for part in _DOCUMENT.split(text) if part)
+
+
+class Tokens:
+    """The rows of a file that `write_tokens` wrote.
+
+    Attributes:
+        tokens: int64 [tokens].
+        starts: position of each document's first token, int64 [documents].
+        seq_len: input tokens of a row.
+    """
+
+    def __init__(self, path: Path, seq_len: int) -> None:
+        arrays = safetensors.numpy.load_file(path)
+        self.tokens: npt.NDArray[np.int64] = arrays["tokens"]
+        self.starts: npt.NDArray[np.int64] = arrays["starts"]
+        self.seq_len = seq_len
+
+    def batch(self, first: int, rows: int, documents: bool) -> Batch:
+        """`rows` rows from row `first` on as one batch.
+
+        Args:
+            documents: True adds the document numbers, for masking. The token that ends a document
+                is, as an input, the first of the next one, so that no label is masked.
+
+        Returns:
+            `input_ids` and `labels` int64 [rows, seq_len]; `document_ids` int32 [rows, seq_len] or
+            None.
+        """
+        spans = [row_span(row, self.seq_len) for row in range(first, first + rows)]
+        rows_BS = np.stack([self.tokens[span] for span in spans])
+        input_ids, labels = rows_BS[:, :-1].copy(), rows_BS[:, 1:].copy()
+        numbers = None
+        if documents:
+            numbers = torch.from_numpy(np.stack([self._document_numbers(span) for span in spans]))
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), labels.size, numbers)
+
+    def _document_numbers(self, span: slice) -> npt.NDArray[np.int32]:
+        first, last = np.searchsorted(self.starts, [span.start, span.stop])
+        starts = self.starts[first:last] - span.start
+        return separate_documents(starts, self.seq_len, eos_opens=True)[0]

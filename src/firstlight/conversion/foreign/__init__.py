@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: one file per program, and what they share."""

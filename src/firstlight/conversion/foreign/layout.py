@@ -1,0 +1,227 @@
+"""What the readers of all programs share: names and shapes of tensors, settings and their checks.
+
+A layout maps each Hugging Face name to the program's names that its tensor is made of; "{}" is the
+number of the layer. Shapes are those of Hugging Face's tensors, as letters:
+
+    V  vocabulary    P  positions    C  hidden size    F  MLP size    D  size of a head
+    Q  query heads x head size    K  kv heads x head size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from firstlight.errors import ModelError
+
+#: Modules of Hugging Face's GPT-2 -> shape of the weight, shape of the bias ("" for none).
+GPT2_MODULES = {
+    "transformer.wte": ("V C", ""),
+    "transformer.wpe": ("P C", ""),
+    "transformer.h.{}.ln_1": ("C", "C"),
+    "transformer.h.{}.attn.c_attn": ("C 3C", "3C"),
+    "transformer.h.{}.attn.c_proj": ("C C", "C"),
+    "transformer.h.{}.ln_2": ("C", "C"),
+    "transformer.h.{}.mlp.c_fc": ("C 4C", "4C"),
+    "transformer.h.{}.mlp.c_proj": ("4C C", "C"),
+    "transformer.ln_f": ("C", "C"),
+    "lm_head": ("V C", ""),
+}
+#: Modules of Hugging Face's Llama -> shape of the weight.
+LLAMA_MODULES = {
+    "model.embed_tokens": "V C",
+    "model.layers.{}.input_layernorm": "C",
+    "model.layers.{}.self_attn.q_proj": "Q C",
+    "model.layers.{}.self_attn.k_proj": "K C",
+    "model.layers.{}.self_attn.v_proj": "K C",
+    "model.layers.{}.self_attn.o_proj": "C Q",
+    "model.layers.{}.post_attention_layernorm": "C",
+    "model.layers.{}.mlp.gate_proj": "F C",
+    "model.layers.{}.mlp.up_proj": "F C",
+    "model.layers.{}.mlp.down_proj": "C F",
+    "model.norm": "C",
+    "lm_head": "V C",
+}
+GPT2_SHAPES = {
+    f"{module}.{kind}": shape
+    for module, shapes in GPT2_MODULES.items()
+    for kind, shape in zip(("weight", "bias"), shapes, strict=True)
+    if shape
+}
+_LLAMA_SHAPES = {f"{module}.weight": shape for module, shape in LLAMA_MODULES.items()}
+#: Family -> letter -> (Hugging Face tensor, its dimension) that gives the size of the letter.
+SIZES = {
+    "gpt2": {
+        "V": ("transformer.wte.weight", 0),
+        "C": ("transformer.wte.weight", 1),
+        "P": ("transformer.wpe.weight", 0),
+    },
+    "llama": {
+        "V": ("model.embed_tokens.weight", 0),
+        "C": ("model.embed_tokens.weight", 1),
+        "F": ("model.layers.{}.mlp.gate_proj.weight", 0),
+        "Q": ("model.layers.{}.self_attn.q_proj.weight", 0),
+        "K": ("model.layers.{}.self_attn.k_proj.weight", 0),
+    },
+}
+SIZES["nanochat"] = SIZES["llama"] | {"F": ("model.layers.{}.mlp.fc1.weight", 0)}
+#: Weights that Hugging Face's and OpenAI's GPT-2 store as [in, out]. Other programs' GPTs use
+#: `nn.Linear`, which stores [out, in].
+TRANSPOSED = frozenset(
+    f"transformer.h.{{}}.{name}.weight"
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of one program's model.
+
+    Attributes:
+        program: name of the program.
+        kind: Hugging Face's family whose names the tensors get: "gpt2", "nanochat" or "llama"
+            (also for Mistral, Qwen2 and Qwen3, whose names are Llama's).
+        mark: end of a tensor's name by which the layout is recognised.
+        names: the program's tensors that each Hugging Face tensor is made of; several are stacked
+            along the outputs.
+        shapes: shapes of the Hugging Face tensors, in letters.
+        optional: biases, by Hugging Face name, that a file may lack; it lacks all or none of them.
+        rotates_pairs: True if rotary positions rotate pairs (2i, 2i + 1) of a head's rows; False
+            for Hugging Face's pairs (i, i + D/2).
+        is_transposed: True if the weights in `TRANSPOSED` are [out, in], unlike Hugging Face's.
+    """
+
+    program: str
+    kind: str
+    mark: str
+    names: Mapping[str, tuple[str, ...]]
+    shapes: Mapping[str, str]
+    optional: frozenset[str] = frozenset()
+    rotates_pairs: bool = False
+    is_transposed: bool = True
+
+
+def llama_layout(
+    program: str,
+    mark: str,
+    names: Mapping[str, str],
+    *,
+    norm: str = "weight",
+    rotates_pairs: bool = False,
+) -> Layout:
+    """The layout of a program's Llama.
+
+    Args:
+        program, mark, rotates_pairs: see `Layout`.
+        names: the program's module for each of `LLAMA_MODULES`.
+        norm: the program's name for the weight of a norm.
+    """
+    return Layout(
+        program=program,
+        kind="llama",
+        mark=mark,
+        names={
+            f"{module}.weight": (f"{names[module]}.{norm if shape == 'C' else 'weight'}",)
+            for module, shape in LLAMA_MODULES.items()
+        },
+        shapes=_LLAMA_SHAPES,
+        rotates_pairs=rotates_pairs,
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model, as its tensors show it.
+
+    Attributes:
+        sizes: sizes by shape letter.
+        layers: number of layers.
+        tied: True if head and embedding are equal.
+        qkv_bias: True if a GPT's queries, keys and values have biases.
+    """
+
+    sizes: Mapping[str, int]
+    layers: int
+    tied: bool
+    qkv_bias: bool = True
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of another program's model.
+
+    Attributes:
+        found: settings that the files hold or the program's code fixes, by keys of a Hugging Face
+            config.json.
+        assumed: settings that the program's code has values for, by the same keys. The caller may
+            override them.
+        notes: a sentence for the user about an assumed setting, by its key.
+        choices: the values that the program's code can compute, by the key of the setting.
+        model_args: settings by the program's own names. Those of a GPT are compared with its
+            tensors.
+        where: place where `model_args` was found, for messages.
+        sines: table of sines [positions, head size] that older Llamas of LLMs-from-scratch save;
+            None if there is none.
+    """
+
+    found: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    model_args: Mapping[str, Any] | None = None
+    where: str = "its model_args"
+    sines: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Another program's model, as it is in its files.
+
+    Attributes:
+        layout: names and shapes of the program's tensors.
+        weights: tensors by the program's names. A tied head is under both its names.
+        settings: settings in the files, and those that the program's code fixes or assumes.
+        left_out: keys of the file's optimizer states, which are not converted.
+    """
+
+    layout: Layout
+    weights: dict[str, Any]
+    settings: Settings = Settings()
+    left_out: Sequence[str] = ()
+
+
+def without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors without masks and rotary tables, which are not weights."""
+    buffers = (".attn.bias", ".att.mask", ".att.cos", ".att.sin", "rope.freqs")
+    return {name: value for name, value in weights.items() if not name.endswith(buffers)}
+
+
+def tie(weights: dict[str, Any]) -> None:
+    """Use the embedding as the head if there is no head (Meta's and torchtune's names)."""
+    if "tok_embeddings.weight" in weights:
+        weights.setdefault("output.weight", weights["tok_embeddings.weight"])
+
+
+def optimizer_states(content: Mapping[str, Any]) -> list[str]:
+    """The keys of a checkpoint's optimizer states. A state_dict alone has none, since its values
+    are tensors."""
+    return [
+        key for key, value in content.items() if "optim" in str(key) and isinstance(value, Mapping)
+    ]
+
+
+def is_number(value: Any) -> bool:
+    """True for integers, floats and, as in Python, booleans, which some keys have."""
+    return isinstance(value, (int, float))
+
+
+def require_range(path: Path, values: Mapping[Any, Any]) -> None:
+    """Refuse NaN, infinity and numbers of 2^63 or more. No setting has them, and very large
+    integers can't be converted to floats or printed."""
+    for key, value in values.items():
+        if isinstance(key, str) and is_number(value) and not abs(value) < 2**63:
+            raise ModelError(f"{path}: {key} is infinite or 2^63 or more: copy the file again")

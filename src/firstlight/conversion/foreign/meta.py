@@ -1,0 +1,187 @@
+"""Meta's Llama (meta-llama/llama `llama/model.py`): a folder of `consolidated.*.pth` and
+`params.json`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.conversion.foreign.layout import (
+    Opened,
+    Settings,
+    is_number,
+    llama_layout,
+    require_range,
+    tie,
+    without_buffers,
+)
+from firstlight.conversion.pickled import is_whole, named_weights, read_pickle
+from firstlight.errors import ModelError
+from firstlight.files.atomic import read_json
+
+FILE = re.compile(r"consolidated\.(\d\d)\.pth")
+CONFIG = "params.json"
+
+LAYOUT = llama_layout(
+    "Meta's Llama",
+    ".attention.wq.weight",
+    {
+        "model.embed_tokens": "tok_embeddings",
+        "model.layers.{}.input_layernorm": "layers.{}.attention_norm",
+        "model.layers.{}.self_attn.q_proj": "layers.{}.attention.wq",
+        "model.layers.{}.self_attn.k_proj": "layers.{}.attention.wk",
+        "model.layers.{}.self_attn.v_proj": "layers.{}.attention.wv",
+        "model.layers.{}.self_attn.o_proj": "layers.{}.attention.wo",
+        "model.layers.{}.post_attention_layernorm": "layers.{}.ffn_norm",
+        "model.layers.{}.mlp.gate_proj": "layers.{}.feed_forward.w1",
+        "model.layers.{}.mlp.up_proj": "layers.{}.feed_forward.w3",
+        "model.layers.{}.mlp.down_proj": "layers.{}.feed_forward.w2",
+        "model.norm": "norm",
+        "lm_head": "output",
+    },
+    rotates_pairs=True,
+)
+#: Dimension along which the files shard a module's matrix (tensor parallelism), by its name.
+_CUT = {
+    **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0),
+    **dict.fromkeys(("wo", "w2"), 1),
+}
+#: Keys of params.json that are known: settings of the model, and keys that have no effect on it or
+#: whose effect the tensors' shapes show.
+_KEYS = {
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "vocab_size",
+    "norm_eps",
+    "rope_theta",
+    "use_scaled_rope",
+    "rope_scaling_factor",
+    "rope_high_freq_factor",
+    "multiple_of",
+    "ffn_dim_multiplier",
+    "max_batch_size",
+    "max_seq_len",
+    "model_parallel_size",
+}
+#: Keys of params.json that must not be null, since there is no default for them.
+_NOT_NULL = ("dim", "n_layers", "n_heads", "vocab_size")
+#: Widths of Llama 3.2's text models (1B, 3B), whose rotary scaling factor is 32; Llama 3.1's is 8.
+_LLAMA_3_2_WIDTHS = (2048, 3072)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Meta's `consolidated.*.pth` files in a folder, in the order of their numbers."""
+    return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
+
+
+def open_folder(folder: Path) -> Opened:
+    """Open Meta's Llama: `params.json`, and tensor-parallel shards in `consolidated.*.pth`."""
+    files = files_in(folder)
+    missing = {f"consolidated.{i:02}.pth" for i in range(len(files))} - {f.name for f in files}
+    if missing:
+        raise ModelError(f"{folder} lacks {min(missing)}: a model needs all its parts, copy it too")
+    shards = [without_buffers(named_weights(path, read_pickle(path))) for path in files]
+    for path, shard in zip(files, shards, strict=True):
+        broken = [n for n, t in shard.items() if not isinstance(t, Tensor) or not is_whole(t)]
+        if broken:
+            raise ModelError(f"{path} has {broken[0]!r:.80}, which is no plain tensor")
+        tie(shard)
+    settings = _settings(folder / CONFIG, read_json(folder / CONFIG))
+    return Opened(LAYOUT, _joined(files, shards), settings)
+
+
+def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """The whole tensors, joined from the files' shards; those of a single file are unchanged."""
+    if len(shards) == 1:
+        return dict(shards[0])
+    first = shards[0]
+    for path, shard in zip(files, shards, strict=True):
+        if {n: (t.shape, t.dtype) for n, t in shard.items()} != {
+            n: (t.shape, t.dtype) for n, t in first.items()
+        }:
+            raise ModelError(f"{path} and {files[0]} are no parts of one model: shapes differ")
+    width = first["norm.weight"].numel() if "norm.weight" in first else 0
+    joined = {}
+    for name, tensor in first.items():
+        module = name.split(".")[-2] if "." in name else name
+        cut = _CUT.get(module)
+        if module == "tok_embeddings" and tensor.dim() == 2:
+            # Llama 1 and 2 shard the embedding's width, Llama 3 its vocabulary.
+            cut = 0 if tensor.shape[1] == width else 1
+        parts = [shard[name] for shard in shards]
+        if cut is None:
+            if not all(torch.equal(tensor, part) for part in parts):
+                raise ModelError(f"{name} differs between {files[0]} and its other parts")
+            joined[name] = tensor
+        elif tensor.dim() != 2:
+            raise ModelError(f"{files[0]}: {name} is {list(tensor.shape)}, expected a matrix")
+        else:
+            joined[name] = torch.cat(parts, cut)
+    return joined
+
+
+def _settings(path: Path, params: Any) -> Settings:
+    """Settings of Meta's Llama, from params.json.
+
+    The file lacks the context length, which Meta's code fixes for each model. It is guessed from
+    the other settings, as in Hugging Face's config.json of the same model.
+
+    Raises:
+        ModelError: a setting is missing, invalid, or of another architecture.
+    """
+    if not isinstance(params, Mapping) or not {"dim", "n_layers", "n_heads"} <= params.keys():
+        raise ModelError(f"{path} lacks dim, n_layers or n_heads: it is not of Meta's Llama")
+    # An unknown key that is off does not change the model.
+    unknown = [k for k, v in params.items() if k not in _KEYS and v not in (None, False)]
+    if unknown:
+        raise ModelError(f"{path} has {unknown[0]}: a model of that kind is not read")
+    for key, value in params.items():
+        if not is_number(value) and (value is not None or key in _NOT_NULL):
+            raise ModelError(f"{path}: {key} is no number: copy the file again")
+    require_range(path, params)
+    scaled, theta = bool(params.get("use_scaled_rope")), params.get("rope_theta") or 10_000.0
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(theta)}
+    notes = {}
+    if scaled:
+        usual = 32.0 if params["dim"] in _LLAMA_3_2_WIDTHS else 8.0
+        rope |= {
+            "rope_type": "llama3",
+            "factor": float(params.get("rope_scaling_factor") or usual),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": float(params.get("rope_high_freq_factor") or 4.0),
+            "original_max_position_embeddings": 8192,
+        }
+        notes["rope_parameters"] = (
+            f"The rotary positions are taken to be stretched by {rope['factor']:g}, as in Llama "
+            f"3.{2 if usual == 32 else 1} (rope_parameters in --config if that is wrong)."
+        )
+    # Llama 3.1 and 3.2 have scaled frequencies, Llama 3 a base of 500,000, Code Llama 1,000,000.
+    # Llama 1 and 2 share the base of 10,000; Llama 1 has an epsilon of 1e-6.
+    context = 131_072 if scaled else {5e5: 8192, 1e6: 16_384}.get(theta, 4096)
+    if theta == 10_000.0 and params.get("norm_eps") == 1e-6:
+        context = 2048
+    notes["max_position_embeddings"] = (
+        f"The context is taken to be {context:,}, as in Meta's models with such settings "
+        "(max_position_embeddings in --config if that is wrong)."
+    )
+    # Llama 1 and 2 have -1, which stands for the tokenizer's size.
+    vocabulary = params.get("vocab_size", -1)
+    return Settings(
+        found={
+            "hidden_size": params["dim"],
+            "num_hidden_layers": params["n_layers"],
+            "num_attention_heads": params["n_heads"],
+            "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
+            "rms_norm_eps": params.get("norm_eps") or 1e-5,
+            **({"vocab_size": vocabulary} if vocabulary > 0 else {}),
+        },
+        assumed={"rope_parameters": rope, "max_position_embeddings": context},
+        notes=notes,
+    )

@@ -1,0 +1,132 @@
+"""nanochat's model in its first form (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026):
+files `model_STEP.pt` with `meta_STEP.json`, or their folder.
+
+The first form has no value embeddings, residual scaling factors or sliding windows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstlight.conversion.foreign.layout import Layout, Opened, Settings, require_range
+from firstlight.conversion.pickled import is_whole
+from firstlight.errors import ModelError
+from firstlight.files.atomic import read_json
+
+#: Modules of Hugging Face's nanochat -> (shape of the weight, nanochat's module).
+_MODULES = {
+    "model.embed_tokens": ("V C", "transformer.wte"),
+    "model.layers.{}.self_attn.q_proj": ("Q C", "transformer.h.{}.attn.c_q"),
+    "model.layers.{}.self_attn.k_proj": ("K C", "transformer.h.{}.attn.c_k"),
+    "model.layers.{}.self_attn.v_proj": ("K C", "transformer.h.{}.attn.c_v"),
+    "model.layers.{}.self_attn.o_proj": ("C Q", "transformer.h.{}.attn.c_proj"),
+    "model.layers.{}.mlp.fc1": ("F C", "transformer.h.{}.mlp.c_fc"),
+    "model.layers.{}.mlp.fc2": ("C F", "transformer.h.{}.mlp.c_proj"),
+    "lm_head": ("V C", "lm_head"),
+}
+LAYOUT = Layout(
+    program="nanochat",
+    kind="nanochat",
+    mark=".attn.c_q.weight",
+    names={f"{ours}.weight": (f"{theirs}.weight",) for ours, (_, theirs) in _MODULES.items()},
+    shapes={f"{ours}.weight": shape for ours, (shape, _) in _MODULES.items()},
+)
+#: nanochat's keys of a model's shape -> Hugging Face's keys.
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "sequence_len": "max_position_embeddings",
+}
+_FILE = re.compile(r"model_(\d+)\.pt")
+#: nanochat pads the rows of embedding and head to a multiple of this.
+_ROWS = 64
+#: Maximum number of names in a message.
+_SHOWN = 12
+
+
+def files_in(folder: Path) -> list[Path]:
+    """nanochat's `model_STEP.pt` files in a folder, in order of the steps."""
+    steps = {
+        int(match[1]): path for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))
+    }
+    return [steps[step] for step in sorted(steps) if steps[step].is_file()]
+
+
+def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
+    """Open a nanochat model of the architecture before 11 January 2026: `model_STEP.pt`, with
+    `meta_STEP.json` beside it."""
+    match = _FILE.fullmatch(path.name)
+    meta = path.with_name(f"meta_{match[1]}.json") if match else None
+    if meta is None or not meta.is_file():
+        raise ModelError(
+            f"{path} is of nanochat, and its settings are missing: name a model_STEP.pt that has "
+            "its meta_STEP.json beside it, or their folder"
+        )
+    settings = _settings(meta, read_json(meta))
+    _require_first_form(path, weights, settings)
+    size, own = settings.found["vocab_size"], dict(weights)
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        rows = own.get(name)
+        if isinstance(rows, Tensor) and rows.dim() == 2 and 0 < len(rows) - size < _ROWS:
+            own[name] = rows[:size]
+    tensors = [one for one in own.values() if isinstance(one, Tensor) and is_whole(one)]
+    # On a GPU, nanochat keeps the embedding in bf16 and the rest in fp32. Widening it to fp32 is
+    # exact, and gives the file one dtype, which transformers then loads.
+    is_mixed = {tensor.dtype for tensor in tensors} == {torch.float32, torch.bfloat16}
+    is_widened = is_mixed and len(tensors) == len(own)
+    if is_widened:
+        own = {name: tensor.float() for name, tensor in own.items()}
+    return Opened(LAYOUT, own, settings)
+
+
+def _settings(path: Path, meta: Any) -> Settings:
+    """Settings of a nanochat model: its shape from meta_STEP.json, the rest as fixed in nanochat's
+    code.
+
+    Raises:
+        ModelError: a setting is missing or not a positive integer.
+    """
+    values = meta.get("model_config") if isinstance(meta, Mapping) else None
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{path} has no model_config: it is not of nanochat")
+    require_range(path, values)
+    for key in _KEYS:
+        if key not in values:
+            raise ModelError(f"{path}: model_config has no {key}: copy the file again")
+        if type(values[key]) is not int or values[key] < 1:
+            raise ModelError(f"{path}: {key} is no whole number: copy the file again")
+    found = {ours: values[key] for key, ours in _KEYS.items()}
+    return Settings(
+        found={
+            "model_type": "nanochat",
+            **found,
+            # The default of F.rms_norm, which nanochat calls without an epsilon.
+            "rms_norm_eps": torch.finfo(torch.float32).eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "final_logit_softcapping": 15.0,
+        },
+        model_args=values,
+    )
+
+
+def _require_first_form(path: Path, weights: Mapping[str, Any], settings: Settings) -> None:
+    """Refuse later nanochat models, and name the tensors and settings that the first form lacks."""
+    known = {name.replace("{}", "*") for names in LAYOUT.names.values() for name in names}
+    found = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in weights)
+    more = [name for name in found if name not in known]
+    more += [str(key) for key in settings.model_args or () if key not in _KEYS]
+    if more:
+        raise ModelError(
+            f"{path} is of a later nanochat, whose model no Hugging Face class computes "
+            f"(NanoChatForCausalLM is that of before 11 January 2026): it also has "
+            f"{', '.join(more[:_SHOWN])}; use it with nanochat"
+        )

@@ -1,0 +1,410 @@
+"""OpenAI's GPT-2 as TensorFlow saved it (openai/gpt-2 `src/model.py`): a folder of `model.ckpt.*`
+and `hparams.json`.
+
+The checkpoint is read without TensorFlow, which takes 600 MB. It is a "tensor bundle" of two files:
+
+    NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
+                                buffers with dtype, shape, place and checksum
+    NAME.data-00000-of-00001    the tensors' numbers
+
+Sources: tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
+`core/lib/io/table_format.txt`. Sizes and checksums are verified before the content that they
+describe is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firstlight.conversion.check import first_names
+from firstlight.conversion.foreign.layout import (
+    GPT2_MODULES,
+    GPT2_SHAPES,
+    Layout,
+    Opened,
+    Settings,
+)
+from firstlight.errors import ModelError, describe_os_error
+from firstlight.files.atomic import read_file, read_json
+
+CONFIG = "hparams.json"
+
+#: Modules of Hugging Face's GPT-2 -> OpenAI's.
+_MODULES = {
+    "transformer.wte": "model/wte",
+    "transformer.wpe": "model/wpe",
+    "transformer.h.{}.ln_1": "model/h{}/ln_1",
+    "transformer.h.{}.attn.c_attn": "model/h{}/attn/c_attn",
+    "transformer.h.{}.attn.c_proj": "model/h{}/attn/c_proj",
+    "transformer.h.{}.ln_2": "model/h{}/ln_2",
+    "transformer.h.{}.mlp.c_fc": "model/h{}/mlp/c_fc",
+    "transformer.h.{}.mlp.c_proj": "model/h{}/mlp/c_proj",
+    "transformer.ln_f": "model/ln_f",
+    "lm_head": "model/wte",
+}
+#: Maximum size of an index in bytes; each tensor takes less than 100.
+_MAX_INDEX_BYTES = 16_000_000
+_MAX_DIMENSIONS = 16
+#: Maximum number of tensors in an index, and of bytes in a name. A name is stored without the
+#: prefix that it shares with the one before it: a small index could expand to any size.
+_MAX_ENTRIES = 100_000
+_MAX_NAME_BYTES = 1_000
+#: Bytes of the footer at the end of a table: two block handles, padded to 40, and the magic number.
+_FOOTER = 48
+_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+#: Bytes of the trailer after a block: 1 for its compression, 4 for its masked checksum.
+_TRAILER = 5
+
+#: TensorFlow's ids of floating-point dtypes (`core/framework/types.proto`).
+_DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
+#: TensorFlow's ids of integer dtypes, for tensors such as a counter of steps.
+_OTHER_DTYPES = {3: torch.int32, 9: torch.int64}
+
+#: Polynomial of CRC-32C (Castagnoli), bits reversed.
+_POLYNOMIAL = 0x82F63B78
+#: Number of 4-byte words in a row of `crc32c`, which numpy processes at once.
+_LANES = 4096
+
+
+def _names() -> dict[str, tuple[str, ...]]:
+    """OpenAI's tensors by Hugging Face's names: g (gain) and b of norms, w and b of linear layers,
+    and the embeddings, which have no suffix."""
+    names: dict[str, tuple[str, ...]] = {}
+    for module, (_, bias) in GPT2_MODULES.items():
+        theirs = _MODULES[module]
+        if not bias:
+            names[f"{module}.weight"] = (theirs,)
+            continue
+        names[f"{module}.weight"] = (theirs + ("/g" if "ln_" in module else "/w"),)
+        names[f"{module}.bias"] = (f"{theirs}/b",)
+    return names
+
+
+LAYOUT = Layout(
+    program="OpenAI's GPT-2 (TensorFlow)",
+    kind="gpt2",
+    mark="/attn/c_attn/w",
+    names=_names(),
+    shapes=GPT2_SHAPES,
+    is_transposed=False,
+)
+
+
+def open_folder(folder: Path) -> Opened:
+    """Open OpenAI's GPT-2 as saved by TensorFlow: `model.ckpt.*` and `hparams.json`."""
+    bundles = bundles_in(folder)
+    if len(bundles) > 1:
+        names = [path.name for path in bundles]
+        raise ModelError(f"{folder} has several checkpoints: {first_names(names)}; keep one")
+    prefix = bundles[0].with_suffix("")
+    weights: dict[str, Any] = {}
+    for name, tensor in read_bundle(prefix).items():
+        # OpenAI's linear layers are convolutions of width 1, with weights [1, in, out].
+        is_convolution = name.endswith("/w") and tensor.dim() == 3
+        if is_convolution and len(tensor) != 1:
+            raise ModelError(
+                f"{prefix}: {name} is {list(tensor.shape)}, expected [1, inputs, outputs]: it is "
+                "no GPT-2 of OpenAI's"
+            )
+        weights[name] = tensor[0] if is_convolution else tensor
+    if not any(name.endswith(LAYOUT.mark) for name in weights):
+        raise ModelError(
+            f"{prefix}.index names no tensor such as 'model/h0{LAYOUT.mark}': it is no GPT-2 of "
+            "OpenAI's"
+        )
+    settings = _settings(folder / CONFIG, read_json(folder / CONFIG))
+    return Opened(LAYOUT, weights, settings)
+
+
+def bundles_in(folder: Path) -> list[Path]:
+    """The indices of the TensorFlow checkpoints in a folder."""
+    return sorted(folder.glob("*.ckpt*.index"))
+
+
+def _settings(path: Path, hparams: Any) -> Settings:
+    """Settings of OpenAI's GPT-2, from hparams.json.
+
+    Raises:
+        ModelError: hparams.json lacks the number of heads.
+    """
+    if not isinstance(hparams, Mapping) or "n_head" not in hparams:
+        raise ModelError(f"{path} has no n_head: it is not GPT-2's")
+    names = {"n_vocab": "vocab_size", "n_ctx": "block_size"}
+    args = {names.get(str(key), str(key)): value for key, value in hparams.items()}
+    found = {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+    return Settings(found=found, model_args=args, where=path.name)
+
+
+class _BundleError(Exception):
+    """A damaged or unsupported file, as the rest of a sentence that begins with the file's name."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor's entry in the index; `offset` and `size` are in bytes of the data file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    checksum: int
+
+
+def read_bundle(prefix: Path) -> dict[str, Tensor]:
+    """The tensors of a TensorFlow checkpoint by name, mapped into memory.
+
+    Args:
+        prefix: path of the checkpoint without `.index`.
+
+    Raises:
+        InputError: the index is missing or too large.
+        ModelError: the data file is missing, a file is damaged, or the checkpoint has a form that
+            TensorFlow does not write for variables saved by one process.
+    """
+    index = prefix.with_name(prefix.name + ".index")
+    data = prefix.with_name(prefix.name + ".data-00000-of-00001")
+    path = index
+    try:
+        entries = dict(_entries(read_file(index, _MAX_INDEX_BYTES)))
+        path = data
+        if not data.is_file():
+            raise _BundleError("is no file")
+        size = data.stat().st_size
+        for name, entry in entries.items():
+            if entry.offset + entry.size > size:
+                raise _BundleError(f"has {size} bytes, and {name} ends beyond them")
+        # With overlapping tensors, a small file could take any amount of memory.
+        if sum(entry.size for entry in entries.values()) > size:
+            raise _BundleError(f"has {size} bytes, fewer than its tensors have together")
+        content = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8)
+        return {name: _tensor(content, name, entry) for name, entry in entries.items()}
+    except OSError as error:
+        raise ModelError(f"can't read the checkpoint: {describe_os_error(error)}") from error
+    except _BundleError as error:
+        raise ModelError(
+            f"{path} {error}: it is damaged, cut short, or no TensorFlow checkpoint; copy it again"
+        ) from error
+
+
+def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
+    """The tensor of an entry, as a view of the data file's bytes, uint8 [N]."""
+    part = content[entry.offset : entry.offset + entry.size]
+    if _masked(crc32c(part.numpy())) != entry.checksum:
+        raise _BundleError(f"has numbers of {name} that don't match their checksum")
+    if entry.offset % entry.dtype.itemsize:
+        # A view of another dtype needs an aligned offset.
+        part = part.clone()
+    return part.view(entry.dtype).view(entry.shape)
+
+
+def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
+    """The tensors' names and entries in an index."""
+    if len(table) < _FOOTER or not table.endswith(_MAGIC):
+        raise _BundleError("does not end as an index does")
+    _, position = _handle(table, len(table) - _FOOTER)
+    (offset, size), _ = _handle(table, position)
+    header, total, count = None, 0, 0
+    for _, handle in _block(table, offset, size):
+        place, _ = _handle(handle, 0)
+        total += place[1] + _TRAILER
+        if total > len(table):
+            raise _BundleError("has blocks that lie over each other")
+        for key, value in _block(table, *place):
+            count += 1
+            if count > _MAX_ENTRIES:
+                raise _BundleError(f"names more than {_MAX_ENTRIES} tensors")
+            if header is None:
+                header = _header(key, value)
+            else:
+                yield key.decode("utf-8", "replace"), _entry(key, value)
+    if header is None:
+        raise _BundleError("has no entries")
+
+
+def _header(key: bytes, value: bytes) -> dict[int, Any]:
+    """Check the first entry, whose name is empty, and return its fields: field 1 is the number of
+    data files, field 2 the byte order."""
+    header = dict(_fields(value))
+    if key:
+        raise _BundleError("does not begin with a header")
+    if header.get(1, 1) != 1:
+        raise _BundleError(f"speaks of {header[1]!r} data files, where one is read")
+    if header.get(2, 0) != 0:
+        raise _BundleError("was written with the other order of bytes")
+    return header
+
+
+def _entry(key: bytes, value: bytes) -> _Entry:
+    """Parse a BundleEntryProto; field numbers as in tensor_bundle.proto."""
+    name = key.decode("utf-8", "replace")
+    fields: dict[int, Any] = {3: 0, 4: 0, 5: 0, 6: None, 2: b""}
+    for number, content in _fields(value):
+        if number == 7:
+            raise _BundleError(f"has {name} in slices, which are not read")
+        fields[number] = content
+    dtype = {**_DTYPES, **_OTHER_DTYPES}.get(fields.get(1, 0))
+    if dtype is None:
+        raise _BundleError(f"has {name} of an unknown dtype ({fields.get(1, 0)} in TensorFlow)")
+    if not isinstance(fields[2], bytes) or any(type(fields[i]) is not int for i in (3, 4, 5, 6)):
+        raise _BundleError(f"has a broken entry of {name}")
+    shape = tuple(_dimensions(name, fields[2]))
+    if fields[3] != 0 or fields[5] != math.prod(shape) * dtype.itemsize:
+        raise _BundleError(f"has a size of {name} that its shape {list(shape)} does not have")
+    # PyTorch's strides are 64-bit integers, also those of a tensor with a dimension of size 0.
+    if math.prod(size for size in shape if size) >= 2**63:
+        raise _BundleError(f"has no plain shape of {name}")
+    return _Entry(dtype, shape, fields[4], fields[5], fields[6])
+
+
+def _dimensions(name: str, shape: bytes) -> Iterator[int]:
+    """The sizes in a TensorShapeProto, outermost first."""
+    for count, (number, content) in enumerate(_fields(shape)):
+        if number != 2 or not isinstance(content, bytes) or count == _MAX_DIMENSIONS:
+            raise _BundleError(f"has no plain shape of {name}")
+        size = dict(_fields(content)).get(1, 0)
+        if not isinstance(size, int) or size >= 2**63:
+            raise _BundleError(f"has no plain shape of {name}")
+        yield size
+
+
+def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values of a block. A key is stored without the prefix that it shares with the key
+    before it."""
+    end = offset + size
+    if end + _TRAILER > len(table) or size < 4:
+        raise _BundleError("has a block beyond its end")
+    if table[end] != 0:
+        raise _BundleError("has compressed blocks, which TensorFlow does not write")
+    (checksum,) = struct.unpack_from("<I", table, end + 1)
+    if _masked(crc32c(np.frombuffer(table, np.uint8, size + 1, offset))) != checksum:
+        raise _BundleError("has a block that does not match its checksum")
+    # A block ends with the positions of keys that are stored whole ("restarts") and their number.
+    (restarts,) = struct.unpack_from("<I", table, end - 4)
+    position, stop, key = offset, end - 4 - 4 * restarts, b""
+    while position < stop:
+        shared, position = _varint(table, position)
+        rest, position = _varint(table, position)
+        length, position = _varint(table, position)
+        if shared > len(key) or position + rest + length > stop:
+            raise _BundleError("has an entry beyond its block")
+        if shared + rest > _MAX_NAME_BYTES:
+            raise _BundleError("has a name that is too long")
+        key = key[:shared] + table[position : position + rest]
+        position += rest
+        yield key, table[position : position + length]
+        position += length
+
+
+def _handle(content: bytes, position: int) -> tuple[tuple[int, int], int]:
+    """A block handle (offset and size of the block in bytes), and the position after the handle."""
+    offset, position = _varint(content, position)
+    size, position = _varint(content, position)
+    return (offset, size), position
+
+
+def _varint(content: bytes, position: int) -> tuple[int, int]:
+    """A varint (an integer in base 128, lowest digit first), and the position after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(content):
+            break
+        byte = content[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+    raise _BundleError("has a number without an end")
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Numbers and contents of a protocol buffer's fields. Contents are bytes for wire type 2, else
+    integers."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        if tag & 7 == 0:
+            value, position = _varint(message, position)
+            yield tag >> 3, value
+            continue
+        if tag & 7 == 2:
+            length, position = _varint(message, position)
+        else:
+            length = {1: 8, 5: 4}.get(tag & 7, len(message) + 1)
+        if position + length > len(message):
+            raise _BundleError("has a field beyond its end")
+        content = message[position : position + length]
+        position += length
+        yield tag >> 3, content if tag & 7 == 2 else int.from_bytes(content, "little")
+
+
+def _masked(checksum: int) -> int:
+    """A checksum as LevelDB stores it ("masked"), so that data with embedded checksums can have a
+    checksum of their own."""
+    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    """CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
+
+    The checksum is linear over GF(2). The bytes are treated as rows of `_LANES` words. Each row is
+    advanced past the rows that follow it, and all are xored: the resulting row has the same
+    checksum as the whole. This takes N / 16384 steps in numpy instead of N in Python.
+    """
+    rest = len(content) % 4
+    body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
+    state = 0xFFFFFFFF
+    if len(body) > 4 * _LANES:
+        # The first row is filled up with leading zeros. They do not change the checksum, because
+        # the initial value is xored into the first word after them.
+        missing = -len(body) % (4 * _LANES)
+        first = np.zeros(4 * _LANES, np.uint8)
+        first[missing:] = body[: 4 * _LANES - missing]
+        lanes = first.view("<u4").astype(np.uint32)
+        lanes[missing // 4] ^= np.uint32(state)
+        low, high = _moved_by_a_row()
+        rows = body[4 * _LANES - missing :].reshape(-1, 4 * _LANES)
+        for row in rows:
+            lanes = low[lanes & 0xFFFF] ^ high[lanes >> 16]
+            # A copy, since offsets in the data file need not be multiples of 4.
+            lanes ^= np.frombuffer(row.tobytes(), "<u4")
+        body, state = lanes.astype("<u4").view(np.uint8), 0
+    table = _byte_table()
+    for byte in body.tobytes() + tail:
+        state = table[(state ^ byte) & 255] ^ state >> 8
+    return state ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _byte_table() -> Sequence[int]:
+    """The CRC table: the checksum's change by each of the 256 values of a byte."""
+    table = list(range(256))
+    for _ in range(8):
+        table = [value >> 1 ^ (_POLYNOMIAL if value & 1 else 0) for value in table]
+    return table
+
+
+@functools.cache
+def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Two tables, uint32 [65536] each, for the low and the high 16 bits of a word: the word that it
+    becomes when the checksum advances past one row of zeros."""
+    table = np.array(_byte_table(), np.uint32)
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    for _ in range(4 * _LANES):
+        bits = table[bits & 255] ^ bits >> 8
+    halves = []
+    for half in (bits[:16], bits[16:]):
+        moved = np.zeros(1, np.uint32)
+        for bit in half:
+            moved = np.concatenate((moved, moved ^ bit))
+        halves.append(moved)
+    return halves[0], halves[1]

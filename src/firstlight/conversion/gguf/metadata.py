@@ -1,0 +1,548 @@
+"""The metadata of a GGUF file: shape and settings of a model, from and to a config.json.
+
+`add_model` writes the entries, `config_of` reads them. The tokenizer's are in `tokenizer`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firstlight.conversion.gguf.shape import (
+    ARCHITECTURES,
+    ROPE_FACTORS,
+    ROPE_FACTORS_LONG,
+    ROPE_FACTORS_SHORT,
+    ModelShape,
+    Rope,
+    rope_of,
+    yarn_factors,
+)
+from firstlight.errors import ModelError
+from firstlight.models import FAMILIES
+from firstlight.models.family import ExpertNames, FamilySpec
+from firstlight.models.rope import rope_magnitude, yarn_magnitude
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+#: Keys of config.json without a GGUF key; their values are kept in the entry `KEPT`.
+KEPT_KEYS = (
+    "model_type",
+    "activation_function",
+    "hidden_act",
+    "attn_pdrop",
+    "aux_loss_alpha",
+    "embd_pdrop",
+    "initializer_range",
+    "tie_word_embeddings",
+    "layer_types",
+    "max_window_layers",
+    "n_group",
+    "resid_pdrop",
+    "router_aux_loss_coef",
+    "topk_group",
+    "use_sliding_window",
+)
+#: GGUF entry of firstlight's own: a JSON object with settings that have no GGUF key.
+KEPT = "firstlight.config"
+
+#: Shapes of the tensors in a file by name, outermost dimension first.
+Shapes = Mapping[str, tuple[int, ...]]
+
+#: Minimum number of tensors in a layer of any family.
+_LAYER_TENSORS = 5
+
+#: Value of expert_gating_func for sigmoid scores (llama.cpp's `llama_expert_gating_func_type`).
+_SIGMOID = 2
+
+#: Rotary settings that all published Llama 3.1, 3.2 and 3.3 models have.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def add_model(
+    writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape, rope: Rope | None
+) -> None:
+    """Add the entries from which llama.cpp reads a model's shape, and firstlight.config.
+
+    Args:
+        writer: the writer of the GGUF file.
+        config: Hugging Face's config.json as an object.
+        shape: shape of the model.
+        rope: settings of rotary positions; None for learned positions.
+
+    Raises:
+        ModelError: a number is missing or invalid.
+    """
+    writer.add_type("model")
+    writer.add_vocab_size(shape.vocab_size)
+    writer.add_context_length(shape.max_positions)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_block_count(shape.num_layers)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.num_heads)
+    kept = {key: config[key] for key in KEPT_KEYS if config.get(key) is not None}
+    if rope is None:
+        writer.add_layer_norm_eps(_epsilon(config, "layer_norm_epsilon"))
+    else:
+        if shape.family.norm_kind == "layer":
+            writer.add_layer_norm_eps(shape.model.rms_norm_eps)
+        else:
+            writer.add_layer_norm_rms_eps(_epsilon(config, "rms_norm_eps"))
+        if "use_parallel_residual" in shape.family.own_keys:
+            writer.add_parallel_residual(shape.parallel)
+        heads, key_length, value_length = shape.cached_sizes
+        writer.add_head_count_kv(heads)
+        writer.add_key_length(key_length)
+        writer.add_value_length(value_length)
+        writer.add_rope_dimension_count(shape.rotary_dim)
+        writer.add_rope_freq_base(rope.theta)
+        _add_kinds_of_layers(writer, config, shape)
+        if (part := shape.model.partial_rotary_factor) is not None:
+            kept["partial_rotary_factor"] = part
+        kept |= _add_rope_scaling(writer, shape, rope)
+    if shape.num_experts:
+        writer.add_expert_count(shape.num_experts)
+        writer.add_expert_used_count(shape.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(shape.expert_size)
+    for key, name in shape.family.gguf.numbers.items():
+        if (number := getattr(shape.model, key)) is not None:
+            writer.add_float32(f"{shape.architecture}.{name}", number)
+    for key, name in shape.family.gguf.counts.items():
+        writer.add_uint32(f"{shape.architecture}.{name}", getattr(shape.model, key) or 0)
+    if shape.family.gguf.layer == "latent":
+        _add_latent(writer, shape)
+    if shape.family.gguf.layer == "delta":
+        model = shape.model
+        writer.add_ssm_inner_size(model.linear_num_value_heads * model.linear_value_head_dim)
+        kinds = [model.is_linear(layer) for layer in range(shape.num_layers)]
+        writer.add_array(f"{shape.architecture}.attention.recurrent_layers", kinds)
+    writer.add_string(KEPT, json.dumps(kept))
+
+
+def _add_rope_scaling(writer: GGUFWriter, shape: ModelShape, rope: Rope) -> dict[str, Any]:
+    """Add the entries for the rescaling of rotary positions. Return the settings as an entry of
+    firstlight.config if GGUF's entries do not hold all of them."""
+    import gguf
+
+    if rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope.scaling["factor"])
+    if rope.kind == "llama3":
+        # The file has the divisors of the frequencies, from which the settings can't be computed.
+        return {"rope_scaling": {"rope_type": rope.kind, **rope.scaling}}
+    if rope.kind not in ("longrope", "yarn"):
+        return {}
+    scaling = shape.model.rope_scaling
+    if rope.kind == "yarn":
+        magnitude, multiplier = yarn_factors(shape)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling.factor)
+        if multiplier:
+            # For DeepSeek, llama.cpp divides the entry by 0.1.
+            writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
+    else:
+        magnitude = rope_magnitude(scaling, shape.max_positions)
+    writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+    writer.add_rope_scaling_attn_factors(magnitude)
+    return {"rope_scaling": scaling.model_dump(exclude_none=True)}
+
+
+def _add_latent(writer: GGUFWriter, shape: ModelShape) -> None:
+    """Add the entries for latent attention's heads and for the routing of tokens to experts."""
+    from gguf import ExpertGatingFuncType
+
+    model, gating = shape.model, shape.family.gguf.gating
+    writer.add_key_length_mla(model.head_dim)
+    writer.add_expert_weights_norm(model.norm_topk_prob)
+    writer.add_expert_gating_func(ExpertGatingFuncType[gating.upper()])
+    if model.topk_group < model.n_group:
+        writer.add_expert_group_count(model.n_group)
+        writer.add_expert_group_used_count(model.topk_group)
+
+
+def _add_kinds_of_layers(writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape) -> None:
+    """Add the entries for the sliding window and for the rotary base of layers that have it."""
+    window, spec, model = window_of(config), shape.family.gguf, shape.model
+    if spec.has_windows:
+        window = model.sliding_window
+        if window is None and spec.needs_window:
+            # llama.cpp needs a window for this family: one that covers the whole context.
+            window = shape.max_positions
+    if window is not None:
+        writer.add_sliding_window(window)
+    if spec.has_window_base:
+        name = f"{shape.architecture}.rope.freq_base_swa"
+        writer.add_float32(name, model.rope_local_base_freq)
+
+
+def _epsilon(config: Mapping[str, Any], key: str) -> float:
+    value = config.get(key)
+    if not isinstance(value, float) or not 0 < value < 1:
+        raise ModelError(f"config.json: {key} is {value!r}, not a small number above 0")
+    return value
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """The sliding window in tokens that a config.json has in use; None if there is none."""
+    window = config.get("sliding_window")
+    family = FAMILIES[config["model_type"]].spec
+    always = "sliding_window" in family.own_keys and not family.has_window_switch
+    uses = config.get("use_sliding_window", always)
+    return window if uses and isinstance(window, int) and window > 0 else None
+
+
+class _Values:
+    """Metadata entries `ARCHITECTURE.KEY` of a GGUF file; `whole` and `real` check their types."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self._metadata = metadata
+        self.architecture = architecture
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """An integer; anything else, such as a list with one integer per layer, is a ModelError."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelError(f"{self.architecture}.{key} is {value!r}, not a whole number")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A finite float, rounded to the decimal digits that fp32, its format in GGUF, has."""
+        value = self.get(key, default)
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise ModelError(f"{self.architecture}.{key} is {value!r}, not a number")
+        return float(str(np.float32(value)))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The unchecked value."""
+        return self._metadata.get(f"{self.architecture}.{key}", default)
+
+
+def config_of(
+    metadata: Mapping[str, Any], stored: Shapes, factors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Hugging Face's config.json of a GGUF file.
+
+    Args:
+        metadata: the file's entries.
+        stored: shapes of the file's tensors, without those in `factors`.
+        factors: the file's tensors with divisors of the rotary frequencies, by name.
+
+    Raises:
+        ModelError: the file is damaged, or its model's family or settings are not supported.
+    """
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in ARCHITECTURES.values():
+        raise ModelError(
+            f"models of the architecture '{architecture}' are not supported "
+            f"(supported: {', '.join(dict.fromkeys(ARCHITECTURES.values()))})"
+        )
+    values = _Values(metadata, architecture)
+    rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
+    kept = _kept(metadata, architecture)
+    layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
+    # `tensor_rules` yields several tensors for each layer: a damaged count would make that endless.
+    if embedding is None or layers > len(stored) // _LAYER_TENSORS:
+        raise ModelError(f"the file holds {len(stored)} tensors, too few for {layers} layers")
+    config: dict[str, Any] = {
+        "vocab_size": embedding[0],
+        "tie_word_embeddings": "output.weight" not in stored,
+        **(_llama_config(values, kept, stored) if rotary else _gpt2_config(values)),
+    }
+    config |= {key: kept[key] for key in KEPT_KEYS if key in kept}
+    for name in ("bos_token_id", "eos_token_id"):
+        if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
+            config[name] = token_id
+    if rotary:
+        # Some of transformers' config classes have a default id, maybe beyond the vocabulary.
+        config["pad_token_id"] = None
+        config |= _rope_config(values, kept, factors, config)
+    family = FAMILIES[config["model_type"]].spec
+    config = {family.json_names.get(key, key): value for key, value in config.items()}
+    for key in family.derived_keys:
+        del config[key]
+    if rotary:
+        rope_of(config)  # refuses kinds of scaling that the family lacks
+    return {"architectures": [family.architecture], **config}
+
+
+def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The JSON object in firstlight.config; empty in files of other programs."""
+    try:
+        kept = json.loads(metadata.get(KEPT, "{}"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ModelError(f"the file is damaged: {KEPT} is not JSON") from error
+    if not isinstance(kept, dict) or (
+        "model_type" in kept and ARCHITECTURES.get(str(kept["model_type"])) != architecture
+    ):
+        raise ModelError(f"the file is damaged: {KEPT} does not fit the architecture")
+    return kept
+
+
+def _gpt2_config(values: _Values) -> dict[str, Any]:
+    positions = values.whole("context_length")
+    return {
+        "model_type": "gpt2",
+        "n_layer": values.whole("block_count"),
+        "n_embd": values.whole("embedding_length"),
+        "n_inner": values.whole("feed_forward_length"),
+        "n_head": values.whole("attention.head_count"),
+        "n_positions": positions,
+        "n_ctx": positions,
+        "layer_norm_epsilon": values.real("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+        "scale_attn_weights": True,
+    }
+
+
+def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
+    """The config of a family with rotary positions, without these, under firstlight's keys."""
+    hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
+    head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
+    window, experts = values.whole("attention.sliding_window", 0), values.whole("expert_count", 0)
+    model_type = kept.get("model_type") or _family_of(values, experts, window)
+    family = FAMILIES[model_type].spec
+    is_latent = family.gguf.layer == "latent"
+    rotary_dim = values.whole("rope.dimension_count", head_dim)
+    is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
+    value_dim = values.whole("attention.value_length", head_dim)
+    if is_latent:
+        # llama.cpp's key length is that of the KV latent with the rotated part, Hugging Face's
+        # head_dim the rotated part alone.
+        head_dim = rotary_dim
+    elif value_dim != head_dim or not is_whole:
+        raise ModelError("heads whose keys, values and rotary part differ in size: not supported")
+    eps = "layer_norm_epsilon" if family.norm_kind == "layer" else "layer_norm_rms_epsilon"
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": values.whole("feed_forward_length"),
+        "num_hidden_layers": values.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": (
+            heads if is_latent else values.whole("attention.head_count_kv", heads)
+        ),
+        "head_dim": head_dim,
+        family.activation_key: family.activation,
+        "max_position_embeddings": values.whole("context_length"),
+        "rms_norm_eps": values.real(f"attention.{eps}"),
+        # None is written as well, since Mistral's default is a window.
+        "sliding_window": window or None,
+    }
+    if "attention_bias" in family.own_keys:
+        biases = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
+        config["attention_bias"] = any(name in stored for name in biases)
+    if "mlp_bias" in family.own_keys:
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
+    config |= _layer_config(values, stored, family, config)
+    if experts:
+        fields = {*FAMILIES[model_type].config.model_fields, "num_local_experts"}
+        expert_config = _expert_config(values, stored, family.experts, experts)
+        config |= {key: value for key, value in expert_config.items() if key in fields}
+    if is_latent:
+        config |= _latent_config(values, rotary_dim)
+    if family.gguf.layer == "delta":
+        config |= _linear_config(values)
+    for key, name in family.gguf.counts.items():
+        count = values.whole(name)
+        config[key] = None if key in family.gguf.optional and count == 0 else count
+    numbers = family.gguf.numbers
+    return config | {
+        key: None if key in family.gguf.optional and values.get(name) is None else values.real(name)
+        for key, name in numbers.items()
+    }
+
+
+def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
+    """Config entries of DeepSeek's latent attention and of its routing of tokens to experts."""
+    return {
+        "qk_nope_head_dim": values.whole("attention.key_length_mla") - rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
+        "norm_topk_prob": values.get("expert_weights_norm", False) is True,
+        "n_group": values.whole("expert_group_count", 1),
+        "topk_group": values.whole("expert_group_used_count", 1),
+    }
+
+
+def _linear_config(values: _Values) -> dict[str, Any]:
+    """Config entries of Qwen3-Next's linear attention."""
+    layers, kinds = values.whole("block_count"), values.get("attention.recurrent_layers")
+    if not isinstance(kinds, list):
+        period = max(values.whole("full_attention_interval", 4), 1)
+        kinds = [(layer + 1) % period != 0 for layer in range(layers)]
+    heads = max(values.whole("ssm.time_step_rank"), 1)
+    return {
+        "linear_value_head_dim": values.whole("ssm.inner_size") // heads,
+        "layer_types": [
+            "linear_attention" if is_linear else "full_attention" for is_linear in kinds
+        ],
+    }
+
+
+def _layer_config(
+    values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Config entries of families whose layers differ from Llama's, or from each other."""
+    own, found = family.own_keys, dict[str, Any]()
+    if "query_pre_attn_scalar" in own:
+        wide = config["num_hidden_layers"] == family.gguf.wide_scale_layers
+        width = config["hidden_size"] // max(config["num_attention_heads"], 1)
+        found["query_pre_attn_scalar"] = width if wide else config["head_dim"]
+    if "qk_layernorm" in own:
+        norm = stored.get("blk.0.attn_q_norm.weight")
+        found["qk_layernorm"] = norm is not None
+        # `tensor_rules` yields a norm for each head: checked first, as the number of layers is.
+        if norm is not None and norm[0] != config["num_attention_heads"]:
+            raise ModelError(f"the file is damaged: norms of {norm[0]} heads")
+    if "use_parallel_residual" in own:
+        is_parallel = "blk.0.ffn_norm.weight" not in stored
+        found["use_parallel_residual"] = values.get("use_parallel_residual", is_parallel) is True
+    pattern = values.get("attention.sliding_window_pattern")
+    if "layer_types" in own and isinstance(pattern, list):
+        found["layer_types"] = [
+            "sliding_attention" if has_window else "full_attention" for has_window in pattern
+        ]
+    return found
+
+
+def _families_of(architecture: str) -> list[str]:
+    return [name for name in ARCHITECTURES if ARCHITECTURES[name] == architecture]
+
+
+def _family_of(values: _Values, experts: int, window: int) -> str:
+    """The `model_type` of the architecture's first family that can have the file's number of
+    experts and window (0 is none), of those with its gating function; the first of these if none
+    can."""
+    gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
+    forms = {name: FAMILIES[name].spec.gguf for name in _families_of(values.architecture)}
+    named = [n for n, form in forms.items() if form.layer != "latent" or form.gating == gating]
+    for name in named:
+        family = FAMILIES[name].spec
+        has_window = not window or "sliding_window" in family.own_keys
+        has_experts = "num_experts" in FAMILIES[name].config.model_fields
+        if has_window and has_experts == (experts > 0):
+            return name
+    return named[0]
+
+
+def _expert_config(
+    values: _Values, stored: Shapes, names: ExpertNames | None, experts: int
+) -> dict[str, Any]:
+    """Config entries of a mixture of experts."""
+    layers = values.whole("block_count")
+    routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
+    router = next((shape for shape in routers if shape is not None), None)
+    # `tensor_rules` yields tensors for each expert: checked first, as the number of layers is.
+    # Each expert has three matrices, and each matrix at least one number.
+    numbers = sum(math.prod(shape) for shape in stored.values())
+    if router is None or router[0] != experts or 3 * layers * experts > numbers:
+        raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
+    used = {"num_experts_per_tok": values.whole("expert_used_count")}
+    if names is None or names.size == "intermediate_size":
+        return {"num_local_experts": experts, **used}
+    size = values.whole("expert_feed_forward_length", values.whole("feed_forward_length"))
+    return {
+        "num_experts": experts,
+        **used,
+        "moe_intermediate_size": size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _rope_config(
+    values: _Values,
+    kept: Mapping[str, Any],
+    factors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Config entries of rotary positions, under the keys of transformers 5 and 4."""
+    family, found = FAMILIES[config["model_type"]].spec, dict[str, Any]()
+    theta = values.real("rope.freq_base", 10_000.0)
+    kind = values.get("rope.scaling.type", "none")
+    scaling: dict[str, Any] | None = None
+    rotary_dim = values.whole("rope.dimension_count", config["head_dim"])
+    if ROPE_FACTORS_LONG in factors and ROPE_FACTORS_SHORT in factors:
+        scaling = _longrope_scaling(values, kept.get("rope_scaling"), factors)
+        found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    elif ROPE_FACTORS in factors:
+        known = kept.get("rope_scaling")
+        scaling = _llama3_scaling(known, theta, factors[ROPE_FACTORS], rotary_dim)
+    elif kind == "linear":
+        scaling = {"rope_type": "linear", "factor": values.real("rope.scaling.factor")}
+    elif kind == "yarn":
+        scaling = _yarn_scaling(values, kept.get("rope_scaling"))
+    elif kind != "none":
+        raise ModelError(f"rope scaling {kind!r} is not supported: linear, yarn and Llama 3's are")
+    rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    if "partial_rotary_factor" in family.own_keys:
+        part = kept.get("partial_rotary_factor", rotary_dim / config["head_dim"])
+        rope["partial_rotary_factor"] = found["partial_rotary_factor"] = part
+    if family.rope.nested:
+        usual = 10_000.0 if family.rope.local_theta_key else theta
+        local = {"rope_type": "default", "rope_theta": values.real("rope.freq_base_swa", usual)}
+        rope = {"full_attention": rope, "sliding_attention": local}
+    return {**found, "rope_parameters": rope, "rope_theta": theta, "rope_scaling": scaling}
+
+
+def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """LongRoPE's settings: `known` (from firstlight.config), or else from the file's entries."""
+    if isinstance(known, dict):
+        return {**known, "rope_type": "longrope"}
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors[ROPE_FACTORS_SHORT].tolist(),
+        "long_factor": factors[ROPE_FACTORS_LONG].tolist(),
+        "original_max_position_embeddings": values.whole("rope.scaling.original_context_length"),
+        "attention_factor": values.real("rope.scaling.attn_factor", 1.0),
+    }
+
+
+def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
+    """YaRN's settings: `known` (from firstlight.config), or else from the file's entries."""
+    if isinstance(known, dict):
+        return {**known, "rope_type": "yarn"}
+    factor = values.real("rope.scaling.factor")
+    multiplier = values.real("rope.scaling.yarn_log_multiplier", 0.0)
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": values.whole("rope.scaling.original_context_length"),
+    }
+    own = values.real("rope.scaling.attn_factor", 1.0)
+    if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
+        if own != 1:
+            raise ModelError(f"yarn with an attn_factor of {own} is not supported: only 1 is")
+        # The inverse of `yarn_factors`. The file has 0.1 times m: llama.cpp divides it by 0.1.
+        multiplier = round(multiplier / 0.1, 6)
+        if multiplier:
+            return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
+        return {**scaling, "attention_factor": yarn_magnitude(factor), "mscale_all_dim": 1.0}
+    # llama.cpp multiplies attn_factor by YaRN's own magnitude.
+    return scaling if own == 1 else {**scaling, "attention_factor": own * yarn_magnitude(factor)}
+
+
+def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
+    """Llama 3's rotary settings: `known` (from firstlight.config), or else `_LLAMA3`. They must
+    give the file's divisors of the frequencies, `factors`, fp32 [rotary_dim / 2]."""
+    scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
+    scaling = {**scaling, "rope_type": "llama3"}
+    config = {"model_type": "llama", "rope_theta": theta, "rope_scaling": scaling}
+    expected = rope_of(config).factors(rotary_dim)
+    if expected is None or expected.shape != factors.shape:
+        raise ModelError(f"the file is damaged: tensor {ROPE_FACTORS} does not fit the heads")
+    if not torch.allclose(expected, factors, rtol=1e-4):
+        raise ModelError(f"tensor {ROPE_FACTORS} holds no rotary factors of Llama 3")
+    return scaling

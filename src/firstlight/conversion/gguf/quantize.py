@@ -1,0 +1,343 @@
+"""GGUF files in llama.cpp's quantised formats, written by its own quantiser, and the loss of
+accuracy that the quantisation causes.
+
+llama.cpp quantises an unrounded GGUF file. An importance matrix (the mean square of each input of
+each matrix on a calibration text) tells it which columns matter; it is required for most formats of
+less than three bits. The result runs in llama.cpp, and its perplexity on a fixed text is compared
+with the source's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firstlight.conversion.check import check_dtype, logits_of
+from firstlight.conversion.gguf.shape import shape_of
+from firstlight.conversion.gguf.tensors import tensor_rules
+from firstlight.conversion.source import Source
+from firstlight.errors import ConfigError, MissingDependencyError, ModelError
+from firstlight.models import Model, build_model
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import config_from_hf
+from firstlight.weights.loading import fill
+
+#: Formats of llama.cpp's quantiser -> their numbers in its `enum llama_ftype`.
+QUANTISED = {
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 8,
+    "q5_1": 9,
+    "q2_k": 10,
+    "q3_k_s": 11,
+    "q3_k_m": 12,
+    "q3_k_l": 13,
+    "q4_k_s": 14,
+    "q4_k_m": 15,
+    "q5_k_s": 16,
+    "q5_k_m": 17,
+    "q6_k": 18,
+    "q2_k_s": 21,
+    "iq2_xxs": 19,
+    "iq2_xs": 20,
+    "iq3_xs": 22,
+    "iq3_xxs": 23,
+    "iq1_s": 24,
+    "iq4_nl": 25,
+    "iq3_s": 26,
+    "iq3_m": 27,
+    "iq2_s": 28,
+    "iq2_m": 29,
+    "iq4_xs": 30,
+    "iq1_m": 31,
+}
+
+#: Greatest allowed relative increase of the perplexity, by the number of bits in a format's name.
+#: These bounds are loose: on stories260K, whose width makes every format 4 bits or more, the
+#: perplexity rose by at most 6 %.
+PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
+
+#: Maximum number of tokens on which the perplexity is measured, and tokens of a calibration row.
+_ROW_TOKENS = 512
+#: Maximum number of rows of a calibration text that are used (32,768 tokens).
+_CALIBRATION_ROWS = 64
+
+#: Text on which the perplexity is measured: a story, a recipe, an explanation, a program.
+EVALUATION_TEXT = """\
+The lighthouse had been dark for eleven years when Anna found the key. It lay in her grandfather's \
+desk, wrapped in a page of an old newspaper, and beside it lay a letter with her name on it. She \
+read the letter twice. Then she put on her coat, took the lamp from the hook behind the door, and \
+went down to the harbour, where the boats were knocking against each other in the wind. Nobody \
+asked her where she was going. The sea was rough, but the tide was with her, and before it was \
+quite dark she stood on the rock and looked up at the tower.
+
+To bake a simple bread you need five hundred grams of flour, three hundred and fifty grams of warm \
+water, ten grams of salt and a little yeast. Mix everything with a spoon, cover the bowl and wait \
+until the dough has doubled, which takes about two hours in a warm kitchen and a whole night in a \
+cold one. Fold it four times, shape it into a ball, and let it rest for another half an hour. Bake \
+it in a very hot oven until the crust is dark brown and the loaf sounds hollow when you knock on it.
+
+Plants take in carbon dioxide from the air and water from the soil. With the energy of sunlight \
+they make sugar out of both, and give off oxygen. At night, when there is no light, they burn a \
+part of the sugar again, as animals do. Most of what a tree is made of came out of the air.
+
+def average(values):
+    if not values:
+        raise ValueError("an empty list has no average")
+    return sum(values) / len(values)
+"""
+
+
+def import_llama_cpp() -> Any:
+    """The package llama_cpp.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+    """
+    try:
+        import llama_cpp
+    except ImportError:
+        raise MissingDependencyError(
+            "llama-cpp-python", "llama-cpp", "quantising for llama.cpp"
+        ) from None
+    return llama_cpp
+
+
+def perplexity_limit(dtype: str) -> float:
+    """Greatest allowed increase of the perplexity for a format, relative to the source's."""
+    return PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
+
+
+def quantise(
+    source: Path, out: Path, dtype: str, importance: Mapping[str, Tensor] | None = None
+) -> None:
+    """Quantise a GGUF file with llama.cpp.
+
+    Args:
+        source: a GGUF file in f32, f16 or bf16.
+        out: the file to write.
+        dtype: one of `QUANTISED`.
+        importance: importance of each input of a matrix, fp32 [inputs], by the matrix's GGUF name;
+            None quantises without an importance matrix.
+
+    Raises:
+        ModelError: llama.cpp fails, for instance if the format needs an importance matrix.
+        MissingDependencyError: llama-cpp-python is not installed.
+    """
+    library = import_llama_cpp().llama_cpp
+    parameters = library.llama_model_quantize_default_params()
+    parameters.ftype = QUANTISED[dtype]
+    if importance is not None:
+        # The C array ends with an empty entry. `arrays` keeps the numbers alive during the call.
+        arrays = {name: (ctypes.c_float * len(v))(*v.tolist()) for name, v in importance.items()}
+        entries = (library.llama_model_imatrix_data * (len(arrays) + 1))()
+        for place, (name, array) in zip(entries, arrays.items(), strict=False):
+            place.name, place.size = name.encode("utf-8"), len(array)
+            place.data = ctypes.cast(array, ctypes.POINTER(ctypes.c_float))
+        parameters.imatrix = ctypes.cast(entries, ctypes.POINTER(library.llama_model_imatrix_data))
+    with _said(library) as said:
+        failed = library.llama_model_quantize(bytes(source), bytes(out), ctypes.byref(parameters))
+    if failed:
+        reason = next((line for line in reversed(said) if "failed" in line or "error" in line), "")
+        needs = importance is None and any("matrix" in line for line in said)
+        advice = ": give a text with --calibration" if needs else ""
+        raise ModelError(
+            f"llama.cpp does not write {dtype} of this model{advice} "
+            f"({' '.join(reason.split())[-200:] or 'it gives no reason'})"
+        )
+
+
+@contextlib.contextmanager
+def _said(library: Any) -> Iterator[list[str]]:
+    """Collect llama.cpp's log messages in a list during the `with` block, instead of printing them
+    to stderr."""
+    from llama_cpp._logger import llama_log_callback
+
+    said: list[str] = []
+    callback = library.llama_log_callback(
+        lambda level, text, _: said.append(text.decode("utf-8", "replace"))
+    )
+    library.llama_log_set(callback, None)
+    try:
+        yield said
+    finally:
+        library.llama_log_set(llama_log_callback, None)
+
+
+@torch.inference_mode()
+def importance_matrix(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer, text: str
+) -> dict[str, Tensor]:
+    """Mean square of each input of each matrix on a text, fp32 [inputs], by GGUF's names.
+
+    Matrices of experts, embedding and head are left out.
+
+    Args:
+        config: the model's config.json.
+        tensors: weights by their Hugging Face names.
+        tokenizer: the model's tokenizer.
+        text: the calibration text. At most its first 64 rows are used; a row has 512 tokens, or as
+            many as the context if that is shorter.
+
+    Raises:
+        ConfigError: the text is shorter than one row.
+    """
+    own = config_from_hf(config, "the model")
+    with torch.device("meta"):
+        model: Model = build_model(own)
+    fill(model, tensors, torch.float32)
+    rows = min(_ROW_TOKENS, own.max_position_embeddings)
+    ids = torch.tensor(tokenizer.encode(text))
+    if len(ids) < rows:
+        raise ConfigError(f"the calibration text has {len(ids)} tokens: give {rows} or more")
+    shape = shape_of(config, tied=own.tie_word_embeddings)
+    modules = dict(model.named_modules())
+    sums: dict[str, Tensor] = {}
+    for rule in tensor_rules(shape):
+        module = modules.get(rule.sources[0].removesuffix(".weight"))
+        if rule.gguf.startswith("blk.") and len(rule.gguf_shape) == 2 and module is not None:
+            module.register_forward_pre_hook(_square_sums(sums, rule.gguf))
+    count = 0
+    model.eval()
+    for row in torch.split(ids, rows)[:_CALIBRATION_ROWS]:
+        if len(row) == rows:  # the last row may be shorter
+            model(row[None])
+            count += rows
+    return {name: total / count for name, total in sums.items()}
+
+
+def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
+    """A forward pre-hook that adds a module's squared inputs, [..., inputs], to `sums[name]`."""
+
+    def add(_: nn.Module, inputs: Sequence[Tensor]) -> None:
+        squares = inputs[0].float().square().flatten(0, -2).sum(0)
+        sums[name] = sums[name] + squares if name in sums else squares
+
+    return add
+
+
+def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
+    """Token ids of `EVALUATION_TEXT`, int64 [1, T]; T is at most the context and 512."""
+    start = [tokenizer.separator_id] if tokenizer.add_bos else []
+    ids = [*start, *tokenizer.encode(EVALUATION_TEXT)]
+    return torch.tensor([ids[: min(context, _ROW_TOKENS)]])
+
+
+def perplexity(logits: Tensor, ids: Tensor) -> float:
+    """Perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V]. The first token is not counted,
+    since nothing predicts it. Infinite if the loss is above 709 nats, where exp overflows in fp64.
+    """
+    return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
+
+
+def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
+    """Logits that llama.cpp computes from a GGUF file, fp32 [1, T, V], for `ids`, int64 [1, T].
+
+    Raises:
+        ModelError: llama.cpp can't open the file or compute the logits.
+    """
+    library = import_llama_cpp().llama_cpp
+    tokens = ids[0].tolist()
+    with _said(library), contextlib.ExitStack() as stack:
+        settings = library.llama_model_default_params()
+        # llama.cpp's kernels for weights repacked for AMX crash the process if GCC 12 built them.
+        settings.use_extra_bufts, settings.n_gpu_layers = False, 0
+        model = library.llama_model_load_from_file(bytes(path), settings)
+        if not model:
+            raise ModelError(f"llama.cpp can't open {path.name}")
+        stack.callback(library.llama_model_free, model)
+        options = library.llama_context_default_params()
+        options.n_ctx = options.n_batch = options.n_ubatch = max(256, len(tokens))
+        context = library.llama_init_from_model(model, options)
+        if not context:
+            raise ModelError(f"llama.cpp can't run {path.name}")
+        stack.callback(library.llama_free, context)
+        batch = library.llama_batch_init(len(tokens), 0, 1)
+        stack.callback(library.llama_batch_free, batch)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        if library.llama_decode(context, batch):
+            raise ModelError(f"llama.cpp can't compute {path.name}")
+        size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+        found = np.ctypeslib.as_array(library.llama_get_logits(context), (len(tokens), size))
+        return torch.from_numpy(found.copy())[None]
+
+
+@dataclass(frozen=True)
+class QuantisationLoss:
+    """The loss of accuracy of a quantised file.
+
+    Attributes:
+        source: perplexity on `EVALUATION_TEXT` under the source's own logits.
+        result: the same under the result's logits in llama.cpp.
+        bits: size of the file in bits, divided by the number of weights.
+        difference: greatest difference between logits of source and result, after the mean of each
+            position is subtracted.
+        largest: largest absolute logit of the source, after the same subtraction.
+    """
+
+    source: float
+    result: float
+    bits: float
+    difference: float
+    largest: float
+
+
+def quantise_source(
+    model: Source, plain: Path, out: Path, dtype: str, text: str | None, limit: float | None
+) -> QuantisationLoss:
+    """Quantise a converted file, and refuse a result whose perplexity is too high.
+
+    Args:
+        model: the source of the conversion.
+        plain: the unrounded GGUF file of the model; it is deleted.
+        out: the file to write.
+        dtype: one of `QUANTISED`.
+        text: calibration text for the importance matrix; None quantises without one.
+        limit: greatest allowed relative increase of the perplexity; None is the format's own limit
+            (`PERPLEXITY_LIMITS`).
+
+    Raises:
+        ConfigError: the calibration text is too short.
+        ModelError: llama.cpp fails, or the perplexity rises by more than the limit.
+    """
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    importance = None
+    if text is not None:
+        importance = importance_matrix(model.config, model.tensors, tokenizer, text)
+    quantise(plain, out, dtype, importance)
+    plain.unlink()
+    own = config_from_hf(model.config, model.name)
+    ids = evaluation_ids(tokenizer, own.max_position_embeddings)
+    expected = logits_of(model.config, model.tensors, ids, check_dtype(own))
+    found = llama_cpp_logits(out, ids)
+    before, after = perplexity(expected, ids), perplexity(found, ids)
+    limit = perplexity_limit(dtype) if limit is None else limit
+    if math.isinf(after) or not after <= before * (1 + limit):
+        raise ModelError(
+            f"{dtype} raises the perplexity on a fixed text from {before:.4g} to {after:.4g}, by "
+            f"more than the {limit:.0%} allowed: choose a format of more bits, give a text with "
+            "--calibration, or allow more with --tolerance; nothing was written"
+        )
+    expected, found = (x - x.mean(-1, keepdim=True) for x in (expected, found))
+    weights = sum(tensor.numel() for tensor in model.tensors.values())
+    return QuantisationLoss(
+        before,
+        after,
+        8 * out.stat().st_size / weights,
+        float((expected - found).abs().max()),
+        float(expected.abs().max()),
+    )

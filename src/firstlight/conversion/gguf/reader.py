@@ -1,0 +1,261 @@
+"""Read a GGUF file back into a Hugging Face config and tensors.
+
+All quantised formats that the package gguf can dequantise are read. Every length is checked against
+the file's size before it is used: a damaged file is an error, and can't make the reader hang or
+take all memory. Format: ggml-org/ggml `docs/gguf.md`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firstlight.conversion.check import require_tensors
+from firstlight.conversion.gguf.metadata import config_of
+from firstlight.conversion.gguf.shape import (
+    ROPE_FACTORS,
+    ROPE_FACTORS_LONG,
+    ROPE_FACTORS_SHORT,
+    shape_of,
+)
+from firstlight.conversion.gguf.tensors import tensor_rules
+from firstlight.conversion.gguf.writer import import_gguf
+from firstlight.errors import ModelError, describe_os_error
+
+_VERSIONS = (2, 3)
+_FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
+#: Ids of GGUF's value types "string" and "array".
+_STRING, _ARRAY = 8, 9
+#: Ids of GGUF's scalar value types -> format characters of `struct`.
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
+#: Maximum number of values in a file's metadata. Each takes about 100 bytes of memory; a vocabulary
+#: of 262,144 tokens with its merges has 1.3 million.
+_MOST_VALUES = 2_000_000
+#: Maximum number of tensors in a file. Models have up to 3,000, since their experts are stacked.
+_MOST_TENSORS = 20_000
+#: Position up to which a text of the metadata may reach: a vocabulary of 262,144 tokens with its
+#: merges has 10 MB. A sparse file can have any size without taking space on the disk.
+_MOST_METADATA_BYTES = 1 << 28
+#: Maximum number of rotary factors, one for two numbers of a head.
+_MOST_FACTORS = 1 << 16
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """The content of a GGUF file.
+
+    Attributes:
+        config: Hugging Face's config.json as an object.
+        tensors: fp32 tensors by their Hugging Face names, without a tied head.
+        tokens: texts of all tokens in the order of their ids; None if the file has no vocabulary.
+        chat_template: the Jinja chat template; None if there is none.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    tokens: list[str] | None
+    chat_template: str | None
+
+
+def read_gguf(path: Path) -> GGUFModel:
+    """Read a model from a GGUF file.
+
+    Raises:
+        ModelError: the file can't be opened, is damaged or cut short, or its model's family or
+            settings are not supported.
+        MissingDependencyError: the package gguf is not installed.
+    """
+    import_gguf()
+    try:
+        with open(path, "rb") as file:
+            parser = GGUFParser(file, path.stat().st_size)
+            metadata, stored, data_start = parser.parse()
+            parser.require_apart(stored)
+            factors = {
+                name: parser.tensor(name, stored.pop(name), data_start)
+                for name in _FACTORS
+                if name in stored
+            }
+            shapes = {name: tensor.shape for name, tensor in stored.items()}
+            config = config_of(metadata, shapes, factors)
+            shape = shape_of(config, tied=config["tie_word_embeddings"])
+            rules = list(tensor_rules(shape))
+            expected = {rule.gguf: rule.gguf_shape for rule in rules}
+            require_tensors("the file", expected, shapes)
+            tensors: dict[str, Tensor] = {}
+            for rule in rules:
+                values = parser.tensor(rule.gguf, stored[rule.gguf], data_start)
+                parts = values.unbind() if rule.stacked else (values,)
+                for source, part in zip(rule.sources, parts, strict=True):
+                    rule.put_into(tensors, source, part)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: the file is damaged: a text is not UTF-8") from error
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    template = metadata.get("tokenizer.chat_template")
+    return GGUFModel(
+        config=config,
+        tensors=tensors,
+        tokens=tokens if isinstance(tokens, list) else None,
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor's entry in a GGUF file.
+
+    Attributes:
+        shape: sizes, outermost dimension first (the reverse of the file's order).
+        kind: id of the ggml type.
+        offset: position of the tensor's first byte after the start of the data section.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class GGUFParser:
+    """Reads a little-endian GGUF file of `size` bytes, open for reading at its beginning.
+
+    Raises:
+        ModelError: raised by every method: the file is damaged, cut short or not supported.
+        UnicodeDecodeError: raised by `parse`: a text is not UTF-8.
+    """
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self._position = self._values = 0
+
+    def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
+        """The metadata, the tensors' entries by name, and the position of the data section."""
+        if self._size < 4 or self._take(4) != b"GGUF":
+            raise ModelError("this is no GGUF file")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ModelError(f"GGUF version {version} is not supported: 2 and 3 are")
+        tensor_count, entry_count = self._number("Q"), self._number("Q")
+        if tensor_count > _MOST_TENSORS:
+            raise ModelError(f"{tensor_count:,} tensors, and {_MOST_TENSORS:,} are read at most")
+        self._count(entry_count)
+        metadata: dict[str, Any] = {}
+        for _ in range(entry_count):
+            key = self._string()
+            metadata[key] = self._value(self._number("I"))
+        stored: dict[str, GGUFTensor] = {}
+        for _ in range(tensor_count):
+            name = self._string()
+            dimensions = self._number("I")
+            if name in stored or not 0 < dimensions <= 4:
+                raise ModelError(f"the file is damaged at tensor '{name}'")
+            sizes = [self._number("Q") for _ in range(dimensions)]
+            stored[name] = GGUFTensor(tuple(sizes[::-1]), self._number("I"), self._number("Q"))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"the file is damaged: general.alignment is {alignment!r}")
+        # The data section begins at the next multiple of the alignment.
+        return metadata, stored, -(-self._position // alignment) * alignment
+
+    def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
+        """Refuse overlapping tensors, with which a small file could take any amount of memory.
+
+        Raises:
+            ModelError: the tensors together have more bytes than the file.
+        """
+        total = sum(
+            math.prod(one.shape[:-1]) * self._kind_of(name, one)[1] for name, one in stored.items()
+        )
+        if total > self._size:
+            raise ModelError(
+                f"the file is damaged or cut short: it has {self._size:,} bytes, fewer than its "
+                f"tensors have together, {total:,}"
+            )
+
+    @staticmethod
+    def _kind_of(name: str, stored: GGUFTensor) -> tuple[Any, int]:
+        """A tensor's ggml type, and the number of bytes of one row."""
+        gguf = import_gguf()
+        try:
+            kind = gguf.GGMLQuantizationType(stored.kind)
+        except ValueError:
+            raise ModelError(f"tensor {name} is of the unknown type {stored.kind}") from None
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if stored.shape[-1] % block:
+            raise ModelError(f"the file is damaged: tensor {name} is {list(stored.shape)}")
+        return kind, stored.shape[-1] // block * block_bytes
+
+    def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
+        """A tensor's numbers, dequantised to fp32, in the shape `stored.shape`.
+
+        Args:
+            name: the tensor's name, for messages.
+            stored: the tensor's entry.
+            data_start: position of the data section, from `parse`.
+        """
+        gguf = import_gguf()
+        # These are read before their shape can be compared with the config.
+        if name in _FACTORS and math.prod(stored.shape) > _MOST_FACTORS:
+            raise ModelError(f"the file is damaged: tensor {name} is {list(stored.shape)}")
+        kind, row_bytes = self._kind_of(name, stored)
+        self._position = self._file.seek(min(data_start + stored.offset, self._size))
+        data = np.frombuffer(self._take(math.prod(stored.shape[:-1]) * row_bytes), dtype=np.uint8)
+        try:
+            values = gguf.quants.dequantize(data.reshape(*stored.shape[:-1], row_bytes), kind)
+        except NotImplementedError:
+            raise ModelError(f"tensor {name} is {kind.name}, which can't be read") from None
+        return torch.from_numpy(values.astype(np.float32)).reshape(stored.shape)
+
+    def _take(self, count: int) -> bytes:
+        # Checked before reading: `read` would allocate memory for a damaged length.
+        if count > self._size - self._position:
+            raise ModelError("the file is damaged or cut short")
+        self._position += count
+        return self._file.read(count)
+
+    def _count(self, values: int) -> None:
+        """Add to the count of metadata values, before they are read, and refuse too many."""
+        self._values += values
+        if self._values > _MOST_VALUES:
+            raise ModelError(
+                f"the metadata has {self._values:,} values, and {_MOST_VALUES:,} are read at most"
+            )
+
+    def _number(self, letter: str) -> Any:
+        return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
+
+    def _string(self) -> str:
+        length = self._number("Q")
+        if self._position + length > _MOST_METADATA_BYTES:
+            raise ModelError(
+                f"the file is damaged: a text of {length:,} bytes, and {_MOST_METADATA_BYTES:,} "
+                "bytes of metadata are read at most"
+            )
+        return self._take(length).decode("utf-8")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise ModelError(f"the file is damaged: a value of the unknown type {kind}")
+        kind, count = self._number("I"), self._number("Q")
+        self._count(count)
+        if kind == _STRING:
+            return [self._string() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ModelError(f"the file is damaged: an array of the unknown type {kind}")
+        size = struct.calcsize(f"<{_SCALARS[kind]}")
+        return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * size)))

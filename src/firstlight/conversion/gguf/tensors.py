@@ -1,0 +1,397 @@
+"""The tensors of a GGUF file, and the Hugging Face tensors that each is made of.
+
+`writer` applies the rules of `tensor_rules`, `reader` reverses them. Names and layouts
+are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the functions below,
+`theirs` is a prefix of GGUF's names, `ours` of Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from firstlight.conversion.gguf.shape import ModelShape
+from firstlight.models import FAMILIES
+from firstlight.models.family import ExpertNames
+
+Change = Literal[
+    "none",
+    "transposed",
+    "rotary",
+    "interleaved",
+    "one_plus",
+    "negative_exp",
+    "by_head",
+    "by_head_transposed",
+]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One tensor of a GGUF file, and the Hugging Face tensors that it is made of.
+
+    Attributes:
+        gguf: name in the file.
+        sources: Hugging Face names; several (such as all experts) are stacked in this order.
+        shape: shape of each source.
+        change: transformation from source to file:
+
+            - "none", or "transposed" in the last two dimensions;
+            - "rotary": rows reordered from rotary pairs (i, i + D/2) of a head to (2i, 2i + 1);
+            - "interleaved": rows q, k, v of each head reordered to all q, all k, all v;
+            - "one_plus": 1 added to a norm's weight (Hugging Face's class adds it in `forward`);
+            - "negative_exp": -exp of the source;
+            - "by_head": rows [H x N, ...] as [H, N, ...];
+            - "by_head_transposed": the same, with the last two dimensions swapped.
+        heads: number of attention heads in the rows; 0 if `change` does not depend on it.
+        stacked: True if the file's tensor has a first dimension for the sources.
+        taken: indices of the slices of the source that the file's tensor holds; () is all of them.
+        axis: dimension of the source that `taken` indexes.
+        dropped: dimension of size 1 that the file's tensor lacks; None if there is none.
+    """
+
+    gguf: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    change: Change = "none"
+    heads: int = 0
+    stacked: bool = False
+    taken: Sequence[int] = ()
+    axis: int = 0
+    dropped: int | None = None
+
+    @property
+    def gguf_shape(self) -> tuple[int, ...]:
+        """The shape in the file, outermost dimension first."""
+        shape = list(self.shape)
+        if self.taken:
+            shape[self.axis] = len(self.taken)
+        if self.change in ("by_head", "by_head_transposed"):
+            shape[:1] = [self.heads, shape[0] // self.heads]
+        if self.change in ("transposed", "by_head_transposed"):
+            shape[-2:] = shape[:-3:-1]
+        if self.dropped is not None:
+            del shape[self.dropped]
+        return (len(self.sources), *shape) if self.stacked else tuple(shape)
+
+    @property
+    def small(self) -> bool:
+        """True if llama.cpp needs the tensor in fp32 whatever the format of the file: vectors,
+        biases, routers, learned positions, convolutions and the norms of heads."""
+        small_tables = (
+            *("position_embd.weight", "ffn_gate_inp.weight", "_norm.weight"),
+            *(".bias", "ssm_conv1d.weight"),
+        )
+        return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
+
+    def to_gguf(self, source: Tensor) -> Tensor:
+        """A source tensor, of shape `shape`, in the file's layout (one of several if `stacked`)."""
+        if self.taken:
+            source = source.index_select(self.axis, torch.tensor(self.taken))
+        if self.change == "transposed":
+            return source.mT.contiguous()
+        if self.change in ("by_head", "by_head_transposed"):
+            heads = source.reshape(self.heads, -1, *source.shape[1:])
+            return (heads if self.change == "by_head" else heads.mT).contiguous()
+        if self.change == "negative_exp":
+            return -source.float().exp()
+        if self.change == "rotary":
+            halves = source.reshape(self.heads, 2, -1, *self.shape[1:])
+            return halves.transpose(1, 2).reshape(self.shape)
+        if self.change == "interleaved":
+            return source.reshape(self.heads, 3, -1).transpose(0, 1).reshape(self.shape)
+        if self.change == "one_plus":
+            return source.float() + 1
+        return (source if self.dropped is None else source.squeeze(self.dropped)).contiguous()
+
+    def put_into(self, tensors: MutableMapping[str, Tensor], source: str, stored: Tensor) -> None:
+        """Add to `tensors` the source named `source`, or its slices `taken`, from the file's tensor
+        `stored` (its part for this source if `stacked`)."""
+        values = self.from_gguf(stored)
+        if not self.taken:
+            tensors[source] = values.clone()
+            return
+        whole = tensors.setdefault(source, torch.zeros(self.shape))
+        whole.index_copy_(self.axis, torch.tensor(self.taken), values)
+
+    def from_gguf(self, stored: Tensor) -> Tensor:
+        """The inverse of `to_gguf`: the source, or its slices `taken`."""
+        if self.change == "transposed":
+            return stored.mT.contiguous()
+        if self.change in ("by_head", "by_head_transposed"):
+            return (stored if self.change == "by_head" else stored.mT).flatten(0, 1)
+        if self.change == "negative_exp":
+            return (-stored).log()
+        if self.change == "rotary":
+            pairs = stored.reshape(self.heads, -1, 2, *self.shape[1:])
+            return pairs.transpose(1, 2).reshape(self.shape)
+        if self.change == "interleaved":
+            return stored.reshape(3, self.heads, -1).transpose(0, 1).reshape(self.shape)
+        if self.change == "one_plus":
+            return stored - 1
+        return stored if self.dropped is None else stored.unsqueeze(self.dropped)
+
+
+def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
+    """All tensors of a model, except its rotary factors, in the order of the file."""
+    model, spec = FAMILIES[shape.model_type].model, shape.family
+    table = (shape.vocab_size, shape.hidden_size)
+    yield TensorRule("token_embd.weight", (f"{model.embedding_name}.weight",), table)
+    if not shape.rotary:
+        table = (shape.max_positions, shape.hidden_size)
+        yield TensorRule("position_embd.weight", ("transformer.wpe.weight",), table)
+    for i in range(shape.num_layers):
+        theirs, ours = f"blk.{i}.", f"{model.layers_name}.{i}."
+        yield from _layer_rules(shape, i, theirs, ours)
+    yield from _norm_rules(shape, "output_norm", model.final_modules[0])
+    head = (shape.vocab_size, shape.hidden_size)
+    if not shape.tied:
+        yield TensorRule("output.weight", (model.head_file_name,), head)
+    elif spec.gguf.head == "written":
+        yield TensorRule("output.weight", (f"{model.embedding_name}.weight",), head)
+
+
+def _layer_rules(shape: ModelShape, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """The tensors of layer number `layer`, counted from 0."""
+    model, kind = shape.model, shape.family.gguf.layer
+    if kind == "named":
+        yield from _named_rules(shape, theirs, ours)
+    elif kind == "latent":
+        yield from _two_norm_rules(shape, theirs, ours, "ffn_norm")
+        yield from _latent_rules(model, theirs, f"{ours}self_attn.")
+        if model.has_experts(layer):
+            yield from _shared_expert_rules(shape, theirs, ours, "mlp.shared_experts.")
+        else:
+            yield from _mlp_rules(shape, theirs, f"{ours}mlp.")
+    elif kind == "sinks":
+        yield from _two_norm_rules(shape, theirs, ours, "post_attention_norm")
+        yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
+        sinks = (f"{ours}self_attn.sinks",)
+        yield TensorRule(f"{theirs}attn_sinks.weight", sinks, (shape.num_heads,))
+        yield from _biased_expert_rules(shape, theirs, f"{ours}mlp.")
+    elif kind == "delta":
+        yield from _two_norm_rules(shape, theirs, ours, "post_attention_norm")
+        if model.is_linear(layer):
+            yield from _delta_rules(model, theirs, f"{ours}linear_attn.")
+        else:
+            yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
+        yield from _shared_expert_rules(shape, theirs, ours, "mlp.shared_expert.")
+        gate, sizes = (f"{ours}mlp.shared_expert_gate.weight",), (1, shape.hidden_size)
+        yield TensorRule(f"{theirs}ffn_gate_inp_shexp.weight", gate, sizes, dropped=0)
+    else:
+        yield from _block_rules(shape, theirs, ours)
+
+
+def _norm_rules(shape: ModelShape, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
+    """The tensors of a norm over `size` numbers; 0 stands for hidden_size."""
+    kind: Change = "one_plus" if shape.family.norm_kind == "one_plus" else "none"
+    sizes = (size or shape.hidden_size,)
+    yield TensorRule(f"{theirs}.weight", (f"{ours}.weight",), sizes, kind)
+    if shape.family.norm_kind == "layer" or not shape.rotary:
+        yield TensorRule(f"{theirs}.bias", (f"{ours}.bias",), sizes)
+
+
+def _named_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """The tensors of a layer with biases everywhere, whose parts `GGUFSpec.block` names."""
+    C, F, config = shape.hidden_size, shape.intermediate_size, FAMILIES[shape.model_type].config
+    sizes = {"attn_qkv": (3 * C, C), "attn_output": (C, C), "ffn_up": (F, C), "ffn_down": (C, F)}
+    for word, name in shape.family.gguf.block.items():
+        if word not in sizes:
+            yield from _norm_rules(shape, theirs + word, ours + name)
+            continue
+        change: Change = "transposed" if config.stores_transposed else "none"
+        if word == "attn_qkv" and shape.rotary:
+            change = "interleaved"
+        rows = sizes[word][0]
+        matrix = sizes[word][::-1] if change == "transposed" else sizes[word]
+        source = (f"{ours}{name}.weight",)
+        yield TensorRule(f"{theirs}{word}.weight", source, matrix, change, heads=shape.num_heads)
+        change = "interleaved" if change == "interleaved" else "none"
+        source = (f"{ours}{name}.bias",)
+        yield TensorRule(f"{theirs}{word}.bias", source, (rows,), change, heads=shape.num_heads)
+
+
+def _block_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """The tensors of a layer of the Llama-like families."""
+    spec = shape.family
+    norms = spec.norms
+    for word, name in (
+        ("attn_norm", norms.before_attention),
+        ("post_attention_norm", norms.after_attention),
+        ("ffn_norm", None if shape.parallel else norms.before_mlp),
+        ("post_ffw_norm", norms.after_mlp),
+    ):
+        if name is not None:
+            yield from _norm_rules(shape, theirs + word, ours + name)
+    yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
+    if spec.experts is not None:
+        yield from _expert_rules(shape, spec.experts, theirs, ours)
+    else:
+        yield from _mlp_rules(shape, theirs, f"{ours}mlp.")
+
+
+def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+    C, D, spec = shape.hidden_size, shape.head_dim, shape.family
+    counts = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
+    if spec.fused is True:
+        rows = sum(counts.values()) * D
+        yield TensorRule(f"{theirs}attn_qkv.weight", (f"{ours}qkv_proj.weight",), (rows, C))
+        counts = {}
+    # Qwen3-Next's q_proj also computes a gate for each head's output: twice the rows.
+    wide = 2 if spec.gguf.layer == "delta" else 1
+    for letter, heads in counts.items():
+        change: Change = "rotary" if spec.gguf.rotates_pairs and letter != "v" else "none"
+        for kind, rest in (("weight", (C,)), ("bias", ()))[: 2 if shape.qkv_bias else 1]:
+            rows = heads * D * (wide if letter == "q" else 1)
+            name, sizes = f"{ours}{letter}_proj.{kind}", (rows, *rest)
+            yield TensorRule(f"{theirs}attn_{letter}.{kind}", (name,), sizes, change, heads=heads)
+        if letter != "v":
+            yield from _head_norm_rules(shape, f"{theirs}attn_{letter}_norm", ours, letter, heads)
+    columns = shape.num_heads * D
+    yield TensorRule(f"{theirs}attn_output.weight", (f"{ours}o_proj.weight",), (C, columns))
+    if shape.attention_bias and spec.output_bias:
+        yield TensorRule(f"{theirs}attn_output.bias", (f"{ours}o_proj.bias",), (C,))
+
+
+def _head_norm_rules(
+    shape: ModelShape, theirs: str, ours: str, letter: str, heads: int
+) -> Iterator[TensorRule]:
+    """The norm of queries or keys, if the model has one."""
+    D = shape.head_dim
+    if shape.qk_norm == "own":
+        names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))
+        yield TensorRule(f"{theirs}.weight", names, (D,), stacked=True)
+    elif shape.qk_norm is not None:
+        size = D if shape.qk_norm == "head" else heads * D
+        yield from _norm_rules(shape, theirs, f"{ours}{letter}_norm", size)
+
+
+def _mlp_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+    C, F, spec = shape.hidden_size, shape.intermediate_size, shape.family
+    parts = [("up", "up_proj", F, C), ("down", "down_proj", C, F)]
+    if spec.fused:
+        parts[0] = ("up", "gate_up_proj", 2 * F, C)
+    elif spec.gated:
+        parts = [("gate", "gate_proj", F, C), *parts]
+    for word, name, outputs, inputs in parts:
+        yield TensorRule(f"{theirs}ffn_{word}.weight", (f"{ours}{name}.weight",), (outputs, inputs))
+        if shape.mlp_bias:
+            yield TensorRule(f"{theirs}ffn_{word}.bias", (f"{ours}{name}.bias",), (outputs,))
+
+
+def _expert_rules(
+    shape: ModelShape, names: ExpertNames, theirs: str, ours: str
+) -> Iterator[TensorRule]:
+    C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
+    yield TensorRule(f"{theirs}ffn_gate_inp.weight", (f"{ours}{names.router}",), (E, C))
+    for word, outputs, inputs in (("gate", F, C), ("up", F, C), ("down", C, F)):
+        sources = tuple(ours + names.matrix(word, expert) for expert in range(E))
+        yield TensorRule(
+            f"{theirs}ffn_{word}_exps.weight", sources, (outputs, inputs), stacked=True
+        )
+
+
+def _two_norm_rules(shape: ModelShape, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
+    """The norms before attention and MLP; `second` is llama.cpp's name of the latter."""
+    yield from _norm_rules(shape, f"{theirs}attn_norm", f"{ours}input_layernorm")
+    yield from _norm_rules(shape, theirs + second, f"{ours}post_attention_layernorm")
+
+
+def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """The tensors of multi-head latent attention; kv_b_proj, with the rows of each head's key and
+    value, is split in two. H heads; L and Q are the ranks of the KV and query latents."""
+    C, H, L, Q = (
+        model.hidden_size,
+        model.num_attention_heads,
+        model.kv_lora_rank,
+        model.q_lora_rank,
+    )
+    queries, keys, values = H * model.head_dim, model.qk_nope_head_dim, model.v_head_dim
+    parts: list[tuple[str, str, tuple[int, ...]]] = [("attn_q", "q_proj", (queries, C))]
+    if Q is not None:
+        parts = [("attn_q_a", "q_a_proj", (Q, C)), ("attn_q_a_norm", "q_a_layernorm", (Q,))]
+        parts.append(("attn_q_b", "q_b_proj", (queries, Q)))
+    parts += [
+        ("attn_kv_a_mqa", "kv_a_proj_with_mqa", (L + model.qk_rope_head_dim, C)),
+        ("attn_kv_a_norm", "kv_a_layernorm", (L,)),
+        ("attn_output", "o_proj", (C, H * values)),
+    ]
+    for word, name, sizes in parts:
+        yield TensorRule(f"{theirs}{word}.weight", (f"{ours}{name}.weight",), sizes)
+    rows, source = torch.arange(H * (keys + values)).view(H, -1), (f"{ours}kv_b_proj.weight",)
+    shape = (rows.numel(), L)
+    # llama.cpp multiplies queries by the keys' matrices, and needs these transposed.
+    split: tuple[tuple[str, Tensor, Change], ...] = (
+        ("attn_k_b", rows[:, :keys], "by_head_transposed"),
+        ("attn_v_b", rows[:, keys:], "by_head"),
+    )
+    for word, part, change in split:
+        taken = part.flatten().tolist()
+        yield TensorRule(f"{theirs}{word}.weight", source, shape, change, heads=H, taken=taken)
+
+
+def _shared_expert_rules(
+    shape: ModelShape, theirs: str, ours: str, shared: str
+) -> Iterator[TensorRule]:
+    """A layer's routed experts, and its shared experts, which are one MLP."""
+    if shape.family.experts is not None:
+        yield from _expert_rules(shape, shape.family.experts, theirs, ours)
+    C, model = shape.hidden_size, shape.model
+    if shape.family.gguf.layer == "latent":
+        size = model.moe_intermediate_size * model.n_shared_experts
+        if shape.family.has_buffers:
+            bias = (f"{ours}mlp.gate.e_score_correction_bias",)
+            yield TensorRule(f"{theirs}exp_probs_b.bias", bias, (model.num_experts,))
+    else:
+        size = model.shared_expert_intermediate_size
+    for word, sizes in (("gate", (size, C)), ("up", (size, C)), ("down", (C, size))):
+        source = (f"{ours}{shared}{word}_proj.weight",)
+        yield TensorRule(f"{theirs}ffn_{word}_shexp.weight", source, sizes)
+
+
+def _biased_expert_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate between the
+    gate's and the up projection's."""
+    C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
+    for kind, router in (("weight", (E, C)), ("bias", (E,))):
+        yield TensorRule(f"{theirs}ffn_gate_inp.{kind}", (f"{ours}router.{kind}",), router)
+    gates, ups = range(0, 2 * F, 2), range(1, 2 * F, 2)
+    for word, name, inputs, outputs, taken in (
+        ("gate", "gate_up_proj", C, 2 * F, gates),
+        ("up", "gate_up_proj", C, 2 * F, ups),
+        ("down", "down_proj", F, C, ()),
+    ):
+        source, sizes = f"{ours}experts.{name}", (E, inputs, outputs)
+        to = f"{theirs}ffn_{word}_exps"
+        yield TensorRule(f"{to}.weight", (source,), sizes, "transposed", taken=taken, axis=2)
+        yield TensorRule(f"{to}.bias", (f"{source}_bias",), (E, outputs), taken=taken, axis=1)
+
+
+def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """The tensors of Qwen3-Next's linear attention. Rows of in_proj_qkvz, which has queries, keys,
+    values and gates of each key head, are split into all q, k, v, and all gates. G key heads of
+    size D, H value heads of size E."""
+    C, G, H = model.hidden_size, model.linear_num_key_heads, model.linear_num_value_heads
+    D, E = model.linear_key_head_dim, model.linear_value_head_dim
+    channels, V = 2 * G * D + H * E, H * E
+    rows = torch.arange(channels + V).view(G, -1)
+    q, k, v, z = (part.flatten() for part in torch.split(rows, [D, D, V // G, V // G], 1))
+    source, sizes = (f"{ours}in_proj_qkvz.weight",), (channels + V, C)
+    for word, part in (("attn_qkv", torch.cat((q, k, v))), ("attn_gate", z)):
+        yield TensorRule(f"{theirs}{word}.weight", source, sizes, taken=part.tolist())
+    width = model.linear_conv_kernel_dim
+    others: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("ssm_ba.weight", "in_proj_ba.weight", (2 * H, C)),
+        ("ssm_conv1d.weight", "conv1d.weight", (channels, 1, width)),
+        ("ssm_dt.bias", "dt_bias", (H,)),
+        ("ssm_norm.weight", "norm.weight", (E,)),
+        ("ssm_out.weight", "out_proj.weight", (C, V)),
+    )
+    for word, name, shape in others:
+        dropped = 1 if name == "conv1d.weight" else None
+        yield TensorRule(theirs + word, (ours + name,), shape, dropped=dropped)
+    yield TensorRule(f"{theirs}ssm_a", (f"{ours}A_log",), (H,), "negative_exp")

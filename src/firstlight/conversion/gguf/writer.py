@@ -1,0 +1,319 @@
+"""Write a model as a GGUF file, the format of llama.cpp and of programs that use it.
+
+Parts of the file, in order:
+
+    header      magic, version, counts
+    metadata    general.*, <architecture>.*, tokenizer.*; firstlight.config, a JSON object of the
+                config.json entries without a GGUF key (see `metadata`)
+    tensors     names, shapes, types; then the data of each tensor in the same order
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from firstlight.conversion.check import first_names, is_finite, require_tensors
+from firstlight.conversion.gguf.metadata import add_model, window_of
+from firstlight.conversion.gguf.shape import (
+    require_known,
+    rope_factors,
+    rope_of,
+    shape_of,
+)
+from firstlight.conversion.gguf.tensors import TensorRule, tensor_rules
+from firstlight.conversion.gguf.tokenizer import GGUFTokenizer, describe_tokenizer
+from firstlight.errors import MissingDependencyError, ModelError
+from firstlight.files.atomic import replacing
+from firstlight.models import FAMILIES
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.loading import COMPUTED_BUFFERS
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+GGUFDtype = Literal["f32", "f16", "bf16", "q8_0"]
+
+#: general.file_type of each format (llama.cpp's `llama_ftype`).
+_FILE_TYPES: dict[GGUFDtype, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
+
+#: Number of weights that share a scale in q8_0.
+_BLOCK = 32
+
+
+def write_gguf(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None,
+    *,
+    dtype: GGUFDtype,
+    name: str = "",
+) -> None:
+    """Write a model as one GGUF file. The memory needed is about twice that of its largest tensor.
+
+    Args:
+        path: the file; an old one is replaced once the new one is complete.
+        config: Hugging Face's config.json as an object.
+        tensors: tensors by their Hugging Face names; a tied head may be absent. Each is looked up
+            twice and not kept, so that the mapping may read it from a file each time.
+        tokenizer: the tokenizer; None writes a file without a vocabulary.
+        dtype: format of matrices. Vectors, routers, convolutions and learned positions are always
+            f32. With q8_0, matrices whose row length is not a multiple of 32 are f16.
+        name: name of the model for other programs (general.name).
+
+    Raises:
+        ModelError: llama.cpp does not support the model (small differences are no error, see
+            `gguf_notes`); a tensor is missing, extra, misshapen or not finite; or a number is too
+            large for the format.
+        TokenizerError: llama.cpp would give other ids than the tokenizer.
+        MissingDependencyError: the package gguf is not installed.
+        StorageError: the file system refuses a write, for instance because the disk is full.
+    """
+    gguf = import_gguf()
+    is_rotary = FAMILIES[require_known(config)].config.has_rotary
+    tied = _is_tied(config, tensors)
+    rope = rope_of(config) if is_rotary else None
+    shape = shape_of(config, tied=tied)
+    rules = list(tensor_rules(shape))
+    _check_tensors(rules, tensors, FAMILIES[shape.model_type].model.head_file_name if tied else "")
+    described = None if tokenizer is None else describe_tokenizer(tokenizer, shape.vocab_size)
+    factors = {} if rope is None else rope_factors(shape, rope)
+    writer = gguf.GGUFWriter(None, shape.architecture)
+    add_model(writer, config, shape, rope)
+    writer.add_name(_loadable_name(name, described))
+    writer.add_file_type(_FILE_TYPES[dtype])
+    if dtype == "q8_0":
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_tokenizer(writer, described)
+    for factors_name, values in factors.items():
+        _add_tensor_info(writer, factors_name, tuple(values.shape), _stored_type("f32"))
+    for rule in rules:
+        _add_tensor_info(writer, rule.gguf, rule.gguf_shape, _type_of(rule, dtype))
+    with replacing(path) as file:
+        file.write(_header(writer))
+        # Zeros up to the next multiple of the alignment, here and after each tensor.
+        file.write(bytes(-file.size % writer.data_alignment))
+        for values in factors.values():
+            file.write(values.numpy().tobytes())
+            file.write(bytes(-file.size % writer.data_alignment))
+        for rule in rules:
+            for part in _encoded(rule, tensors, _type_of(rule, dtype)):
+                file.write(part.reshape(-1).view(np.uint8).data)
+            file.write(bytes(-file.size % writer.data_alignment))
+
+
+def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
+    """The model's name, with which llama.cpp loads the file.
+
+    If the name contains "phi3" or "phi-3", llama.cpp requires the special tokens of Phi-3's
+    tokenizer. With another tokenizer, they become "phi 3".
+    """
+    phi3 = {"</s>", "<s>", "<unk>", "<|endoftext|>"}
+    if tokenizer is None or phi3 <= set(tokenizer.tokens):
+        return name
+    return re.sub("(?i)phi-?3", lambda found: f"{found[0][:3]} 3", name)
+
+
+def _header(writer: Any) -> bytes:
+    """The file up to the tensors' data: header, metadata, names and shapes of the tensors."""
+    # The package gguf only writes to files that it opens: its writer gets a buffer instead.
+    import gguf
+
+    memory = io.BytesIO()
+    writer.fout, writer.state = [memory], gguf.gguf_writer.WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return memory.getvalue()
+
+
+def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> list[str]:
+    """Small differences between llama.cpp's computation and the model's, as notes for the user.
+
+    Raises:
+        ModelError: the model can't be put into GGUF at all.
+        TokenizerError: the tokenizer can't be put into GGUF.
+    """
+    shape = shape_of(config, tied=True)
+    notes = []
+    if "gelu" in (config.get("activation_function"), config.get("hidden_act")):
+        notes.append(
+            f"llama.cpp computes {shape.model_type}'s GELU by its tanh form, the model by the "
+            "exact one: logits differ slightly"
+        )
+    window, spec = window_of(config), shape.family.gguf
+    if window is not None and window < shape.max_positions and not spec.has_windows:
+        notes.append(
+            f"llama.cpp ignores {shape.model_type}'s sliding window of {window} tokens: longer "
+            "texts get other logits"
+        )
+    scaling = getattr(shape.model, "rope_scaling", None)
+    if scaling is not None and scaling.rope_type == "yarn" and not scaling.truncate:
+        notes.append(
+            "llama.cpp rounds the bounds between which YaRN blends frequencies, the model does not "
+            "(truncate false): logits differ slightly"
+        )
+    eps = getattr(shape.model, "rms_norm_eps", None)
+    if spec.inner_eps is not None and eps != spec.inner_eps:
+        notes.append(
+            f"llama.cpp takes rms_norm_eps {eps} for the norms within attention, too, where "
+            f"the model has {spec.inner_eps}: logits differ slightly"
+        )
+    if scaling is not None and scaling.rope_type == "longrope":
+        notes.append(
+            "llama.cpp takes LongRoPE's long or short factors by the context it is opened with, "
+            "the model by the text's length"
+        )
+    if tokenizer is not None:
+        notes += describe_tokenizer(tokenizer, shape.vocab_size).notes
+    return notes
+
+
+def import_gguf() -> Any:
+    """The package gguf.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise MissingDependencyError("gguf", "interop", "writing and reading GGUF") from None
+    return gguf
+
+
+def _is_tied(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """True if the head is the embedding.
+
+    Raises:
+        ModelError: config.json and the tensors contradict each other.
+    """
+    family = FAMILIES[config["model_type"]]
+    # Old config.json files lack keys whose value is transformers' default; GPT-2's is a tied head.
+    usual = family.config.model_fields["tie_word_embeddings"].default
+    usual = family.spec.hf_defaults.get("tie_word_embeddings", usual)
+    tied = config.get("tie_word_embeddings", usual)
+    embedding, head = f"{family.model.embedding_name}.weight", family.model.head_file_name
+    if head not in tensors:
+        if not tied:
+            raise ModelError(
+                f"the model lacks {head}, and config.json does not tie it to the embedding"
+            )
+        return True
+    if tied and embedding in tensors:
+        if not torch.equal(tensors[head], tensors[embedding]):
+            raise ModelError(f"config.json ties {head} to {embedding}, but the two differ")
+        return True
+    return False
+
+
+def _check_tensors(rules: list[TensorRule], tensors: Mapping[str, Tensor], unused: str) -> None:
+    """Refuse tensors that are missing, extra, misshapen or not finite, and name them.
+
+    Args:
+        rules: the tensors of the file.
+        tensors: the model's tensors by Hugging Face name.
+        unused: name of a tensor that may be there and is not checked (a tied head); "" for none.
+
+    Raises:
+        ModelError: there are such tensors.
+    """
+    shapes, broken = {}, []
+    for name in tensors:
+        if name.endswith(COMPUTED_BUFFERS) or name == unused:
+            continue
+        tensor = tensors[name]
+        shapes[name] = tensor.shape
+        if not tensor.is_floating_point() or not is_finite(tensor):
+            broken.append(name)
+    expected = {source: rule.shape for rule in rules for source in rule.sources}
+    require_tensors("the model", expected, shapes)
+    if broken:
+        raise ModelError(f"the model has integer or not finite tensors: {first_names(broken)}")
+
+
+def _add_tokenizer(writer: GGUFWriter, tokenizer: GGUFTokenizer | None) -> None:
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+        return
+    writer.add_tokenizer_model(tokenizer.model)
+    writer.add_tokenizer_pre(tokenizer.pre)
+    writer.add_token_list(tokenizer.tokens)
+    writer.add_token_types(tokenizer.types)
+    if tokenizer.scores is not None:
+        writer.add_token_scores(tokenizer.scores)
+        writer.add_add_space_prefix(tokenizer.add_space_prefix)
+    if tokenizer.merges is not None:
+        writer.add_token_merges(tokenizer.merges)
+    for name, token_id in tokenizer.special_ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
+    writer.add_add_bos_token(tokenizer.add_bos)
+    writer.add_add_eos_token(False)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _stored_type(dtype: GGUFDtype) -> GGMLQuantizationType:
+    import gguf
+
+    return gguf.GGMLQuantizationType[dtype.upper()]
+
+
+def _type_of(rule: TensorRule, dtype: GGUFDtype) -> GGMLQuantizationType:
+    """The ggml type of a tensor in a file of format `dtype`; exceptions as in `write_gguf`."""
+    if rule.small:
+        return _stored_type("f32")
+    if dtype == "q8_0" and rule.gguf_shape[-1] % _BLOCK:
+        return _stored_type("f16")
+    return _stored_type(dtype)
+
+
+def _add_tensor_info(
+    writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType
+) -> None:
+    import gguf
+
+    # A dtype other than uint8 tells gguf that `shape` counts numbers, not bytes.
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    size = int(np.prod(shape)) // block * block_bytes
+    writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+
+
+def _encoded(
+    rule: TensorRule, tensors: Mapping[str, Tensor], kind: GGMLQuantizationType
+) -> Iterator[NDArray[Any]]:
+    """The bytes of a tensor, as one numpy array for each of its sources.
+
+    Args:
+        rule: the tensor.
+        tensors: the model's tensors by Hugging Face name.
+        kind: format of the tensor in the file.
+
+    Raises:
+        ModelError: a number is too large for the format.
+    """
+    import gguf
+
+    formats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    for source in rule.sources:
+        tensor = rule.to_gguf(tensors[source].detach().cpu())
+        # A block of q8_0 is int8 numbers up to 127 and one f16 scale.
+        packed = kind.name == "Q8_0"
+        largest = tensor.abs().max() / 127 if packed else tensor.abs().max()
+        if largest.to(torch.float16 if packed else formats[kind.name]).isinf():
+            raise ModelError(
+                f"{source} holds a number too large for {kind.name.lower()}: choose bf16 or f32"
+            )
+        if packed:
+            yield np.ascontiguousarray(gguf.quants.quantize(tensor.float().numpy(), kind))
+        else:
+            yield tensor.to(formats[kind.name]).view(torch.uint8).numpy()

@@ -1,0 +1,347 @@
+"""Measurements in separate processes, so that none is affected by what another left in memory.
+
+    python -m firstlight.hardware.fresh_process MODULE REQUEST
+
+A measurement is a module with a function `measure` from a request to a result, both JSON objects.
+
+`ask` starts a new Python process, `ask_ranks` the processes of a distributed run. `ForkServer`
+forks a process that has already imported everything, because importing torch takes longer than a
+few steps of a small model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from firstlight.errors import FirstlightError
+from firstlight.hardware.environment import TRAINING
+
+
+def training_environment() -> dict[str, str]:
+    """The environment variables of `firstlight train`; those that this process has stay as set."""
+    return TRAINING | os.environ
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment variables of this process without those that firstlight has set."""
+    return {k: v for k, v in os.environ.items() if TRAINING.get(k) != v}
+
+
+def ask(
+    module: str,
+    request: Mapping[str, Any],
+    environment: Mapping[str, str],
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Measure in a new process.
+
+    If this call ends early, such as by Ctrl+C, the process and those that it started are killed.
+
+    Args:
+        module: name of a module with the function `measure`.
+        request: argument of the function, passed as JSON.
+        environment: environment variables of the process.
+        seconds: time limit of the process; None is no limit.
+
+    Returns:
+        The JSON object that the process printed as its last line on stdout. If it failed,
+        {"error": {"type", "message"}}: the type is the name of the FirstlightError, "Failed" for
+        any other error, "TimeoutError" if the time limit was reached.
+    """
+    (result,) = _ask_all(module, request, [environment], seconds)
+    return result
+
+
+def ask_ranks(
+    module: str,
+    request: Mapping[str, Any],
+    environment: Mapping[str, str],
+    count: int,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Measure in all ranks of a distributed run on this machine; see `ask`.
+
+    Args:
+        module: see `ask`.
+        request: see `ask`.
+        environment: see `ask`; the variables of the ranks are added.
+        count: number of ranks.
+        seconds: see `ask`.
+
+    Returns:
+        The result of rank 0, or the error of a rank that failed.
+    """
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    run |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+    environments = [
+        {**environment, **run, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+    ]
+    results = _ask_all(module, request, environments, seconds)
+    failed = [result for result in results if "error" in result]
+    # A RankError only says that another rank has ended, so any other error is preferred.
+    return min(failed, key=lambda one: one["error"]["type"] == "RankError", default=results[0])
+
+
+def _ask_all(
+    module: str,
+    request: Mapping[str, Any],
+    environments: Sequence[Mapping[str, str]],
+    seconds: float | None,
+) -> list[dict[str, Any]]:
+    """The results of processes that run at the same time, one in each environment; see `ask`."""
+    processes: list[subprocess.Popen[str]] = []
+    end = None if seconds is None else time.monotonic() + seconds
+    try:
+        for environment in environments:
+            with signals_waiting():
+                process = subprocess.Popen(
+                    # -P: modules in the current folder are not imported.
+                    [sys.executable, "-P", "-m", __name__, module, json.dumps(request)],
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    encoding="utf-8",
+                    errors="replace",
+                    # A process group of its own, which includes torch.compile's workers.
+                    start_new_session=True,
+                )
+                processes.append(process)
+        said = [
+            process.communicate(timeout=None if end is None else max(0, end - time.monotonic()))
+            for process in processes
+        ]
+    except subprocess.TimeoutExpired:
+        return [error_of("TimeoutError", f"took more than {seconds:.0f} s")] * len(environments)
+    finally:
+        for process in processes:
+            with process:  # waits for it and closes its pipes
+                # Kills the workers, too: they would slow the next run.
+                end_group(process.pid)
+    return [
+        _result(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)
+    ]
+
+
+def error_of(kind: str, message: str) -> dict[str, Any]:
+    """The result of a measurement that failed."""
+    return {"error": {"type": kind, "message": message}}
+
+
+def _result(code: int, out: str, err: str) -> dict[str, Any]:
+    """The result of a process from its exit code, stdout and stderr; see `ask`."""
+    if code:
+        return error_of("Failed", last_words(code, err))
+    try:
+        result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        return error_of("Failed", "the process ended without a result")
+    return result
+
+
+def last_words(code: int, err: str) -> str:
+    """The reason why a process failed, in one line: the signal that killed it, or its last line.
+
+    Args:
+        code: exit code as of `subprocess`: negative for a signal.
+        err: the process's stderr.
+    """
+    if code == -signal.SIGKILL:
+        return "killed by signal 9: most likely out of memory"
+    if code < 0:
+        return f"killed by signal {-code}"
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {code}"
+
+
+def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) -> None:
+    """Measure, and write the result as the last line on stdout; a FirstlightError is a result, too.
+
+    Args:
+        measure: function from the request to the result.
+        request: JSON object as text.
+    """
+    # If memory runs out, Linux kills this process and not the one that reports the error.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    try:
+        result = measure(json.loads(request))
+    except FirstlightError as error:
+        result = error_of(type(error).__name__, str(error))
+    # The last line: stdout is closed for output that libraries still buffer.
+    os.write(1, (json.dumps(result) + "\n").encode())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+class ForkServer:
+    """Runs a measurement in forks of a process that has imported its module.
+
+    Only for CPUs: a process with a CUDA context can't be forked.
+
+    Args:
+        environment: environment variables of all processes.
+        module: name of a module with the function `measure`.
+    """
+
+    def __init__(self, environment: Mapping[str, str], module: str) -> None:
+        with signals_waiting():
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, module],
+                env=dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        self._unread = b""
+        self._is_ready = False
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with self._server:  # waits for it and closes its pipes
+            end_group(self._server.pid)
+
+    def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
+        """Measure in a fork; see the function `ask`."""
+        with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            job = {"request": request, "out": str(out), "err": str(err)}
+            assert self._server.stdin is not None
+            if not self._is_ready:
+                # The server imports for seconds; a signal ends this wait.
+                self._line(None)
+                self._is_ready = True
+            with signals_waiting():
+                self._server.stdin.write((json.dumps(job) + "\n").encode())
+                self._server.stdin.flush()
+                process = int(self._line(None))
+            code = None
+            try:
+                code = int(self._line(seconds))
+            except TimeoutError:
+                return error_of("TimeoutError", f"took more than {seconds:.0f} s")
+            finally:
+                end_group(process)
+                if code is None:
+                    self._line(None)
+            said = (path.read_text(encoding="utf-8", errors="replace") for path in (out, err))
+            return _result(code, *said)
+
+    def _line(self, seconds: float | None) -> bytes:
+        """The server's next line, without its end.
+
+        Raises:
+            TimeoutError: there is no line after `seconds`.
+            ChildProcessError: the server has ended.
+        """
+        assert self._server.stdout is not None
+        end = None if seconds is None else time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            left = None if end is None else max(end - time.monotonic(), 0.0)
+            if not select.select([self._server.stdout], [], [], left)[0]:
+                raise TimeoutError
+            part = os.read(self._server.stdout.fileno(), 4096)
+            if not part:
+                raise ChildProcessError("the process that starts the runs has ended")
+            self._unread += part
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+
+@contextlib.contextmanager
+def signals_waiting() -> Iterator[None]:
+    """Delay signals with a Python handler (SIGINT, SIGTERM, SIGHUP) until the end of the block.
+
+    An exception of such a handler while a process is started would leave a process that nobody
+    knows and ends.
+    """
+    arrived: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                handlers[number] = signal.signal(number, lambda got, _: arrived.append(got))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for got in arrived:
+        signal.raise_signal(got)
+
+
+def end_group(group: int) -> None:
+    """Kill all processes of a group, if there are any."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _serve(measure: Any) -> None:
+    """Write a line once everything is imported. Then fork a process for each line of stdin; write
+    its process id, and its exit code at its end."""
+    # Imported before forking, which saves time in each fork. Not torch's compiler (_inductor):
+    # importing it starts threads, and a process with threads can't be forked safely.
+    importlib.import_module("torch._dynamo")
+    os.write(1, b"ready\n")
+    for line in sys.stdin:
+        job = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            _child(measure, job)
+        os.write(1, f"{process}\n".encode())
+        _, status = os.waitpid(process, 0)
+        os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _child(measure: Any, job: dict[str, Any]) -> None:
+    """Measure as a job says, and end the process.
+
+    Args:
+        measure: function from the request to the result.
+        job: "request", and "out" and "err", paths of files for stdout and stderr.
+    """
+    code = 1
+    try:
+        # A process group of its own, which includes torch.compile's workers.
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(job["out"], os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(os.open(job["err"], os.O_WRONLY | os.O_CREAT), 2)
+        answer(measure, json.dumps(job["request"]))
+        code = 0
+    finally:
+        # os._exit writes no traceback, so it is written here.
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _measure = importlib.import_module(sys.argv[1]).measure
+    if sys.argv[2:]:
+        answer(_measure, sys.argv[2])
+    else:
+        _serve(_measure)

@@ -1,0 +1,1 @@
+"""Search of a recipe's keys: short training runs, each with other values."""

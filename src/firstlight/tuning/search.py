@@ -1,0 +1,396 @@
+"""`firstlight tune`: hyperparameter search over keys of a recipe by short training runs.
+
+Every trial is a shortened run of the recipe (see `tuning_space`) in a process of its own, with the
+same seed and number of tokens. The objective is its loss on the held-out text. Optuna proposes the
+values and prunes trials that are among the worst.
+
+A study is a folder. study.json has its settings (`Study`), trials.jsonl a line for each trial that
+has ended. A later call needs nothing else, because the values of a trial are a function of the seed
+and of the lines before it. If the process is killed, only the running trial is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firstlight.checkpoint.run_folder import held
+from firstlight.console import say
+from firstlight.errors import ConfigError, InputError, TrainingError
+from firstlight.files.atomic import remove_folder, write_file, write_json
+from firstlight.hardware.device import find_hardware, machine_facts
+from firstlight.recipe import Recipe, load_recipe, parse_recipe
+from firstlight.recipe.load import changed_recipe
+from firstlight.recipe.resolve import for_new_model
+from firstlight.tuning.page import draw
+from firstlight.tuning.space import (
+    POINTS,
+    SearchKey,
+    Value,
+    default_search,
+    describe,
+    parse_search,
+    require_keys,
+    trial_recipe,
+    with_values,
+)
+from firstlight.tuning.study import (
+    TRIALS_NAME,
+    Study,
+    importance,
+    propose,
+    read_study,
+    read_trials,
+    require_optuna,
+    trial_in_words,
+)
+from firstlight.tuning.trial import PACE_EVERY, Asker, ask_trial, trial_processes
+
+STUDY_NAME, BEST_NAME, PICTURE_NAME = "study.json", "best.yaml", "tuning.png"
+
+#: Minimum steps of a trial whose length follows from the budget: two steps between evaluations.
+_FEWEST_STEPS = 2 * POINTS
+
+#: Factor for expected times, because other programs may slow the machine down.
+_RESERVE = 1.1
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The result of `tune`: the trials of a study so far, and the files of the best trial.
+
+    Attributes:
+        folder: folder of the study, with study.json and trials.jsonl.
+        study: searched keys, objective and length of a trial.
+        trials: lines of trials.jsonl: "trial" (number), "values", "state" ("complete", "pruned" or
+            "failed"), "objective" (the last loss; None if it failed), "step" (last evaluated
+            step), "steps", "curve" (see `tuning_once.measure`), "seconds", "message".
+        best: line of the best complete trial; None if no trial is complete.
+        best_recipe: file of the recipe with the best values; None if no trial is complete.
+        importance: importance of each key for the loss, as fractions, the most important first;
+            empty with few trials.
+        picture: PNG of the loss against each key; None if no trial is complete.
+    """
+
+    folder: Path
+    study: Study
+    trials: Sequence[Mapping[str, Any]]
+    best: Mapping[str, Any] | None
+    best_recipe: Path | None
+    importance: Mapping[str, float]
+    picture: Path | None
+
+
+def tune(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    folder: str | Path | None = None,
+    *,
+    search: Sequence[str] = (),
+    trials: int = 24,
+    budget_minutes: float = 60.0,
+    trial_steps: int | None = None,
+    trial_minutes: float | None = None,
+    init_from: str | None = None,
+    on_trial: Callable[[Mapping[str, Any]], None] = lambda _: None,
+) -> TuneResult:
+    """Search a recipe's keys for the lowest held-out loss. A second call continues the study.
+
+    Args:
+        recipe: a recipe, its values, or its file.
+        folder: folder of the study; None is the recipe's run.dir with "-tune" added.
+        search: keys with their values: "optimizer.learning_rate=1e-4..1e-2:log" or
+            "batch.micro_batch_size=4,8,16". If empty, learning rates, warm-up and weight decay are
+            searched around the recipe's own values.
+        trials: number of trials of the study, including those of earlier calls.
+        budget_minutes: duration of this call; a trial that would not end in it is not begun.
+        trial_steps: length of a trial in steps; without it and `trial_minutes`, the budget divided
+            by `trials`. A later call keeps the length of the first call.
+        trial_minutes: length of a trial in minutes, instead of `trial_steps`.
+        init_from: model folder, run or hub id with the initial weights of each trial.
+        on_trial: function that is called with the line of each trial that has ended.
+
+    Raises:
+        MissingDependencyError: optuna is not installed.
+        ConfigError: the recipe, the search or an option is invalid, the folder has another study,
+            the recipe has no held-out text, or the budget is too short.
+        CheckpointError: another process works in the folder, or its files are damaged.
+        TrainingError, DataError, ModelError: the recipe with its own values does not train.
+        StorageError: a file system error.
+    """
+    require_optuna()
+    begun = time.monotonic()
+    if not isinstance(recipe, Recipe):
+        recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
+    if init_from is None:
+        # Now, because a recipe that names searched rates no longer counts as one without settings.
+        recipe = for_new_model(recipe, {})
+    _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes)
+    if folder is None and recipe.run.dir is None:
+        raise ConfigError("name the folder of the study: the recipe has no run.dir")
+    place = Path(f"{recipe.run.dir}-tune" if folder is None else folder).expanduser()
+    keys = tuple(map(parse_search, search)) or tuple(default_search(recipe))
+    require_keys(keys, recipe)
+    ends, hardware = begun + 60 * budget_minutes, find_hardware(recipe.run.device)
+    with held(place), trial_processes(hardware.device) as asker:
+        question = _Question(recipe, keys, init_from, trial_steps, trial_minutes)
+        study = _open_study(place, question, trials, ends, asker)
+        lines = read_trials(place, study)
+        try:
+            _run_trials(place, study, lines, trials, ends, asker, on_trial)
+        finally:
+            result = _result(place, study, lines)
+    return result
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The arguments of `tune` that must be the same in all calls of a study."""
+
+    recipe: Recipe
+    keys: tuple[SearchKey, ...]
+    init_from: str | None
+    trial_steps: int | None
+    trial_minutes: float | None
+
+
+def _require_options(
+    recipe: Recipe,
+    trials: int,
+    budget_minutes: float,
+    trial_steps: int | None,
+    trial_minutes: float | None,
+) -> None:
+    given = {"trials": trials, "budget": budget_minutes, "trial-steps": trial_steps}
+    for name, value in {**given, "trial-minutes": trial_minutes}.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name} is {value:g}: it has to be more than 0")
+    if trial_steps is not None and trial_minutes is not None:
+        raise ConfigError(
+            "--trial-steps and --trial-minutes both say how long a trial is: keep one"
+        )
+    if recipe.schedule.resume:
+        raise ConfigError("schedule.resume goes on in another run's schedule: tune sets its own")
+    if recipe.schedule.max_minutes is not None:
+        raise ConfigError(
+            "schedule.max_minutes gives the run no number of steps, which its trials are a part "
+            "of: set it to null, and schedule.max_steps to the steps of the whole run"
+        )
+
+
+# The study's files
+
+
+def _open_study(folder: Path, question: _Question, trials: int, ends: float, asker: Asker) -> Study:
+    """The study of the folder; a new study if the folder has none (see `_begin_study`)."""
+    path = folder / STUDY_NAME
+    recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
+    if not path.exists():
+        study = _begin_study(folder, question, recipe, trials, ends, asker)
+        write_json(path, asdict(study))
+        return study
+    study = read_study(path)
+    steps = question.trial_steps or study.trial_steps
+    asked = (
+        ("recipe", study.recipe, recipe),
+        ("search", study.search, question.keys),
+        ("--init-from", study.init_from, question.init_from),
+        ("--trial-steps", study.trial_steps, min(steps, study.full_steps)),
+    )
+    for name, before, now in asked:
+        if before != now:
+            raise ConfigError(
+                f"{folder} has a study with another {name}: choose another folder, or give what it "
+                "was begun with"
+            )
+    return study
+
+
+def _begin_study(
+    folder: Path,
+    question: _Question,
+    recipe: dict[str, Any],
+    trials: int,
+    ends: float,
+    asker: Asker,
+) -> Study:
+    """Measure the time of the recipe's steps, and choose the length of a trial.
+
+    Raises:
+        ConfigError: there is no held-out text, or the budget is too short.
+    """
+    say("tune: measuring the pace of the recipe")
+    values = changed_recipe(recipe, {"evaluation": _pace_evaluation(question.recipe)})
+    try:
+        found = ask_trial(asker, folder / "pace", values, question.init_from, ends, pace=True)
+    finally:
+        if (folder / "pace").exists():
+            remove_folder(folder / "pace")
+    if "error" in found:
+        _refuse(found["error"])
+    left = ends - time.monotonic()
+    beside = found["start_seconds"] + POINTS * found["evaluation_seconds"]
+    if question.trial_steps is not None:
+        steps = question.trial_steps
+    else:
+        minutes = question.trial_minutes
+        share = left / trials if minutes is None else 60 * minutes
+        steps = int((share / _RESERVE - beside) / found["step_seconds"])
+        if steps < _FEWEST_STEPS:
+            least = _RESERVE * (beside + _FEWEST_STEPS * found["step_seconds"])
+            raise ConfigError(
+                f"{share:.0f} s a trial are too few: {_FEWEST_STEPS} steps and {POINTS} "
+                f"evaluations take {least:.0f} s here: raise --budget or --trial-minutes, lower "
+                "--trials, or lower evaluation.max_rows"
+            )
+    # A trial is never longer than the recipe's whole run.
+    steps = min(steps, found["max_steps"])
+    return Study(
+        recipe=recipe,
+        search=question.keys,
+        init_from=question.init_from,
+        objective=found["objective"],
+        seq_len=found["seq_len"],
+        full_steps=found["max_steps"],
+        warmup_ratio=found["warmup_steps"] / found["max_steps"],
+        trial_steps=steps,
+        seconds=_RESERVE * (beside + steps * found["step_seconds"]),
+        machine=machine_facts(find_hardware(question.recipe.run.device)),
+    )
+
+
+def _pace_evaluation(recipe: Recipe) -> dict[str, Any]:
+    rows = recipe.evaluation.max_rows
+    return {"every_steps": PACE_EVERY, "max_rows": rows, "sample_prompts": []}
+
+
+def _refuse(error: Mapping[str, Any]) -> None:
+    """Raise an error for a failure of the run that measures the time of a step."""
+    if error["type"] == "TimeoutError":
+        raise ConfigError("the budget ended before a few steps of the recipe: raise --budget")
+    kinds = {"ConfigError": ConfigError, "InputError": InputError}
+    kind = kinds.get(error["type"], TrainingError)
+    raise kind(f"the recipe can't be tuned, as it does not train: {error['message']}")
+
+
+# Trials
+
+
+def _run_trials(
+    folder: Path,
+    study: Study,
+    lines: list[dict[str, Any]],
+    trials: int,
+    ends: float,
+    asker: Asker,
+    on_trial: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Run trials and add their lines, until there are `trials` or the time (`ends`) is over."""
+    say(
+        f"tune: {study.trial_steps:,} of the recipe's {study.full_steps:,} steps a trial, about "
+        f"{_expected(study, lines):.0f} s each; {len(lines)} of {trials} trials are done"
+    )
+    while len(lines) < trials:
+        if time.monotonic() + _expected(study, lines) > ends:
+            say("tune: the next trial would not end within the budget; the same command goes on")
+            return
+        values = propose(study, lines)
+        if values is None:
+            say("tune: all combinations have been tried")
+            return
+        line = _run_trial(folder, study, lines, values, ends, asker)
+        if line is None:
+            say("tune: the budget is used up; the same command runs the trial at hand again")
+            return
+        lines.append(line)
+        write_file(folder / TRIALS_NAME, "".join(json.dumps(one) + "\n" for one in lines))
+        say(trial_in_words(line, study))
+        on_trial(line)
+        if line["state"] == "failed" and len(lines) == 1:
+            raise TrainingError(f"the recipe as it is does not train: {line['message']}")
+
+
+def _expected(study: Study, lines: Sequence[Mapping[str, Any]]) -> float:
+    """Expected seconds of the next trial."""
+    walls = [line["wall_seconds"] for line in lines if line["state"] == "complete"]
+    return _RESERVE * max(walls) if walls else study.seconds
+
+
+def _run_trial(
+    folder: Path,
+    study: Study,
+    lines: Sequence[Mapping[str, Any]],
+    values: Mapping[str, Value],
+    ends: float,
+    asker: Asker,
+) -> dict[str, Any] | None:
+    """Run a trial; returns its line, or None if the end of the budget stopped it."""
+    number, begun = len(lines) + 1, time.monotonic()
+    curves = [line["curve"] for line in lines if line["state"] == "complete"]
+    found: dict[str, Any]
+    steps = study.trial_steps
+    try:
+        own = values if lines else {}
+        content, steps = trial_recipe(
+            study.parsed, own, study.trial_steps, study.full_steps, study.seq_len
+        )
+    except ConfigError as error:
+        # Each value is valid alone (`require_keys`), but not the combination.
+        found = {"error": {"type": "ConfigError", "message": str(error)}}
+    else:
+        place = folder / f"trial-{number:03d}"
+        found = ask_trial(asker, place, content, study.init_from, ends, curves=curves)
+    failure = found.get("error")
+    if failure and failure["type"] == "TimeoutError":
+        return None
+    curve = found.get("curve", [])
+    state = "failed" if failure else "pruned" if found["pruned"] else "complete"
+    return {
+        "trial": number,
+        "values": dict(values),
+        "state": state,
+        "objective": None if failure else curve[-1][3],
+        "step": curve[-1][1] if curve else 0,
+        "steps": steps,
+        "curve": curve,
+        "seconds": found.get("seconds", 0.0),
+        "wall_seconds": round(time.monotonic() - begun, 2),
+        "message": failure["message"] if failure else "",
+    }
+
+
+# The result
+
+
+def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> TuneResult:
+    """Write best.yaml and the picture, and return the result."""
+    complete = [line for line in lines if line["state"] == "complete"]
+    best = min(complete, key=lambda line: line["objective"], default=None)
+    best_recipe = picture = None
+    if best is not None:
+        best_recipe, picture = folder / BEST_NAME, folder / PICTURE_NAME
+        write_file(best_recipe, _best_recipe(folder, study, best, len(lines)))
+        write_file(picture, draw(study.search, study.objective, lines))
+    weights = importance(study, lines)
+    return TuneResult(folder, study, lines, best, best_recipe, weights, picture)
+
+
+def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
+    """The whole run's recipe with the best values, as YAML. Its run.dir is in the study's folder,
+    since the recipe's own folder may already have a run."""
+    # The first trial is the recipe as it is: open keys stay open.
+    values = {} if best["trial"] == 1 else best["values"]
+    found = with_values(study.parsed, values, study.seq_len)
+    content = found.model_dump(mode="json", exclude_unset=True)
+    content = changed_recipe({"run": {}, **content}, {"run.dir": str(folder / "best")})
+    head = (
+        f"# The best of {count} trials of firstlight tune: {describe(values)}.\n"
+        f"# {study.objective} {best['objective']:.4f} after {best['steps']:,} steps; the schedule "
+        "here is that of the whole run.\n"
+    )
+    return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

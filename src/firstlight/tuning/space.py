@@ -1,0 +1,312 @@
+"""Keys of a recipe that `firstlight tune` searches, and the recipe of a trial.
+
+A trial is a shortened run of the recipe. Its schedule and all other values that count steps are
+scaled down to the trial's length, so that the learning rate decays to the same value as at the end
+of the whole run. The searched values are those of the whole run, and all trials see the same number
+of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union
+
+from firstlight.console import compact
+from firstlight.errors import ConfigError, nearest
+from firstlight.optim.schedule import ALTERNATIVES
+from firstlight.recipe import Recipe, known_keys, parse_recipe, recipe_fields
+from firstlight.recipe.load import changed_recipe, parse_yaml
+
+#: Number of evaluations of a trial, the last of them at its end.
+POINTS = 6
+
+#: Sections whose keys can be searched, since they change the training result.
+_SECTIONS = (
+    *("model", "init", "batch", "schedule", "optimizer", "loss"),
+    *("efficiency", "lora", "preference"),
+)
+
+#: Keys that can't be searched: they set the length of a run, and longer runs are always better.
+_LENGTHS = (*("schedule.max_steps", "schedule.epochs", "schedule.max_minutes", "schedule.resume"),)
+
+#: Keys that count steps or tokens of the whole run; they are scaled to the length of a trial.
+_SCALED = (
+    *("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.decay_steps"),
+    *("schedule.decay_tokens", "schedule.cooldown_steps", "batch.ramp_steps"),
+    "optimizer.muon_momentum_warmup_steps",
+)
+
+#: Learning rates and weight decay are searched, without --search, from the recipe's own value
+#: divided by this factor to the value times this factor.
+_FACTOR = 5.0
+
+#: Range of schedule.warmup_ratio without --search.
+_WARMUP = (0.005, 0.2)
+
+#: A value of a trial: a number from a range, or the YAML text of a choice.
+Value = float | int | str
+
+
+@dataclass(frozen=True)
+class SearchKey:
+    """A key of the recipe and its search space: a range, or a list of values.
+
+    Attributes:
+        key: `section.key`.
+        choices: YAML texts of the values; empty for a range.
+        low: lower end of the range, inclusive.
+        high: upper end of the range, inclusive.
+        log: True samples the range on a logarithmic scale.
+        whole: True for integers only.
+    """
+
+    key: str
+    choices: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    whole: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """The key and its search space in the form of --search."""
+        if self.choices:
+            return f"{self.key}={','.join(self.choices)}"
+        return f"{self.key}={self.low:g}..{self.high:g}{':log' if self.log else ''}"
+
+    def rounded(self, value: Value) -> Value:
+        """A sampled value rounded to three significant digits, which read better, and clamped to
+        the range."""
+        if isinstance(value, str) or self.whole:
+            return value
+        return min(max(float(f"{value:.3g}"), self.low), self.high)
+
+
+def parse_search(text: str) -> SearchKey:
+    """Parse `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log` or `KEY=VALUE,VALUE,...`.
+
+    Raises:
+        ConfigError: the key is unknown or can't be searched, or its values are invalid.
+    """
+    key, equals, values = (part.strip() for part in text.partition("="))
+    section = key.partition(".")[0]
+    if not equals or not values:
+        raise ConfigError(
+            f"--search '{text}' is not KEY=LOW..HIGH[:log] or KEY=VALUE,VALUE,...: write for "
+            "instance optimizer.learning_rate=1e-4..1e-2:log"
+        )
+    if key not in known_keys():
+        raise ConfigError(f"--search {key}: there is no such key{nearest(key, known_keys())}")
+    if section not in _SECTIONS:
+        raise ConfigError(
+            f"--search {key}: a search changes what is learned, not {section}: keys of "
+            f"{', '.join(_SECTIONS)} can be searched"
+        )
+    if key in _LENGTHS:
+        raise ConfigError(f"--search {key}: all trials see as many tokens: set --trial-steps")
+    match = re.fullmatch(r"(\S+?)\.\.([^\s:]+)(:log)?", values)
+    if match is None:
+        return SearchKey(key, _choices(key, values))
+    return _range(key, match[1], match[2], log=match[3] is not None)
+
+
+def _choices(key: str, values: str) -> tuple[str, ...]:
+    # A comma inside brackets, as in [0.9,0.95], is part of a value.
+    choices = tuple(part.strip() for part in re.split(r",(?![^\[]*\])", values))
+    if len(set(choices)) < 2 or "" in choices:
+        raise ConfigError(f"--search {key}={values}: give a range, or two or more different values")
+    try:
+        for choice in choices:
+            parse_yaml(choice)
+    except ValueError as error:
+        raise ConfigError(f"--search {key}: {error}") from None
+    return tuple(dict.fromkeys(choices))
+
+
+def _range(key: str, low: str, high: str, *, log: bool) -> SearchKey:
+    try:
+        ends = float(low), float(high)
+    except ValueError:
+        ends = math.nan, math.nan
+    where = f"--search {key}={low}..{high}"
+    if not all(map(math.isfinite, ends)) or ends[0] >= ends[1]:
+        raise ConfigError(f"{where}: a range has two numbers, the smaller one first")
+    if log and ends[0] <= 0:
+        raise ConfigError(f"{where}:log begins above 0: choose a small number instead of {low}")
+    kinds = _kinds_of(key)
+    if not kinds & {int, float}:
+        raise ConfigError(f"{where}: {key} is no number: list its values, {key}=VALUE,VALUE,...")
+    whole = float not in kinds
+    if whole and not all(end.is_integer() for end in ends):
+        raise ConfigError(f"{where}: {key} is a whole number, and so are the ends of its range")
+    return SearchKey(key, (), *ends, log, whole)
+
+
+def _kinds_of(key: str) -> set[Any]:
+    """The types that the schema allows for a key."""
+    section, _, name = key.partition(".")
+    fields = [
+        kind.model_fields[own] for of, kind, own in recipe_fields() if (of, own) == (section, name)
+    ]
+    return {kind for field in fields for kind in _plain(field.annotation)}
+
+
+def _plain(annotation: Any) -> set[Any]:
+    if typing.get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return {kind for part in typing.get_args(annotation) for kind in _plain(part)}
+    return {Literal} if typing.get_origin(annotation) is Literal else {annotation}
+
+
+def default_search(recipe: Recipe) -> list[SearchKey]:
+    """The search space without --search: learning rates, warm-up and weight decay, around the
+    recipe's own values.
+
+    The batch size is not searched, because short trials favour smaller batches than long runs.
+    """
+    own = recipe.optimizer
+    values = {"learning_rate": own.learning_rate, "weight_decay": own.weight_decay}
+    if own.name == "muon":
+        values["muon_learning_rate"] = own.muon_learning_rate or own.learning_rate
+    around = [
+        SearchKey(f"optimizer.{key}", (), value / _FACTOR, value * _FACTOR, log=True)
+        for key, value in values.items()
+        if value
+    ]
+    return [*around, SearchKey("schedule.warmup_ratio", (), *_WARMUP, log=True)]
+
+
+def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -> dict[str, Value]:
+    """The recipe's own values of the keys, without those that are open or outside the search space.
+
+    Args:
+        keys: the keys.
+        recipe: the recipe.
+        warmup_ratio: warm-up of the whole run, as a fraction of its steps.
+    """
+    found: dict[str, Value] = {}
+    for one in keys:
+        section, _, name = one.key.partition(".")
+        value = getattr(getattr(recipe, section), name, None)
+        if one.key == "schedule.warmup_ratio" and value is None:
+            value = warmup_ratio
+        if one.key == "optimizer.muon_learning_rate" and value is None:
+            value = recipe.optimizer.learning_rate
+        texts = [text for text in one.choices if parse_yaml(text) == value]
+        if texts:
+            found[one.key] = texts[0]
+        elif isinstance(value, int | float) and not one.choices and one.low <= value <= one.high:
+            found[one.key] = one.rounded(value)
+    return found
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Recipe:
+    """The whole run's recipe with the values of a trial.
+
+    A searched key replaces alternative keys (`warmup_ratio` replaces `warmup_steps`). With another
+    batch size, the number of steps is changed so that the number of tokens stays the same.
+
+    Args:
+        recipe: the recipe as written.
+        values: values by `section.key`; {} keeps the recipe's own.
+        seq_len: tokens of a sequence.
+
+    Raises:
+        ConfigError: the recipe with these values is invalid.
+    """
+    content = recipe.model_dump(mode="json", exclude_unset=True)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        others = {one for group, _ in ALTERNATIVES if name in group for one in group}
+        if section == "schedule" and section in content:
+            kept = {one: own for one, own in content[section].items() if one not in others}
+            content[section] = kept
+        parsed = parse_yaml(value) if isinstance(value, str) else value
+        content = changed_recipe(content, {key: parsed})
+    found = parse_recipe(content, f"the recipe with {describe(values)}")
+    steps, tokens = found.schedule.max_steps, step_tokens(found, seq_len)
+    if steps is None or tokens == step_tokens(recipe, seq_len):
+        return found
+    steps = max(round(steps * step_tokens(recipe, seq_len) / tokens), 1)
+    return parse_recipe(changed_recipe(content, {"schedule.max_steps": steps}))
+
+
+def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
+    """Check the searched keys, each value with the recipe's own other values.
+
+    Raises:
+        ConfigError: a key is given twice, or the recipe with a value is invalid.
+    """
+    names = [one.key for one in keys]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--search {twice[0]} is given twice: keep one")
+    seq_len = recipe.data.seq_len or 1
+    for one in keys:
+        for value in one.choices or (one.low, one.high):
+            own = value if isinstance(value, str) else int(value) if one.whole else value
+            with_values(recipe, {one.key: own}, seq_len)
+
+
+def describe(values: Mapping[str, Value]) -> str:
+    """Values as text, such as "optimizer.learning_rate 0.003"; "its own values" if empty."""
+    parts = (f"{key} {show_value(value)}" for key, value in values.items())
+    return ", ".join(parts) or "its own values"
+
+
+def show_value(value: Value) -> str:
+    """A value as short text."""
+    return value if isinstance(value, str) else compact(value)
+
+
+def step_tokens(recipe: Recipe, seq_len: int) -> int:
+    """Tokens of an optimizer step of one process.
+
+    Raises:
+        ConfigError: the batch is not a multiple of the micro-batch.
+    """
+    if recipe.batch.global_batch_tokens is not None:
+        return recipe.batch.global_batch_tokens
+    if recipe.batch.micro_batch_size == "auto":
+        return recipe.batch.global_rows(seq_len) * seq_len
+    return recipe.batch.rows * recipe.batch.accumulation(seq_len) * seq_len
+
+
+def trial_recipe(
+    recipe: Recipe, values: Mapping[str, Value], trial_steps: int, full_steps: int, seq_len: int
+) -> tuple[dict[str, Any], int]:
+    """Values of a trial's recipe without its run folder, and its number of steps.
+
+    Args:
+        recipe: the recipe as written.
+        values: see `with_values`.
+        trial_steps: steps of a trial with the recipe's own batch size.
+        full_steps: steps of the whole run with the recipe's own batch size.
+        seq_len: tokens of a sequence.
+
+    Raises:
+        ConfigError: the recipe with these values is invalid.
+    """
+    found = with_values(recipe, values, seq_len)
+    ratio = step_tokens(recipe, seq_len) / step_tokens(found, seq_len)
+    steps = max(round(trial_steps * ratio), 1)
+    content = found.model_dump(mode="json", exclude_unset=True)
+    changes: dict[str, Any] = {"schedule.max_steps": steps, "schedule.epochs": None}
+    for key in _SCALED:
+        section, _, name = key.partition(".")
+        if value := getattr(getattr(found, section), name):
+            changes[key] = max(round(value * trial_steps / full_steps), 1)
+    evaluation = {"every_steps": -(-steps // POINTS), "max_rows": found.evaluation.max_rows}
+    changes |= {
+        "evaluation": {**evaluation, "sample_prompts": []},
+        # No run continues from a trial, so it needs no checkpoints.
+        "checkpoint": {"every_steps": 0, "keep_best": 0},
+        "run.max_minutes": None,
+        "run.trackers": [],
+    }
+    content = changed_recipe(content, changes)
+    parse_recipe(content, f"the trial with {describe(values)}")
+    return content, steps
