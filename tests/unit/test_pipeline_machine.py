@@ -12,10 +12,12 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.machine import fitted_recipe, machine_facts
+from firstlight.pipeline.machine import fitted_recipe
 from firstlight.pipeline.ngrams import Hardness
 from firstlight.pipeline.plan import run_lines
+from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
+from firstlight.planner.advise.speed import new_model_speed
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.planner.speed.timed import StepTime
@@ -36,26 +38,21 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(tokens)
         return StepTime(max(1e-6 * tokens, 0.005), 0.0, 1e12)
 
-    monkeypatch.setattr(machine_module, "time_step", step)
+    monkeypatch.setattr(speed_module, "time_step", step)
     return numbers
 
 
-def has_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    """This machine has an H100 with so much free memory."""
-    here = replace(H100, is_here=True)
-
-    def find(gpu: str | None = None, *, device: str = "auto") -> Machine:
-        return find_machine(gpu, device=device) if gpu or device == "cpu" else here
-
-    monkeypatch.setattr(machine_module, "find_machine", find)
-    monkeypatch.setattr(machine_module, "free_memory_bytes", lambda _: free_bytes)
+def has_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Machine:
+    """This machine with an H100 that has so much free memory."""
+    monkeypatch.setattr(speed_module, "free_memory_bytes", lambda _: free_bytes)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
 
     def elsewhere(recipe: Recipe, machine: Machine) -> ResolvedRecipe:
         # Resolving for this machine asks for triton, which a machine without a GPU can lack.
         return resolve_for(recipe, replace(machine, is_here=False))
 
-    monkeypatch.setattr(machine_module, "resolve_for", elsewhere)
+    monkeypatch.setattr(speed_module, "resolve_for", elsewhere)
+    return replace(H100, is_here=True)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +61,7 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
 def test_the_speed_of_a_gpu_here_is_measured(
     monkeypatch: pytest.MonkeyPatch, timed: list[int], free: int, tokens: int
 ) -> None:
-    has_gpu(monkeypatch, free)
-    machine, speed = machine_facts()
-    assert machine.is_here
+    speed = new_model_speed(has_gpu(monkeypatch, free))
     assert (speed.kind, speed.origin) == ("cuda", "measured here")
     assert timed == [tokens, 512] * 2
     assert [rate for _, rate in speed.rates] == [tokens / max(1e-6 * tokens, 0.005)] * 2
@@ -76,8 +71,7 @@ def test_the_speed_of_a_gpu_here_is_measured(
 def test_without_free_memory_the_speed_is_predicted(
     monkeypatch: pytest.MonkeyPatch, timed: list[int]
 ) -> None:
-    has_gpu(monkeypatch, 2 * GIB)
-    _, speed = machine_facts()
+    speed = new_model_speed(has_gpu(monkeypatch, 2 * GIB))
     assert speed.origin == "predicted by the planner"
     assert not timed
     assert len(speed.rates) == len(speed.steps) == 3
@@ -89,42 +83,35 @@ def test_memory_that_another_program_takes_leaves_a_prediction(
     def no_memory(*_: Any) -> StepTime:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    has_gpu(monkeypatch, 70 * GIB)
-    monkeypatch.setattr(machine_module, "time_step", no_memory)
-    _, speed = machine_facts()
+    here = has_gpu(monkeypatch, 70 * GIB)
+    monkeypatch.setattr(speed_module, "time_step", no_memory)
+    speed = new_model_speed(here)
     assert speed.origin == "predicted by the planner"
-    assert speed.rates == machine_facts("H100")[1].rates
-
-    here = replace(H100, is_here=True, gpu=None)
-    with monkeypatch.context() as patch:
-        patch.setattr(machine_module, "find_machine", lambda *_, **__: here)
-        with pytest.raises(ConfigError, match=r"^H100 has too little free memory to measure"):
-            machine_facts()
+    assert speed.rates == new_model_speed(H100).rates
+    with pytest.raises(ConfigError, match=r"^H100 has too little free memory to measure"):
+        new_model_speed(replace(here, gpu=None))
 
     def fails(*_: Any) -> StepTime:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(machine_module, "time_step", fails)
+    monkeypatch.setattr(speed_module, "time_step", fails)
     with pytest.raises(RuntimeError, match="illegal"):
-        machine_facts()
+        new_model_speed(here)
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "origin"),
-    [
-        ({"gpu": "A100 80GB"}, "cuda", "predicted by the planner"),
-        ({"device": "cpu"}, "cpu", "measured here"),
-    ],
+    ("gpu", "kind", "origin"),
+    [("A100 80GB", "cuda", "predicted by the planner"), (None, "cpu", "measured here")],
 )
 def test_a_gpu_that_the_run_is_not_on_is_not_measured(
     monkeypatch: pytest.MonkeyPatch,
     timed: list[int],
-    options: dict[str, str],
+    gpu: str | None,
     kind: str,
     origin: str,
 ) -> None:
     has_gpu(monkeypatch, 70 * GIB)
-    _, speed = machine_facts(**options)
+    speed = new_model_speed(find_machine(gpu, device="auto" if gpu else "cpu"))
     assert (speed.kind, speed.origin) == (kind, origin)
     assert all(tokens == 2048 for tokens in timed)
     assert len(timed) == (2 if kind == "cpu" else 0)
@@ -134,20 +121,19 @@ def test_a_gpu_that_the_run_is_not_on_is_not_measured(
 def test_plan_on_a_busy_machine_says_so(
     monkeypatch: pytest.MonkeyPatch, timed: list[int], busy: bool
 ) -> None:
-    monkeypatch.setattr(machine_module, "cores_are_busy", lambda: busy)
-    _, speed = machine_facts(device="cpu")
+    monkeypatch.setattr(speed_module, "cores_are_busy", lambda: busy)
+    speed = new_model_speed(find_machine(device="cpu"))
     choices = choose(TextFacts(512, 1e6, 2.0, Hardness(1.72, 2.24, 1.0), 1e5), speed, Length(60.0))
     said = "this machine is busy: expect less, or stop other programs"
     assert (said in run_lines(choices, speed, "the text")) is busy
-    has_gpu(monkeypatch, 70 * GIB)
-    assert not machine_facts()[1].is_busy  # its GPU may be free
+    assert not new_model_speed(has_gpu(monkeypatch, 70 * GIB)).is_busy  # its GPU may be free
 
 
 def test_a_device_that_is_not_here_is_named() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match="device 'cuda' is not present on this machine"):
-        machine_facts(device="cuda")
+        find_machine(device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ CHATS = TuningData("chat", 1000, longest=200, usual=150)
 def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine_module, "_timed_rate", lambda *_: 20_000.0)
+    monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
 
 
 @pytest.fixture

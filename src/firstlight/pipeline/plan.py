@@ -293,10 +293,12 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     Raises:
         ConfigError: an option is invalid, or the GPU is unknown.
     """
-    from firstlight.pipeline.machine import machine_facts
+    from firstlight.planner.advise.speed import new_model_speed
+    from firstlight.planner.plan.machine import find_machine
 
     fixed = request.fixed
-    machine, speed = machine_facts(gpu, fixed.get("run.device") or "auto")
+    machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
+    speed = new_model_speed(machine)
     vocabulary = choose_vocabulary(scan.facts, fixed)
     text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
     length = request.training_length(scan.facts.total_bytes)

@@ -135,6 +135,9 @@ MOST_PARAMETERS_A_TOKEN = 16.0
 WEIGHT_DECAY, REPEATED_WEIGHT_DECAY, REPEATED_ADAMW_DECAY = 0.1, 2.0, 0.3
 REPEATED_PARAMETERS = 3.0
 
+#: Ratio of two speeds, that with which a model was chosen and that which it reaches, from which the
+#: model is chosen again.
+OTHER_SPEED = 1.5
 #: Fraction of the given time below which a run is said to end early, with its passes over the text.
 EARLY = 0.8
 #: Expected seconds of a command for other work than training and preparing the text, which are

@@ -12,11 +12,11 @@ from typing import Any
 
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
-from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.registry import OPTIMIZERS
 from firstlight.parallel.selection import named_engine
 from firstlight.planner.advise import defaults
-from firstlight.planner.advise.law import TextFacts
+from firstlight.planner.advise.law import MachineFacts, TextFacts
 from firstlight.planner.advise.model import (
     Suggestion,
     model_ladder,
@@ -24,6 +24,7 @@ from firstlight.planner.advise.model import (
     usual_text,
     with_steps,
 )
+from firstlight.planner.advise.speed import new_model_speed
 from firstlight.planner.memory.ranks import copies_of, why_not_cut
 from firstlight.planner.plan.estimate import (
     Candidate,
@@ -279,9 +280,6 @@ def _run_of(estimate: Estimate, machine: Machine) -> PlannedRun | None:
 #: differs from the assumed rate, one suggested by its rate.
 _TRIES = 6
 
-#: Relative difference of two rates of FLOPs below which the suggestion does not change.
-_SAME_RATE = 0.1
-
 #: Bytes that a parameter takes in training, with fp32 AdamW.
 _STATE_BYTES = 16
 
@@ -289,8 +287,9 @@ _STATE_BYTES = 16
 def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`.
 
-    All models of a try are compared at one rate of FLOPs. The first try has the predicted rate of
-    the recipe's own model, each further try that of the last suggestion, until it stays the same.
+    The models of the first try are compared by the machine's speed for new models. Where the
+    suggested one has quite another speed with the recipe's methods, they are compared again, at a
+    multiple of it.
     """
     best = plan.best or plan.as_it_stands
     if best.tokens_per_second is None:
@@ -302,15 +301,20 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
     text = usual_text(recipe.model.vocab_size, epoch_tokens(recipe))
     epochs = largest_epochs(recipe)
     most_parameters = _most_parameters(recipe, machine)
-    flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
+    speed = new_model_speed(machine)
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
         # Defaults bind the values of this turn of the loop; later turns change them.
         def rate(
-            model: Suggestion, _: float, most: float = most_parameters, flops: float = flops
+            model: Suggestion,
+            step: float,
+            most: float = most_parameters,
+            speed: MachineFacts = speed,
         ) -> float | None:
-            return None if model.parameters > most else flops / model.flops
+            if model.parameters > most:
+                return None
+            return speed.tokens_per_second(model.flops, step)
 
         found = suggest(
             rate,
@@ -334,13 +338,14 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
         one = _in_time(found, estimate, budget, text, epochs)
         if not suggested or one["suggestion"].bits < suggested["suggestion"].bits:
             suggested = one
-        reached = estimate.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
-        is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
+        reached = estimate.tokens_per_second.expected
+        factor = reached / speed.tokens_per_second(found.flops, found.global_batch_tokens)
+        is_same = max(factor, 1 / factor) < defaults.OTHER_SPEED or found.config in seen
         # With a budget in tokens, the rate only changes the duration.
         if budget.seconds is None or is_same:
             break
         seen.append(found.config)
-        flops = reached
+        speed = speed.times(factor)
     if not suggested:
         raise ConfigError("no model of the ladder fits this machine: give one with more memory")
     return suggested
@@ -384,10 +389,6 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
     return dataclasses.replace(
         found, global_batch_tokens=batch, max_steps=steps, tokens=steps * batch
     )
-
-
-def _flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    return train_flops_per_token(meta_model(config), seq_len)
 
 
 def _suggested_recipe(plan: Plan, found: Suggestion) -> ResolvedRecipe:
