@@ -291,12 +291,11 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
     suggested one has quite another speed with the recipe's methods, they are compared again, at a
     multiple of it.
     """
-    best = plan.best or plan.as_it_stands
-    if best.tokens_per_second is None:
+    recipe, machine = plan.recipe, plan.machine
+    if machine.gpu is None and not (machine.is_here and machine.count == 1):
         raise ConfigError(
             "what to train in a time needs a known GPU: give --gpu NAME instead of --gpu-memory"
         )
-    recipe, machine = plan.recipe, plan.machine
     seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
     text = usual_text(recipe.model.vocab_size, epoch_tokens(recipe))
     epochs = largest_epochs(recipe)
@@ -329,11 +328,11 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
         estimate = best_estimate(_suggested_recipe(plan, found), machine, estimator)
-        if estimate is None or "optimizer.name" in estimate.changes:
+        of_own = estimate is not None and "optimizer.name" not in estimate.changes
+        if estimate is None or not of_own or estimate.tokens_per_second is None:
             # Next a model that is a fifth smaller, but not smaller than one that is known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
-        assert estimate.tokens_per_second is not None
         fitting = max(fitting, found.parameters)
         one = _in_time(found, estimate, budget, text, epochs)
         if not suggested or one["suggestion"].bits < suggested["suggestion"].bits:
