@@ -716,7 +716,7 @@ def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None
     assert way.recipe.optimizer.learning_rate == 1e-3 * 32 / found.config.hidden_size
     # The warm-up begins at the same share of the suggested peak: here at the peak itself.
     assert way.recipe.schedule.initial_learning_rate == way.recipe.optimizer.learning_rate
-    assert 15 < found.tokens / found.parameters < 45
+    assert 4 < found.tokens / found.parameters < 60
 
 
 def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data: Path) -> None:
@@ -751,19 +751,19 @@ def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data:
     }
     assert named.keys() == changed.keys()
     assert {key: new for key, (_, new) in named.items()} == {k: v for k, (_, v) in changed.items()}
-    assert named["model.hidden_size"] == (32, 128)
-    assert named["optimizer.muon_learning_rate"] == (0.01, 0.005)
+    assert named["model.hidden_size"] == (32, 64)
+    assert named["optimizer.muon_learning_rate"] == (0.01, pytest.approx(0.01 * 0.5**0.5))
     assert named["schedule.warmup_steps"] == (7, None)
     assert named["schedule.warmup_ratio"] == (None, 0.07)
     assert named["schedule.decay_fraction"] == (None, 0.3)
     assert "optimizer.learning_rate" not in named
     said = [line.split(maxsplit=1) for line in blocks(plan) if isinstance(line, str)]
     lines = {key: rest for key, *rest in said if " ".join(rest)}
-    assert lines["model.hidden_size"] == ["32 -> 128"]
+    assert lines["model.hidden_size"] == ["32 -> 64"]
     assert lines["schedule.warmup_ratio"] == ["not set -> 0.07"]
     assert lines["schedule.cooldown_steps"] == ["30 -> null"]
     assert lines["batch.ramp_steps"] == ["10 -> null"]
-    assert lines["optimizer.muon_learning_rate"] == ["0.01 -> 0.005"]
+    assert lines["optimizer.muon_learning_rate"] == ["0.01 -> 0.007071"]
     assert named.keys() <= lines.keys()
 
 

@@ -286,8 +286,8 @@ def _with_run(
 def _other_parameters(model: Any, config: ModelConfig) -> int:
     """Number of parameters of embedding, head, norms and biases."""
     tables = 1 if config.tie_word_embeddings else 2
-    vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
-    return tables * config.vocab_size * config.hidden_size + vectors
+    vectors: int = sum(p.numel() for p in model.parameters() if p.dim() < 2)
+    return int(tables * config.vocab_size * config.hidden_size) + vectors
 
 
 def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
