@@ -25,7 +25,7 @@ from benchmarks.planner_speed import GOAL, percentile
 from benchmarks.planner_steps import STEPS_MODULE, steps_request, unpacked
 from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
 from firstlight.bench.tables import cells, markdown_table
-from firstlight.data.remote import cache_folder
+from firstlight.files.cache import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu, save_measured

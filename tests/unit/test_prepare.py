@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from tokenizer_files import TEXTS, tiny
 from tokenizers import Regex, models, pre_tokenizers
 
-from firstlight.data import cutting, encoding
+from firstlight.data import encoding
 from firstlight.data import prepare as module
 from firstlight.data.corpus import TokenDataset
-from firstlight.data.prepare import prepare
+from firstlight.data.prepare import cut_tail, prepare
 from firstlight.data.records import Record, read_documents, read_records
 from firstlight.data.shards import Shard
 from firstlight.data.sources import SOURCES_NAME, find_sources
@@ -728,13 +728,13 @@ def test_without_validation_there_is_no_validation_split(tmp_path: Path, corpus:
     ],
 )
 def test_the_tail_begins_at_a_line_where_one_is_near(text: str, fraction: str, tail: str) -> None:
-    assert cutting.cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
+    assert cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
 
 
 @given(text=LINES, percent=st.integers(1, 99))
 def test_a_tail_loses_nothing_and_is_at_most_twice_its_share(text: str, percent: int) -> None:
     fraction = Fraction(percent, 100)
-    head, tail = cutting.cut_tail(text, fraction)
+    head, tail = cut_tail(text, fraction)
     assert head + tail == text
     assert math.floor(len(text) * fraction) <= len(tail) <= 2 * math.ceil(len(text) * fraction)
 

@@ -96,7 +96,9 @@ class BackgroundSaver(Saver):
     def __init__(
         self, run_folder: Path, config: CheckpointConfig, held: HeldFolder | None = None
     ) -> None:
-        self._run_folder, self._config, self._held = run_folder, config, held
+        self._run_folder = run_folder
+        self._config = config
+        self._held = held
         self._asynchronous = config.asynchronous
         self._copies = Snapshot()
         self._executor = single_threaded_pool(1, "checkpoint")

@@ -42,7 +42,9 @@ WEIGHTS, MOMENTS = "model", "optimizer"
 _FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
 
 # torch's keys in the files' metadata.
-_PLACES_KEY, _OFFSETS_KEY, _VERSION_KEY = "DCP_SHARDING_INFO", "saved_offsets", "DCP_VERSION"
+_PLACES_KEY = "DCP_SHARDING_INFO"
+_OFFSETS_KEY = "saved_offsets"
+_VERSION_KEY = "DCP_VERSION"
 
 #: The dtypes that sharded tensors can have, by safetensors' names.
 _DTYPES = {

@@ -104,7 +104,9 @@ def show_gemm(result: Result) -> None:
         ("size", "square", "{name}", rate),
         ("model", model, "{name} {m} x {n} x {k} {layout}", rate + " {share_of_ceiling:4.0%}"),
         (
-            *("step", step, "weights as {weights}, vocabulary {vocabulary}"),
+            "step",
+            step,
+            "weights as {weights}, vocabulary {vocabulary}",
             "{seconds:.3g} s, {share_of_ceiling:.0%} of the ceiling",
         ),
     )

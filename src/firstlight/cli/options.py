@@ -180,8 +180,13 @@ compile_option = click.option(
 )
 #: Fields of SamplingConfig that are options of `generate` and `chat`.
 SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
 )
 
 #: Suffixes of text files that `prepare` doesn't read, which users may give instead of a recipe.

@@ -39,7 +39,7 @@ def train_command(
     """Train a byte-level BPE tokenizer on a corpus and write tokenizer.json into --out.
 
     INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
-    .tsv (each may end in .gz, .bz2 or .zst, too) or .parquet, the word `stdlib`, or
+    .tsv (each may end in .gz, .bz2, .xz or .zst, too) or .parquet, the word `stdlib`, or
     hf:NAME[:CONFIG[:SPLIT]].
     """
     from firstlight.data.cleaning import ChangeCounts, change_lines

@@ -29,10 +29,19 @@ _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
 _NEW_ROWS = "mean"
 _USUAL_KEYS = (
-    *("run.dir", "data.dir", "data.seq_len", "batch.micro_batch_size"),
-    *("batch.global_batch_tokens", "schedule.max_steps", "schedule.max_minutes"),
-    *("schedule.epochs", "optimizer.learning_rate", "efficiency.precision"),
-    *("evaluation.every_steps", "checkpoint.every_steps", "lora.rank"),
+    "run.dir",
+    "data.dir",
+    "data.seq_len",
+    "batch.micro_batch_size",
+    "batch.global_batch_tokens",
+    "schedule.max_steps",
+    "schedule.max_minutes",
+    "schedule.epochs",
+    "optimizer.learning_rate",
+    "efficiency.precision",
+    "evaluation.every_steps",
+    "checkpoint.every_steps",
+    "lora.rank",
 )
 
 #: Environment variables of launchers. If one is set, no forecast is started early: only the main

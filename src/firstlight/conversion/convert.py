@@ -66,8 +66,15 @@ MODELFILE = "Modelfile"
 
 #: Tokenizer files of a model folder, which are copied unchanged.
 _TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
 )
 #: Subfolder in which transformers keeps further chat templates.
 _MORE_TEMPLATES = "additional_chat_templates"

@@ -142,7 +142,9 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
 # The C library's heap
 
 #: Parameters of mallopt, from malloc.h; the values are 32-bit integers.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_THRESHOLD = -3
 
 
 #: Largest allocation, in bytes, that is kept when freed: of a plain and of a sharded model.

@@ -189,7 +189,9 @@ class _HarnessMethods:
 
     def __init__(self, loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> None:
         super().__init__()
-        self._loaded, self._texts_at_a_time, self._on_texts = loaded, batch_size, on_texts
+        self._loaded = loaded
+        self._texts_at_a_time = batch_size
+        self._on_texts = on_texts
         self._tokenizer = tokenizer_of(loaded)
         self._limit = loaded.model.config.max_position_embeddings
 

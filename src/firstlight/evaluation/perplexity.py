@@ -104,7 +104,9 @@ def losses_of_rows(
     Returns:
         The loss of each row; or of each batch, if `loss_sum` returns one sum for a batch.
     """
-    seq_len, batch_size, device = options["seq_len"], options["batch_size"], options["device"]
+    seq_len = options["seq_len"]
+    batch_size = options["batch_size"]
+    device = options["device"]
     masking, first_id = options.get("document_masking", False), options.get("first_id")
     on_rows = options.get("on_rows")
     losses: list[RowLoss] = []

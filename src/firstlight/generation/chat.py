@@ -181,7 +181,9 @@ class ChatSession:
         self.stats: AnswerStats | None = None
         self._loaded, self._tokenizer = loaded, tokenizer_of(loaded)
         self._decoder = decoder or ConversationDecoder(loaded.model)
-        self._settings, self._answers, self._stopping = settings, 0, False
+        self._settings = settings
+        self._answers = 0
+        self._stopping = False
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
         self._end_ids = tuple(dict.fromkeys(ends))
         if self.has_template:

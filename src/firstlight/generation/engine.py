@@ -214,7 +214,9 @@ class GenerationStream:
         self, loaded: LoadedModel, prompt: str, config: SamplingConfig, *, compile: bool = False
     ) -> None:
         self.result: Generation | None = None
-        self._loaded, self._prompt, self._config = loaded, prompt, config
+        self._loaded = loaded
+        self._prompt = prompt
+        self._config = config
         self._compile = compile
         self._tokenizer = tokenizer_of(loaded)
 

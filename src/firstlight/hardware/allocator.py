@@ -56,7 +56,9 @@ class AllocatedPeak:
     """
 
     def __init__(self) -> None:
-        self._most, self._peak, self._level = 0, 0, 0
+        self._most = 0
+        self._peak = 0
+        self._level = 0
         self._seconds = _DENSE_SECONDS
         self._end = threading.Event()
         self._thread: threading.Thread | None = None

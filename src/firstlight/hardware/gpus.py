@@ -85,7 +85,9 @@ def matrix_packet_bytes(capability: tuple[int, int]) -> int:
 
 
 #: PCIe 3.0, 4.0 and 5.0 with 16 lanes, GB/s in one direction.
-_PCIE3, _PCIE4, _PCIE5 = 16, 32, 64
+_PCIE3 = 16
+_PCIE4 = 32
+_PCIE5 = 64
 
 _Row = tuple[str, int, float, float, float, float, float, float, tuple[int, int]]
 

@@ -55,9 +55,18 @@ _T = TypeVar("_T", int, float)
 #: Settings without effect on an adapter whose tensors exist, and which are ignored. Any other
 #: setting that is not a field of `PeftConfig` must be off (null, false, empty or 0).
 _WITHOUT_EFFECT = {
-    *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
-    *("layers_pattern", "layers_to_transform", "megatron_core", "peft_version"),
-    *("qalora_group_size", "runtime_config", "target_modules"),
+    "auto_mapping",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "runtime_config",
+    "target_modules",
 }
 #: Values of `init_lora_weights` that leave the base model's weights unchanged.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")

@@ -111,7 +111,9 @@ def dequantized(
         [out, in].
     """
     numbers = statistics.view(torch.float32)
-    table, mean, nested = numbers[:_TABLE_SIZE], numbers[_TABLE_SIZE], numbers[_TABLE_SIZE + 1 :]
+    table = numbers[:_TABLE_SIZE]
+    mean = numbers[_TABLE_SIZE]
+    nested = numbers[_TABLE_SIZE + 1 :]
     largest = torch.ops.bitsandbytes.dequantize_blockwise(
         scales, nested, table, _NESTED_BLOCK_SIZE, torch.float32
     )

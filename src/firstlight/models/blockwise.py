@@ -28,7 +28,9 @@ from firstlight.models.ops import (
 
 #: Queries of a block; scores and least number of query heads that are computed at a time (AMD EPYC,
 #: bf16, 256 to 8,192 tokens: half or twice of any of the three took up to 20 % longer).
-QUERIES, SCORES, _LEAST_HEADS = 128, 2**21, 4
+QUERIES = 128
+SCORES = 2**21
+_LEAST_HEADS = 4
 
 
 def blockwise_attention(
@@ -186,7 +188,9 @@ class _Part:
         rows, heads, new, size = q_BHTD.shape
         self._shape = rows, k_BKSD.shape[1], heads // k_BKSD.shape[1]
         self._scale = size**-0.5 if scale is None else scale
-        of_queries, of_keys, self._of_scores = self._scale, 1.0, 1.0
+        of_queries = self._scale
+        of_keys = 1.0
+        self._of_scores = 1.0
         # In fp32 the result has the bits of transformers, where the scale is applied at another
         # point: with value heads of another size by torch's math kernel, as its square root to both
         # queries and keys; with sinks or a soft cap by the family's class, to the scores.

@@ -227,7 +227,9 @@ class RaggedCache:
         reach: int,
         states: Sequence[tuple[Tensor, ...]] = (),
     ) -> None:
-        self.keys, self.values, self.states = keys, values, states
+        self.keys = keys
+        self.values = values
+        self.states = states
         self.lengths, self.reach = lengths, reach
 
     @property

@@ -46,12 +46,18 @@ class DeepseekAttention(SelfAttention):
 
     def __init__(self, config: DeepseekConfig, layer: int) -> None:
         super().__init__()
-        C, H, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-        self.layer, self.heads, self.scale = layer, H, config.attention_spec(layer).scale
+        C = config.hidden_size
+        H = config.num_attention_heads
+        bias = config.attention_bias
+        self.layer = layer
+        self.heads = H
+        self.scale = config.attention_spec(layer).scale
         self.key_sizes = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.latent_sizes = config.kv_lora_rank, config.qk_rope_head_dim
         self.expanded_sizes = config.qk_nope_head_dim, config.v_head_dim
-        queries, latent, rank = H * config.head_dim, sum(self.latent_sizes), config.q_lora_rank
+        queries = H * config.head_dim
+        latent = sum(self.latent_sizes)
+        rank = config.q_lora_rank
         self.is_compressed = rank is not None
         if rank is None:
             self.q_proj = nn.Linear(C, queries, bias=False)
@@ -219,7 +225,9 @@ class Deepseek(Llama):
         rotated keys [B, 1, S, R], which all heads share."""
         config = self.config
         return KVCache(
-            *(config.num_hidden_layers, 1, config.kv_lora_rank),
+            config.num_hidden_layers,
+            1,
+            config.kv_lora_rank,
             value_dim=config.qk_rope_head_dim,
             batch_size=batch_size,
             max_tokens=max_tokens,

@@ -65,7 +65,14 @@ class DeepseekConfig(DecoderConfig):
             own_keys=("attention_bias", "mlp_bias"),
             json_names=_JSON_NAMES,
             hf_defaults={
-                **hf_values(102400, 4096, 11008, 32, 32, None, 2048),
+                **hf_values(
+                    vocab_size=102400,
+                    hidden_size=4096,
+                    intermediate_size=11008,
+                    num_hidden_layers=32,
+                    num_attention_heads=32,
+                    max_position_embeddings=2048,
+                ),
                 **_SIZES,
                 "num_experts": 64,
                 "n_shared_experts": 2,
@@ -84,7 +91,15 @@ class DeepseekConfig(DecoderConfig):
             own_keys=("attention_bias",),
             json_names=_JSON_NAMES,
             hf_defaults={
-                **hf_values(129280, 7168, 18432, 61, 128, 128, 4096),
+                **hf_values(
+                    vocab_size=129280,
+                    hidden_size=7168,
+                    intermediate_size=18432,
+                    num_hidden_layers=61,
+                    num_attention_heads=128,
+                    num_key_value_heads=128,
+                    max_position_embeddings=4096,
+                ),
                 **_SIZES,
                 "num_experts": 256,
                 "num_experts_per_tok": 8,

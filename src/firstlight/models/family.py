@@ -254,33 +254,24 @@ class FamilySpec:
         return bool(self.full_attention_every or self.no_rope_every)
 
 
-#: Sizes that all of Hugging Face's config classes have, in the order of `hf_values`.
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-)
-
-
 def hf_values(
-    *sizes: int | None,
+    *,
     rms_norm_eps: float = 1e-6,
     experts: tuple[int, int] | None = None,
-    **others: Any,
+    **values: Any,
 ) -> dict[str, Any]:
     """Default values of a config class of Hugging Face.
 
     Args:
-        sizes: vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-            num_key_value_heads and max_position_embeddings; None is derived from the others.
         rms_norm_eps: value of this key.
         experts: num_experts and num_experts_per_tok of a mixture of experts.
-        others: values of further keys.
+        values: values of all further keys that have a default.
     """
-    values = {name: size for name, size in zip(_SIZES, sizes, strict=True) if size is not None}
     if experts is not None:
-        values["num_experts"], values["num_experts_per_tok"] = experts
-        others = {"router_aux_loss_coef": 0.001, **others}
-    return {**values, "rms_norm_eps": rms_norm_eps, **others}
+        num_experts, visited = experts
+        routing = {"num_experts": num_experts, "num_experts_per_tok": visited}
+        values = {"router_aux_loss_coef": 0.001, **routing, **values}
+    return {"rms_norm_eps": rms_norm_eps, **values}
 
 
 class FamilyConfig(Section):

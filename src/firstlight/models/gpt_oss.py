@@ -37,7 +37,13 @@ _GPT_OSS = FamilySpec(
     ),
     own_keys=("attention_bias", "sliding_window", "layer_types"),
     hf_defaults=hf_values(
-        *(201088, 2880, 2880, 36, 64, 8, 131072),
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
         experts=(128, 4),
         rms_norm_eps=1e-5,
         head_dim=64,
@@ -103,7 +109,9 @@ class GptOssExperts(Experts):
     def __init__(self, config: GptOssConfig) -> None:
         # `Experts.__init__` is skipped: its stacks have no biases and are transposed.
         nn.Module.__init__(self)
-        E, C, hidden = config.num_experts, config.hidden_size, config.intermediate_size
+        E = config.num_experts
+        C = config.hidden_size
+        hidden = config.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, C, 2 * hidden))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(E, 2 * hidden))
         self.down_proj = nn.Parameter(torch.empty(E, hidden, C))

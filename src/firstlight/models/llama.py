@@ -130,7 +130,9 @@ class Llama(LanguageModel):
         self._make_tables()
 
     def _make_tables(self) -> None:
-        config, weight, scaling = self.config, self.embedding.weight, self.config.rope_scaling
+        config = self.config
+        weight = self.embedding.weight
+        scaling = self.config.rope_scaling
         self.rope_frequencies = self._frequencies(is_long=False)
         if isinstance(scaling, LongRope):
             self.long_rope_frequencies = self._frequencies(is_long=True)
@@ -158,7 +160,9 @@ class Llama(LanguageModel):
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
         """Rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2] for lengths
         int64 [B]."""
-        config, scaling, short = self.config, self.config.rope_scaling, self.rope_frequencies
+        config = self.config
+        scaling = self.config.rope_scaling
+        short = self.rope_frequencies
         limit = config.max_position_embeddings
         if isinstance(scaling, LongRope):
             limit = scaling.original_max_position_embeddings

@@ -393,8 +393,11 @@ class MoEConfig(DecoderConfig):
         content["num_local_experts"] = self.num_experts
         if self.model_type == "mixtral":
             for name in (
-                *("num_experts", "moe_intermediate_size", "norm_topk_prob"),
-                *("decoder_sparse_step", "mlp_only_layers"),
+                "num_experts",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "decoder_sparse_step",
+                "mlp_only_layers",
             ):
                 del content[name]
         return content

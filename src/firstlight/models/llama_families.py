@@ -31,11 +31,42 @@ MULTIPLIERS = (
     "logits_scaling",
 )
 
-# Default sizes that several config classes of Hugging Face share, in the order of `hf_values`.
-_SIZES_OF_LLAMA = (32000, 4096, 11008, 32, 32, None, 2048)
-_SIZES_OF_MISTRAL = (32000, 4096, 14336, 32, 32, 8, 131072)
-_SIZES_OF_QWEN = (151936, 4096, 22016, 32, 32, 32, 32768)
-_SIZES_OF_OLMO = (50304, 4096, 11008, 32, 32, None, 2048)
+# Default sizes that several config classes of Hugging Face share. Keys that are missing are derived
+# from the others.
+_SIZES_OF_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_SIZES_OF_MISTRAL: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_SIZES_OF_QWEN: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+_SIZES_OF_OLMO: dict[str, Any] = {
+    "vocab_size": 50304,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
 _KEYS_OF_GEMMA: dict[str, Any] = {
     "head_dim": 256,
     "sliding_window": 4096,
@@ -45,8 +76,10 @@ _KEYS_OF_GEMMA: dict[str, Any] = {
 
 _OLMO_NORMS = BlockNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GEMMA_NORMS = BlockNorms(
-    *("input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
 )
 _WIDE_QK_NORM = "queries and keys are normalised over all heads together"
 
@@ -55,20 +88,20 @@ DENSE: dict[str, FamilySpec] = {
         "LlamaForCausalLM",
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("attention_bias", "mlp_bias"),
-        hf_defaults=hf_values(*_SIZES_OF_LLAMA),
+        hf_defaults=hf_values(**_SIZES_OF_LLAMA),
         divides_width=True,
     ),
     "mistral": FamilySpec(
         "MistralForCausalLM",
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("sliding_window",),
-        hf_defaults=hf_values(*_SIZES_OF_MISTRAL, sliding_window=4096),
+        hf_defaults=hf_values(**_SIZES_OF_MISTRAL, sliding_window=4096),
     ),
     "qwen2": FamilySpec(
         "Qwen2ForCausalLM",
         GGUFSpec("qwen2", rope_kinds=_YARN_ROPE),
         own_keys=("sliding_window", "max_window_layers", "layer_types"),
-        hf_defaults=hf_values(*_SIZES_OF_QWEN),
+        hf_defaults=hf_values(**_SIZES_OF_QWEN),
         qkv_bias=True,
         has_window_switch=True,
         tokenizer_split="qwen2",
@@ -77,7 +110,7 @@ DENSE: dict[str, FamilySpec] = {
         "Qwen3ForCausalLM",
         GGUFSpec("qwen3", rope_kinds=_YARN_ROPE, fixed=_NO_BIAS),
         own_keys=("attention_bias", "sliding_window", "max_window_layers", "layer_types"),
-        hf_defaults=hf_values(*_SIZES_OF_QWEN, head_dim=128),
+        hf_defaults=hf_values(**_SIZES_OF_QWEN, head_dim=128),
         qk_norm="head",
         has_window_switch=True,
     ),
@@ -94,16 +127,26 @@ DENSE: dict[str, FamilySpec] = {
             },
         ),
         own_keys=("attention_bias", "mlp_bias", *MULTIPLIERS),
-        hf_defaults=hf_values(*_SIZES_OF_LLAMA, attention_multiplier=1.0),
+        hf_defaults=hf_values(**_SIZES_OF_LLAMA, attention_multiplier=1.0),
     ),
     "smollm3": FamilySpec(
         "SmolLM3ForCausalLM",
         GGUFSpec("smollm3", rotates_pairs=True, fixed=_NO_BIASES),
         own_keys=(
-            *("attention_bias", "mlp_bias", "sliding_window", "layer_types", "no_rope_layers"),
+            "attention_bias",
+            "mlp_bias",
+            "sliding_window",
+            "layer_types",
+            "no_rope_layers",
         ),
         hf_defaults=hf_values(
-            *(128256, 2048, 11008, 36, 16, 4, 32768),
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=11008,
+            num_hidden_layers=36,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
             rope_theta=2e6,
             sliding_window=None,
             tie_word_embeddings=True,
@@ -116,7 +159,14 @@ DENSE: dict[str, FamilySpec] = {
         GGUFSpec("phi3", rope_kinds=("default", "longrope"), exact_heads=True),
         own_keys=("sliding_window", "partial_rotary_factor"),
         hf_defaults=hf_values(
-            32064, 3072, 8192, 32, 32, None, 4096, rms_norm_eps=1e-5, sliding_window=None
+            vocab_size=32064,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            sliding_window=None,
         ),
         fused=True,
         rope=RopeSpec(
@@ -130,7 +180,7 @@ DENSE: dict[str, FamilySpec] = {
         "Olmo2ForCausalLM",
         GGUFSpec("olmo2", fixed=_NO_BIAS, head="written", exact_heads=True),
         own_keys=("attention_bias",),
-        hf_defaults=hf_values(*_SIZES_OF_OLMO, rms_norm_eps=1e-5),
+        hf_defaults=hf_values(**_SIZES_OF_OLMO, rms_norm_eps=1e-5),
         qk_norm="width",
         norms=_OLMO_NORMS,
         norm_kind="wide",
@@ -142,7 +192,7 @@ DENSE: dict[str, FamilySpec] = {
         GGUFSpec("olmo2", fixed=_NO_BIAS, head="written", has_windows=True, exact_heads=True),
         own_keys=("attention_bias", "sliding_window", "layer_types", "rope_local_base_freq"),
         hf_defaults=hf_values(
-            *_SIZES_OF_OLMO,
+            **_SIZES_OF_OLMO,
             rms_norm_eps=1e-5,
             sliding_window=4096,
             rope_theta=5e5,
@@ -159,7 +209,15 @@ DENSE: dict[str, FamilySpec] = {
         "ArceeForCausalLM",
         GGUFSpec("arcee", rotates_pairs=True, rope_kinds=_ALL_ROPE, fixed=_NO_BIASES),
         own_keys=("attention_bias", "mlp_bias"),
-        hf_defaults=hf_values(32000, 2560, 18432, 32, 32, None, 4096, rms_norm_eps=1e-5),
+        hf_defaults=hf_values(
+            vocab_size=32000,
+            hidden_size=2560,
+            intermediate_size=18432,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
         activation="relu2",
         gated=False,
         divides_width=True,
@@ -169,7 +227,13 @@ DENSE: dict[str, FamilySpec] = {
         GGUFSpec("glm4"),
         own_keys=("attention_bias", "partial_rotary_factor"),
         hf_defaults=hf_values(
-            *(151552, 4096, 13696, 40, 32, 2, 131072),
+            vocab_size=151552,
+            hidden_size=4096,
+            intermediate_size=13696,
+            num_hidden_layers=40,
+            num_attention_heads=32,
+            num_key_value_heads=2,
+            max_position_embeddings=131072,
             rms_norm_eps=1.5625e-7,
             head_dim=128,
             attention_bias=True,
@@ -194,11 +258,21 @@ DENSE: dict[str, FamilySpec] = {
             wide_scale_layers=46,
         ),
         own_keys=(
-            *("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"),
-            *("attn_logit_softcapping", "final_logit_softcapping"),
+            "attention_bias",
+            "sliding_window",
+            "layer_types",
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
         ),
         hf_defaults=hf_values(
-            *(256000, 2304, 9216, 26, 8, 4, 8192),
+            vocab_size=256000,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=8192,
             **_KEYS_OF_GEMMA,
             attn_logit_softcapping=50.0,
             final_logit_softcapping=30.0,
@@ -223,11 +297,21 @@ DENSE: dict[str, FamilySpec] = {
             wide_scale_layers=62,
         ),
         own_keys=(
-            *("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"),
-            *("final_logit_softcapping", "rope_local_base_freq"),
+            "attention_bias",
+            "sliding_window",
+            "layer_types",
+            "query_pre_attn_scalar",
+            "final_logit_softcapping",
+            "rope_local_base_freq",
         ),
         hf_defaults=hf_values(
-            *(262208, 2304, 9216, 26, 8, 4, 131072),
+            vocab_size=262208,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=131072,
             **_KEYS_OF_GEMMA,
             rope_theta=1e6,
             rope_local_base_freq=1e4,
@@ -247,10 +331,22 @@ DENSE: dict[str, FamilySpec] = {
         "StableLmForCausalLM",
         GGUFSpec("stablelm", head="written"),
         own_keys=(
-            *("attention_bias", "partial_rotary_factor", "qk_layernorm", "use_parallel_residual"),
+            "attention_bias",
+            "partial_rotary_factor",
+            "qk_layernorm",
+            "use_parallel_residual",
         ),
         json_names={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
-        hf_defaults=hf_values(50304, 2560, 6912, 32, 32, 32, 4096, rms_norm_eps=1e-5),
+        hf_defaults=hf_values(
+            vocab_size=50304,
+            hidden_size=2560,
+            intermediate_size=6912,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
         output_bias=False,
         norm_kind="layer",
         rope=RopeSpec(partial_factor=0.25),
@@ -265,7 +361,7 @@ ROUTED: dict[str, FamilySpec] = {
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
         own_keys=("sliding_window",),
         hf_defaults=hf_values(
-            *_SIZES_OF_MISTRAL,
+            **_SIZES_OF_MISTRAL,
             rms_norm_eps=1e-5,
             rope_theta=1e6,
             experts=(8, 2),
@@ -283,7 +379,13 @@ ROUTED: dict[str, FamilySpec] = {
         ),
         own_keys=("attention_bias", "sliding_window"),
         hf_defaults=hf_values(
-            *(151936, 2048, 6144, 24, 32, 4, 32768),
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=24,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
             experts=(128, 8),
             moe_intermediate_size=768,
             norm_topk_prob=False,
@@ -304,8 +406,14 @@ OWN_KEYS: frozenset[str] = frozenset(
 LATER_KEYS: frozenset[str] = frozenset(
     (
         *MULTIPLIERS,
-        *("layer_types", "no_rope_layers", "partial_rotary_factor", "rope_local_base_freq"),
-        *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-        *("qk_layernorm", "use_parallel_residual"),
+        "layer_types",
+        "no_rope_layers",
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "qk_layernorm",
+        "use_parallel_residual",
     )
 )

@@ -113,11 +113,15 @@ class LlamaAttention(SelfAttention):
         super().__init__()
         family, spec = config.family, config.attention_spec(layer)
         self.layer, self.head_dim = layer, config.head_dim
-        self.scale, self.softcap, self.rope = spec.scale, spec.softcap, spec.rope
+        self.scale = spec.scale
+        self.softcap = spec.softcap
+        self.rope = spec.rope
         D = config.head_dim
         self.sizes = (config.num_attention_heads * D, *(config.num_key_value_heads * D,) * 2)
         self.add_projections(config)
-        self.qk_norm, self.q_norm_name, self.k_norm_name = config.qk_norm, "q_norm", "k_norm"
+        self.qk_norm = config.qk_norm
+        self.q_norm_name = "q_norm"
+        self.k_norm_name = "k_norm"
         if self.qk_norm == "own":
             self.q_norm_name, self.k_norm_name = "q_layernorm", "k_layernorm"
             for name, size in zip(("q_layernorm", "k_layernorm"), self.sizes[:2], strict=True):
@@ -214,7 +218,9 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        C, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        C = config.hidden_size
+        hidden = config.intermediate_size
+        bias = config.mlp_bias
         self.is_gated, self.is_fused = config.family.gated, bool(config.family.fused)
         self.activation = ACTIVATIONS[config.family.activation]
         if self.is_fused:
@@ -262,8 +268,10 @@ class LlamaBlock(nn.Module):
         norms = self.norms
         # Norms have the names of the family's files.
         for name in (
-            *(norms.before_attention, norms.after_attention),
-            *(norms.before_mlp, norms.after_mlp),
+            norms.before_attention,
+            norms.after_attention,
+            norms.before_mlp,
+            norms.after_mlp,
         ):
             if name is not None:
                 self.add_module(name, make_norm(config, config.hidden_size))

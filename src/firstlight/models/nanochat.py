@@ -27,7 +27,14 @@ from firstlight.models.rope import Ropes, apply_rope
 _NANOCHAT = FamilySpec(
     "NanoChatForCausalLM",
     own_keys=("attention_bias", "final_logit_softcapping"),
-    hf_defaults=hf_values(50304, 768, 8192, 12, 6, None, 2048),
+    hf_defaults=hf_values(
+        vocab_size=50304,
+        hidden_size=768,
+        intermediate_size=8192,
+        num_hidden_layers=12,
+        num_attention_heads=6,
+        max_position_embeddings=2048,
+    ),
     norm_kind="bare",
     activation="relu2",
     gated=False,

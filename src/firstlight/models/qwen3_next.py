@@ -208,12 +208,16 @@ def gated_delta_rule(
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))
     q, g = q * D**-0.5, g.cumsum(-1)
     # Differences of summed logarithms: quotients of decays would divide by products that are 0.
-    from_start, to_end, whole = g.exp(), (g[..., -1:] - g).exp(), g[..., -1].exp()
+    from_start = g.exp()
+    to_end = (g[..., -1:] - g).exp()
+    whole = g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if places_BT is not None:
         same, reads, is_kept, passes = _document_masks(places_BT, size)
         seen = seen & same
-        from_start, to_end, whole = from_start * reads, to_end * is_kept, whole * passes
+        from_start = from_start * reads
+        to_end = to_end * is_kept
+        whole = whole * passes
     # Masked before exp, which would overflow for later keys and make gradients NaN.
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
@@ -319,7 +323,9 @@ class Qwen3Next(Llama):
         linear attention."""
         config = self.config
         return KVCache(
-            *(config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.head_dim,
             batch_size=batch_size,
             max_tokens=max_tokens,
             dtype=dtype,

@@ -495,7 +495,9 @@ def _schedule_in_minutes(
     cooldown_steps = _cooldown_steps(config, predicted, warmup_steps)
     cooldown_steps = min(cooldown_steps, max(predicted - warmup_steps, 0))
     if isinstance(length, DecidedLength):
-        max_steps, is_open, replaced = length.max_steps, False, tuple(length.replaced)
+        max_steps = length.max_steps
+        is_open = False
+        replaced = tuple(length.replaced)
         if config.kind in ("wsd", "cosine", "linear"):
             cooldown_steps = max(max_steps - max(length.decided_at, warmup_steps), 0)
     minimum, shape = config.minimum_scale(learning_rate), config.decay_shape or "linear"

@@ -202,8 +202,8 @@ def _require_zero(leaves: dict[str, Any]) -> None:
         )
     if stage == 0:
         raise ConfigError(
-            "zero_optimization.stage is 0, which is distributed.engine ddp: set that, and leave "
-            "distributed.deepspeed_config out"
+            "zero_optimization.stage is 0, which is distributed.engine ddp (none for one process): "
+            "leave distributed.engine and distributed.deepspeed_config out"
         )
     leaves.pop("zero_optimization.offload_param.nvme_path", None)
 

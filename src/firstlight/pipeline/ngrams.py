@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from firstlight.data.cutting import compress
+from firstlight.data.opening import compress
 from firstlight.pipeline.held_out import HeldOut
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness

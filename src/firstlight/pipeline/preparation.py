@@ -71,7 +71,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
     Raises:
         InputError, StorageError: see `prepare`.
     """
-    from firstlight.data.remote import held
+    from firstlight.files.cache import held
 
     for folder in (call.folder, *sorted(call.folder.parent.glob("*"))):
         state = call.state if folder == call.folder else read_state(folder)
@@ -144,7 +144,7 @@ def train_tokenizer_on(
         vocab_size: number of tokens.
         tell: function that is called with a message for the user.
     """
-    from firstlight.data.cutting import cut_tail
+    from firstlight.data.prepare import cut_tail
     from firstlight.data.records import read_documents
     from firstlight.tokenizer import train_tokenizer
 

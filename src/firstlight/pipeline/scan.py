@@ -15,7 +15,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, size_text
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
-from firstlight.data.cutting import compress
+from firstlight.data.opening import compress
 from firstlight.data.records import REASONS, Record, digest_of, nothing_read, read_documents
 from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
 from firstlight.errors import InputError

@@ -94,7 +94,9 @@ def _with_whole_batch(recipe: Recipe, found: DeepSpeedFile, processes: int, path
     Raises:
         ConfigError: `train_batch_size` contradicts the recipe's other keys of the batch.
     """
-    rows, batch, seq_len = found.train_batch_size, recipe.batch, recipe.data.seq_len
+    rows = found.train_batch_size
+    batch = recipe.batch
+    seq_len = recipe.data.seq_len
     if rows is None:
         return recipe
     start = f"distributed.deepspeed_config {path}: train_batch_size {rows}"

@@ -626,7 +626,9 @@ def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
 
 
 #: Limits far above any real recipe: file size in bytes, values (anchors expanded), and levels.
-MAX_RECIPE_BYTES, _MAX_VALUES, _MAX_DEPTH = 32_768, 100_000, 50
+MAX_RECIPE_BYTES = 32_768
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 50
 
 
 class _Loader(yaml.SafeLoader):

@@ -380,7 +380,9 @@ def _ideal_seconds(
     """Seconds that the run's matrix products take at the device's peak rate; infinity if the peak
     rate or the length of the run is unknown."""
     flops = facts.flops(dtype_of(precision))
-    batch, steps, minutes = recipe.batch, recipe.schedule.max_steps, recipe.schedule.max_minutes
+    batch = recipe.batch
+    steps = recipe.schedule.max_steps
+    minutes = recipe.schedule.max_minutes
     if steps is not None:
         rows = 1 if batch.micro_batch_size == "auto" else batch.rows
         a_step = rows * (batch.gradient_accumulation_steps or 1) * seq_len

@@ -42,9 +42,12 @@ LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
 
 #: Ends of the names of buffers that old checkpoints contain: they are computed, not learned.
 COMPUTED_BUFFERS = (
-    *(".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"),
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".rotary_emb.inv_freq",
     # Pythia's masks.
-    *(".attention.bias", ".attention.masked_bias"),
+    ".attention.bias",
+    ".attention.masked_bias",
 )
 
 

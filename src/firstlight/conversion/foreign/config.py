@@ -22,19 +22,47 @@ from firstlight.weights.huggingface import config_from_hf
 
 #: Keys of a GPT-2's config.json, under common names or its own.
 _GPT2_KEYS = {
-    *(*GPT2Config.hf_names, *GPT2Config.hf_names.values(), "n_ctx", "qkv_bias"),
-    *("activation_function", "reorder_and_upcast_attn", "task_specific_params"),
+    *GPT2Config.hf_names,
+    *GPT2Config.hf_names.values(),
+    "n_ctx",
+    "qkv_bias",
+    "activation_function",
+    "reorder_and_upcast_attn",
+    "task_specific_params",
 }
 _LLAMA_KEYS = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
-    *("rope_parameters", "rope_theta", "rope_scaling", "tie_word_embeddings", "hidden_act"),
-    *("attention_bias", "mlp_bias", "attention_dropout", "initializer_range", "pretraining_tp"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "tie_word_embeddings",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "attention_dropout",
+    "initializer_range",
+    "pretraining_tp",
 }
 #: Keys of any config.json that do not describe the architecture.
 _OTHER_KEYS = {
-    *("model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
-    *("dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+    "model_type",
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_name_or_path",
 }
 #: Written because Hugging Face's config classes would otherwise assume the special tokens of their
 #: own models. The ids of a tokenizer, if there is one, replace them.

@@ -213,7 +213,9 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
         raise _BundleError("does not end as an index does")
     _, position = _handle(table, len(table) - _FOOTER)
     (offset, size), _ = _handle(table, position)
-    header, total, count = None, 0, 0
+    header = None
+    total = 0
+    count = 0
     for _, handle in _block(table, offset, size):
         place, _ = _handle(handle, 0)
         total += place[1] + _TRAILER
@@ -290,7 +292,9 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
         raise _BundleError("has a block that does not match its checksum")
     # A block ends with the positions of keys that are stored whole ("restarts") and their number.
     (restarts,) = struct.unpack_from("<I", table, end - 4)
-    position, stop, key = offset, end - 4 - 4 * restarts, b""
+    position = offset
+    stop = end - 4 - 4 * restarts
+    key = b""
     while position < stop:
         shared, position = _varint(table, position)
         rest, position = _varint(table, position)

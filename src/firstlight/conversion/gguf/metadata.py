@@ -173,7 +173,9 @@ def _add_latent(writer: GGUFWriter, shape: ModelShape) -> None:
 
 def _add_kinds_of_layers(writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape) -> None:
     """Add the entries for the sliding window and for the rotary base of layers that have it."""
-    window, spec, model = window_of(config), shape.family.gguf, shape.model
+    window = window_of(config)
+    spec = shape.family.gguf
+    model = shape.model
     if spec.has_windows:
         window = model.sliding_window
         if window is None and spec.needs_window:

@@ -266,7 +266,9 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
         stack.callback(library.llama_batch_free, batch)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+            batch.token[i] = token
+            batch.pos[i] = i
+            batch.logits[i] = 1
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
         if library.llama_decode(context, batch):
             raise ModelError(f"llama.cpp can't compute {path.name}")

@@ -83,8 +83,11 @@ class TensorRule:
         """True if llama.cpp needs the tensor in fp32 whatever the format of the file: vectors,
         biases, routers, learned positions, convolutions and the norms of heads."""
         small_tables = (
-            *("position_embd.weight", "ffn_gate_inp.weight", "_norm.weight"),
-            *(".bias", "ssm_conv1d.weight"),
+            "position_embd.weight",
+            "ffn_gate_inp.weight",
+            "_norm.weight",
+            ".bias",
+            "ssm_conv1d.weight",
         )
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
@@ -197,7 +200,9 @@ def _norm_rules(shape: ModelShape, theirs: str, ours: str, size: int = 0) -> Ite
 
 def _named_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
     """The tensors of a layer with biases everywhere, whose parts `GGUFSpec.block` names."""
-    C, F, config = shape.hidden_size, shape.intermediate_size, FAMILIES[shape.model_type].config
+    C = shape.hidden_size
+    F = shape.intermediate_size
+    config = FAMILIES[shape.model_type].config
     sizes = {"attn_qkv": (3 * C, C), "attn_output": (C, C), "ffn_up": (F, C), "ffn_down": (C, F)}
     for word, name in shape.family.gguf.block.items():
         if word not in sizes:
@@ -235,7 +240,9 @@ def _block_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRu
 
 
 def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    C, D, spec = shape.hidden_size, shape.head_dim, shape.family
+    C = shape.hidden_size
+    D = shape.head_dim
+    spec = shape.family
     counts = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
     if spec.fused is True:
         rows = sum(counts.values()) * D
@@ -271,7 +278,9 @@ def _head_norm_rules(
 
 
 def _mlp_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    C, F, spec = shape.hidden_size, shape.intermediate_size, shape.family
+    C = shape.hidden_size
+    F = shape.intermediate_size
+    spec = shape.family
     parts = [("up", "up_proj", F, C), ("down", "down_proj", C, F)]
     if spec.fused:
         parts[0] = ("up", "gate_up_proj", 2 * F, C)
@@ -286,7 +295,9 @@ def _mlp_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule
 def _expert_rules(
     shape: ModelShape, names: ExpertNames, theirs: str, ours: str
 ) -> Iterator[TensorRule]:
-    C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
+    C = shape.hidden_size
+    F = shape.expert_size
+    E = shape.num_experts
     yield TensorRule(f"{theirs}ffn_gate_inp.weight", (f"{ours}{names.router}",), (E, C))
     for word, outputs, inputs in (("gate", F, C), ("up", F, C), ("down", C, F)):
         sources = tuple(ours + names.matrix(word, expert) for expert in range(E))
@@ -304,13 +315,13 @@ def _two_norm_rules(shape: ModelShape, theirs: str, ours: str, second: str) -> I
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """The tensors of multi-head latent attention; kv_b_proj, with the rows of each head's key and
     value, is split in two. H heads; L and Q are the ranks of the KV and query latents."""
-    C, H, L, Q = (
-        model.hidden_size,
-        model.num_attention_heads,
-        model.kv_lora_rank,
-        model.q_lora_rank,
-    )
-    queries, keys, values = H * model.head_dim, model.qk_nope_head_dim, model.v_head_dim
+    C = model.hidden_size
+    H = model.num_attention_heads
+    L = model.kv_lora_rank
+    Q = model.q_lora_rank
+    queries = H * model.head_dim
+    keys = model.qk_nope_head_dim
+    values = model.v_head_dim
     parts: list[tuple[str, str, tuple[int, ...]]] = [("attn_q", "q_proj", (queries, C))]
     if Q is not None:
         parts = [("attn_q_a", "q_a_proj", (Q, C)), ("attn_q_a_norm", "q_a_layernorm", (Q,))]
@@ -356,7 +367,9 @@ def _shared_expert_rules(
 def _biased_expert_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
     """gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate between the
     gate's and the up projection's."""
-    C, F, E = shape.hidden_size, shape.expert_size, shape.num_experts
+    C = shape.hidden_size
+    F = shape.expert_size
+    E = shape.num_experts
     for kind, router in (("weight", (E, C)), ("bias", (E,))):
         yield TensorRule(f"{theirs}ffn_gate_inp.{kind}", (f"{ours}router.{kind}",), router)
     gates, ups = range(0, 2 * F, 2), range(1, 2 * F, 2)
@@ -375,7 +388,9 @@ def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """The tensors of Qwen3-Next's linear attention. Rows of in_proj_qkvz, which has queries, keys,
     values and gates of each key head, are split into all q, k, v, and all gates. G key heads of
     size D, H value heads of size E."""
-    C, G, H = model.hidden_size, model.linear_num_key_heads, model.linear_num_value_heads
+    C = model.hidden_size
+    G = model.linear_num_key_heads
+    H = model.linear_num_value_heads
     D, E = model.linear_key_head_dim, model.linear_value_head_dim
     channels, V = 2 * G * D + H * E, H * E
     rows = torch.arange(channels + V).view(G, -1)

@@ -192,7 +192,9 @@ def _of_deepspeed(
     overlaps = settings["overlap_comm"] and stage < 3
     # Gradients are copied into a bucket, and reduced once it is full. With overlapping
     # communication a second one is filled meanwhile.
-    bucket = 4 * int(settings["reduce_bucket_size"]) * (2 if overlaps else 1)
+    buffer = 4 * int(settings["reduce_bucket_size"])
+    bucket = buffer * (2 if overlaps else 1)
+    fills = buffer < whole
     moments = max(peak.parts.get("optimizer_states", 0) for peak in prediction.phases.values())
     states = -(-moments // processes)
 
@@ -230,9 +232,11 @@ def _of_deepspeed(
     else:
         held["optimizer_states"] = states
 
+    # Embedding and head, whose gradients are the last and the first, have the same size.
+    table = sizes[0]
+
     def passing(phase: str, *, late: bool = False) -> dict[str, int]:
         """Bytes of gradients and of buffers that only this phase has."""
-        # In stages 1 and 2, the bucket is made with the first gradient, after those of the logits.
         is_backward = "backward" in phase and phase != "backward of loss"
         if phase in ("clipping", "optimizer"):
             if offloads:
@@ -242,21 +246,36 @@ def _of_deepspeed(
             return {"gradients": shard * (1 if stage == 3 or phase == "clipping" else 2)}
         if phase not in ("forward", *_LAST) and not is_backward:
             return {}
+        # The bucket's content is reduced when the next gradient does not fit, or after the last.
+        waiting = table if fills else 0
         if stage == 3:
-            # To be reduced, the gradients of the bucket are put in the order of processes.
-            ordered = min(bucket, whole) if late else 0
-            return {"communication": max(gathered - small, 0) + ordered}
+            parameters = max(gathered - small, 0)
+            if not is_backward:
+                return {"communication": parameters}
+            if not late:
+                return {"gradients": table, "communication": parameters}
+            # To be reduced, the gradients of the bucket are put in the order of processes. Gloo,
+            # which exchanges them between CPUs, makes a copy of that.
+            ordered = min(buffer, whole) * (2 if on_cpu else 1)
+            # A layer's weights are dropped after its backward pass, but not the embedding's.
+            parameters = parameters if fills else min(parameters, table)
+            return {"gradients": waiting, "communication": parameters + ordered}
         summed = (whole if stage == 1 else 0 if offloads else shard) if accumulates else 0
         if not is_backward:
             # Stage 1 keeps its bucket until the last micro-batch.
             kept = bucket if accumulates and stage == 1 else 0
             return {"gradients": summed, "communication": kept}
         if not late:
-            return {"gradients": summed, "communication": bucket}
+            # The bucket is made when the first gradient is there, that of the head.
+            return {"gradients": summed + table, "communication": bucket}
         if stage == 1 and not overlaps:
             # All gradients are there before the first is copied into the bucket.
             return {"gradients": whole, "communication": bucket}
+        # Several processes exchange a copy of the bucket's content. The shard is made after that
+        # if the bucket holds all gradients, and otherwise when the first bucket is full.
         own = 0 if offloads else shard
+        copied = min(buffer, whole) if processes > 1 else 0
+        own = own + waiting + copied if fills else max(own, table, copied)
         return {"gradients": summed + own, "communication": bucket}
 
     kept = prediction.phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
@@ -272,9 +291,11 @@ def _of_deepspeed(
         found = _total(others, *always, passing(phase, late=not is_early))
         if "backward" not in phase or phase in _LAST:
             return found
-        # The last gradient, that of the embedding, is beside the bucket when all the others are in.
-        last = _total(*always, passing(phase, late=True), {"gradients": sizes[0]})
-        return max(found, last, key=lambda peak: peak.bytes)
+        # The traced process has its peak at one end of the backward pass; with DeepSpeed's buffers
+        # it may be at the other.
+        at_start = _total({"activations": kept}, *always, passing(phase))
+        at_end = _total(*always, passing(phase, late=True))
+        return max(found, at_start, at_end, key=lambda peak: peak.bytes)
 
     host = 0 if on_cpu else sum(moved.values())
     found = with_peaks(prediction, shared, host)
