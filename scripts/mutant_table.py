@@ -752,7 +752,7 @@ MUTANTS = [
     ),
     Mutant(
         "templates run",
-        "firstlight/tokenizer/chat_sandbox.py",
+        "firstlight/tokenizer/chat_template.py",
         "from jinja2.sandbox import ImmutableSandboxedEnvironment",
         "from jinja2 import Environment as ImmutableSandboxedEnvironment",
         (_TEXT + "a_chat_template_runs_code",),

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from tokenizer_files import TEXTS, tiny
 from tokenizers import Regex, models, pre_tokenizers
 
+from firstlight.cli.main import main
 from firstlight.data import encoding
 from firstlight.data import prepare as module
 from firstlight.data.corpus import TokenDataset
@@ -850,6 +851,28 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
     with pytest.raises(StorageError, match=r"the disk is full at .*out"):
         prepare([corpus], TOKENIZER, tmp_path / "new" / "out")
     assert names(tmp_path) == []
+
+
+def test_text_of_one_repeated_character_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("b" * 20_000 + "\n")
+    said = r"100\.0% of the text is the one character 'b'"
+    with pytest.raises(InputError, match=said):
+        prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # Any other document makes it a text.
+    (tmp_path / "b.txt").write_text("a text with words\n" * 10)
+    assert prepare([tmp_path], TOKENIZER, tmp_path / "out")
+
+
+def test_tokenizer_of_one_repeated_character_is_refused_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("b" * 20_000)
+    out = str(tmp_path / "out")
+    words = ["tokenizer", "train", str(tmp_path / "a.txt"), "--vocab-size", "300", "--out", out]
+    assert main(words) == 1
+    assert "of the text is the one character 'b'" in capsys.readouterr().err
+    assert not Path(out).exists()
 
 
 def test_an_interruption_leaves_nothing(

@@ -255,7 +255,7 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("corpsu", r"corpsu does not exist \(did you mean 'corpus'\?\)"),
         ("stdlb", r"stdlb does not exist \(did you mean 'stdlib'\?\)"),
-        ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist$"),
+        ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist: name files"),
         ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(firstlight reads text "),
         ("no[xyz]", r"matches no text files"),
         ("empty", r"folder empty holds no text files .*\): put some there$"),

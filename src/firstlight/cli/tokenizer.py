@@ -43,7 +43,7 @@ def train_command(
     hf:NAME[:CONFIG[:SPLIT]].
     """
     from firstlight.data.cleaning import ChangeCounts, change_lines
-    from firstlight.data.records import read_documents
+    from firstlight.data.records import read_documents, with_words
     from firstlight.data.sources import find_sources
     from firstlight.files.atomic import new_folder, require_free
     from firstlight.tokenizer import train_tokenizer
@@ -53,7 +53,8 @@ def train_command(
     counts = {"documents": 0, "rejected": 0, "text_bytes": 0}
     rejections: list[str] = []
     changes = ChangeCounts()
-    texts = _count_texts(read_documents(sources, text_key), counts, rejections, changes)
+    records = with_words(read_documents(sources, text_key))
+    texts = _count_texts(records, counts, rejections, changes)
     with new_folder(out) as folder:
         tokenizer = train_tokenizer(texts, vocab_size)
         tokenizer.save_pretrained(folder)

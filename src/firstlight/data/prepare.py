@@ -44,6 +44,7 @@ from firstlight.data.records import (
     mark_of,
     nothing_read,
     read_documents,
+    with_words,
 )
 from firstlight.data.shards import TokenArray
 from firstlight.data.sources import (
@@ -306,7 +307,7 @@ class _Preparation:
         compressor = zlib.compressobj(9, wbits=31)
         with (
             progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
-            closing(read_documents(sources, text_key)) as records,
+            closing(with_words(read_documents(sources, text_key))) as records,
             closing(read_documents(held_out, text_key)) as others,
             closing(self._accepted(records, self.max_documents)) as documents,
             closing(self._accepted(others if held_out else ())) as validation,

@@ -64,6 +64,9 @@ _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 _JSON_HEAD_BYTES = 1 << 20
 #: Bytes that a rejected document counts against `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
+#: Fraction of a text that consists of its common characters. Nothing is learned from a text with
+#: only one of them.
+COMMON_SHARE = 0.999
 
 #: Number of first records in which the kind of a source is looked for: some may be damaged.
 _TOLD_BY = 10
@@ -252,6 +255,32 @@ def read_documents(
                         left -= len(document.value.encode("utf-8"))
                 if left <= 0:
                     break
+
+
+def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
+    """The documents, read to the end only if they have more than one repeated character. Once they
+    do, no more characters are counted.
+
+    Raises:
+        InputError: 99.9 % of the text or more is one character.
+    """
+    character, count, total = "", 0, 0
+    for document in documents:
+        if document.error is None and count >= COMMON_SHARE * total:
+            character = character or document.value[len(document.value) // 2]
+            count += document.value.count(character)
+            total += len(document.value)
+        yield document
+    if total and count >= COMMON_SHARE * total:
+        raise InputError(one_character(character, count / total))
+
+
+def one_character(character: str, share: float) -> str:
+    """The message about texts of which almost all is one repeated character."""
+    return (
+        f"{share:.1%} of the text is the one character {character!r}, from which nothing is "
+        "learned: give text with words"
+    )
 
 
 def mark_of(source: DataSource) -> tuple[int, int, int] | None:

@@ -201,7 +201,7 @@ class BlockFile:
     def _changed(self, problem: str) -> DataError:
         return DataError(
             f"{self.path} was {problem} while it was in use: restore it or prepare the corpus "
-            "again, then go on with --resume"
+            "again, then continue with --resume"
         )
 
 

@@ -171,18 +171,27 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
         if not _is_read(path, suffixes):
             raise InputError(_unread(path, suffixes))
         return [DataSource(name=item, path=path)]
-    if kind := special_kind(path):
-        raise InputError(special_input(item, kind))
     if any(character in item for character in "*?["):
         names = [name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
         files = [path for path in map(Path, sorted(names)) if _is_read(path, suffixes)]
         if not files:
             raise InputError(f"{item} matches no {_kinds(suffixes)}")
         return [DataSource(name=str(file), path=file) for file in files]
+    raise InputError(missing_input(item))
+
+
+def missing_input(item: str) -> str:
+    """The message about an input that is neither a file nor a folder, nor another kind of input."""
+    path = Path(item).expanduser()
+    if kind := special_kind(path):
+        return special_input(item, kind)
     if "://" in item:
-        raise InputError(url_input(item))
+        return url_input(item)
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise InputError(f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}")
+    return (
+        f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}: name files, folders, "
+        "globs, `stdlib` or `hf:NAME`"
+    )
 
 
 def url_input(item: str) -> str:

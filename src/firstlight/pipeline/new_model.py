@@ -101,8 +101,9 @@ class NewModel:
 
         fitted = self._fitted(plan, data, call)
         plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
-        for line in () if chosen_again else plan.lines():
-            call.tell(line)
+        if not chosen_again:
+            for line in plan.lines():
+                call.tell(line)
         call.write_recipe(fitted.resolved, plan.choices, plan.request)
         call.remember(begun=True, expected=plan.choices.bits_per_byte)
         return train(
@@ -237,8 +238,7 @@ def _forget_first_steps(folder: Path) -> None:
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder
-    from firstlight.report.length import LENGTH_NAME
-    from firstlight.report.records import METRICS_NAME
+    from firstlight.report.records import LENGTH_NAME, METRICS_NAME
 
     if (folder / CHECKPOINTS).exists():
         remove_folder(folder / CHECKPOINTS)

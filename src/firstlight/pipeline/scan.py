@@ -16,7 +16,15 @@ from rich.progress import TextColumn
 from firstlight.console import progress_bar, size_text
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
 from firstlight.data.opening import compress
-from firstlight.data.records import REASONS, Record, digest_of, nothing_read, read_documents
+from firstlight.data.records import (
+    COMMON_SHARE,
+    REASONS,
+    Record,
+    digest_of,
+    nothing_read,
+    one_character,
+    read_documents,
+)
 from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
@@ -34,8 +42,6 @@ _BLOCK_CHARACTERS = 1 << 22
 _HOPELESS = 1000
 #: Bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
-#: Fraction of the text that consists of the common characters.
-_COMMON_SHARE = 0.999
 
 #: Unicode's names of scripts -> better known names.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
@@ -283,13 +289,10 @@ class _Counts:
         whole = int(sum(text_size(source) for source in sources))
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
         characters = int(counted.sum())
-        common = int(np.searchsorted(np.cumsum(counted), _COMMON_SHARE * characters)) + 1
+        common = int(np.searchsorted(np.cumsum(counted), COMMON_SHARE * characters)) + 1
         if common == 1:
-            raise InputError(
-                f"{counted[0] / characters:.1%} of the text is the one character "
-                f"{chr(int(self._histogram.argmax()))!r}, from which nothing is learned: give text "
-                "with words"
-            )
+            character = chr(int(self._histogram.argmax()))
+            raise InputError(one_character(character, counted[0] / characters))
         return CorpusFacts(
             documents=self.documents,
             text_bytes=self.text_bytes,

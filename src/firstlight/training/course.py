@@ -241,13 +241,11 @@ class Course:
     @property
     def line(self) -> str:
         """The figures in one line, for a log."""
-        record, left = self._record, self.seconds_left
-        if left is None:
-            seconds = (self._clock() - self._begun) / max(self._done, 1)
-            left = (self._max_steps() - record["step"]) * seconds
+        record, seconds = self._record, self.seconds_left
+        left = "?" if seconds is None else f"{seconds:.0f}"
         return (
             f"step {record['step']}/{self._max_steps()}  {_loss(record)}  {_rates(record)}  "
-            f"{record['memory_bytes'] / 2**30:.2f} GiB  {left:.0f} s left"
+            f"{record['memory_bytes'] / 2**30:.2f} GiB  {left} s left"
         )
 
     @property

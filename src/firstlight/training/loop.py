@@ -14,16 +14,21 @@ from typing import Any, TypeVar
 
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.console import notebook_display
-from firstlight.errors import CheckpointError, DataError, RunReplacedError
+from firstlight.errors import (
+    CheckpointError,
+    DataError,
+    RunReplacedError,
+    first_line,
+    lacks_memory,
+)
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.hardware.environment import sharing_cores
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed import with_deepspeed_file
-from firstlight.report.findings import Finding, best_checkpoint, findings_of
-from firstlight.report.numbers import final_numbers
 from firstlight.report.records import read_run
 from firstlight.report.report import REPORT_NAME, draw_report
+from firstlight.report.summary import Finding, best_checkpoint, final_numbers, findings_of
 from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
@@ -323,11 +328,16 @@ def _reported(run: Run) -> dict[str, Any]:
     try:
         draw_report(run.folder)
         found = read_run(run.folder)
-    except CheckpointError as error:
-        run.tell(
-            f"warning: {error}: it was damaged during the run, and the report is not drawn; the "
-            "checkpoint is saved: --resume drops the damaged lines and draws the report"
-        )
+    except Exception as error:
+        if isinstance(error, CheckpointError):
+            why = f"{error}: it was damaged during the run"
+            then = "--resume drops the damaged lines and draws the report"
+        elif lacks_memory(error):
+            why = f"out of memory ({first_line(error)})"
+            then = "`firstlight report` draws it"
+        else:
+            raise
+        run.tell(f"warning: {why}, and the report is not drawn; the checkpoint is saved: {then}")
         return ended
     numbers = final_numbers(found)
     medians = ("step_seconds", "samples_per_second", "tokens_per_second")

@@ -162,11 +162,12 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
             guessed.
     """
     evaluation, checkpoint, found = run.recipe.evaluation, run.recipe.checkpoint, run.times.seconds
+    tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
+    samples = found.get("samples", _SAMPLED_TOKEN_SECONDS * tokens)
     seconds = found.get("evaluation")
     if seconds is None:
-        tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
-        forward = _FORWARD_SHARE * sequence_seconds * _evaluated_sequences(run)
-        seconds = forward + _SAMPLED_TOKEN_SECONDS * tokens
+        seconds = _FORWARD_SHARE * sequence_seconds * _evaluated_sequences(run)
+        seconds += 0.0 if evaluation.samples_at == "epoch" else samples
     optimizer = run.program.optimizer
     size = checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
     writing = size / _WRITTEN_PER_SECOND
@@ -184,6 +185,9 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
         Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
         Periodic(checkpoint.every_steps, save, last_save),
     ]
+    if evaluation.samples_at == "epoch":
+        epoch_steps = run.dataset.num_rows(run.seq_len) // run.batch.at(run.state.step)
+        periodic.append(Periodic(max(epoch_steps, 1), samples, samples))
     if run.tasks:
         every, tasks = evaluation.tasks_every_steps, found.get("tasks", 0.0)
         periodic.append(Periodic(every or evaluation.every_steps, tasks, tasks))

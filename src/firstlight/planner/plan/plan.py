@@ -436,8 +436,9 @@ def _kept_schedule(plan: Plan) -> dict[str, Any]:
 
     def share(steps: int) -> float:
         assert run is not None
-        # Rounded down, so that two shares of a run are not more than all of it.
-        return min(math.floor(1e5 * steps / run.max_steps) / 1e5, 1.0)
+        # Rounded down, so that two shares of a run are not more than all of it; but not to 0, so
+        # that one step of a long run stays one.
+        return min(max(math.floor(1e5 * steps / run.max_steps), 1) / 1e5, 1.0)
 
     if config.warmup_steps or config.warmup_tokens:
         values |= {"warmup_steps": None, "warmup_tokens": None}
