@@ -21,7 +21,7 @@ from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import find_hardware
 from firstlight.models import Model, empty_model
 from firstlight.optim.groups import parameter_kinds
-from firstlight.optim.registry import make_optimizers
+from firstlight.optim.optimizer import make_optimizers
 from firstlight.optim.schedule import BatchSchedule, Schedule, resolve_schedule
 from firstlight.recipe import Recipe, load_recipe
 

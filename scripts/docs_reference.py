@@ -56,8 +56,8 @@ PARTS = {
     ],
     "Data": ["data.corpus.TokenDataset", "data.loader.TokenLoader"],
     "Optimizers": [
-        "optim.registry.make_optimizers",
-        "optim.registry.OptimizerSpec",
+        "optim.optimizer.make_optimizers",
+        "optim.spec.OptimizerSpec",
         "optim.groups.parameter_kinds",
     ],
     "Schedules": [

@@ -120,7 +120,7 @@ MUTANTS = [
     ),
     Mutant(
         "weight decay on norms and biases",
-        "firstlight/optim/registry.py",
+        "firstlight/optim/config.py",
         "vector_weight_decay: float = Field(0.0, ge=0)",
         "vector_weight_decay: float = Field(0.1, ge=0)",
         (_STEPS + "weight_decay_on_norms_and_biases",),
@@ -156,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "every role at one rate",
-        "firstlight/optim/registry.py",
+        "firstlight/optim/config.py",
         'self.learning_rate * own.get("lr_multiple", 1.0)',
         "self.learning_rate",
         (_GROUPS + "every_optimizer_takes_a_roles_own_rate",),
@@ -232,14 +232,14 @@ MUTANTS = [
     ),
     Mutant(
         "Muon's rate falls with the width as AdamW's does",
-        "firstlight/optim/registry.py",
+        "firstlight/optim/config.py",
         "muon_rate * math.sqrt(ratio)",
         "muon_rate * ratio",
         (_GROUPS + "rates_follow_from_the_width_they_were_tuned_at",),
     ),
     Mutant(
         "the rates of a width are derived again from a resolved recipe",
-        "firstlight/optim/registry.py",
+        "firstlight/optim/config.py",
         'changes: dict[str, Any] = {"tuned_width": hidden_size}',
         "changes: dict[str, Any] = {}",
         (_GROUPS + "a_resolved_recipe_has_the_rates_of_its_width_once",),

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from firstlight.models import LlamaConfig, empty_model
+from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.dtensors import full_parameters, is_sharded
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
 from firstlight.parallel.selection import make_engine

@@ -17,7 +17,8 @@ from firstlight.data.writer import ShardWriter
 from firstlight.efficiency import LossFunction
 from firstlight.files.atomic import write_json
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 
 VOCABULARY, SEQ_LEN = 23, 8
 

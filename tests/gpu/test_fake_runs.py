@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch
 from firstlight.evaluation.perplexity import evaluate_split
+from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.optimizer import Optimizer
-from firstlight.optim.registry import OptimizerConfig
 from firstlight.training.micro_batch import try_step
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.run import Run

@@ -12,7 +12,7 @@ from switches import CPU, Combination
 
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
-from firstlight.optim.registry import OPTIMIZERS
+from firstlight.optim.config import OPTIMIZERS
 
 _LLAMA: Combination = frozenset([("model", "llama")])
 #: Bounds of loss and weights where kernels of another device add up in another order, and for

@@ -15,7 +15,8 @@ from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.loader import IGNORE_INDEX, Batch, rows_to_batch
 from firstlight.efficiency import apply_methods
 from firstlight.models import empty_model
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training.step import StepResult, train_step
 

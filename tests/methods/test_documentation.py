@@ -13,7 +13,7 @@ from table import BEGIN, END, PAGE, with_table
 
 from firstlight.efficiency import EfficiencyConfig
 from firstlight.lora.layers import LoraConfig
-from firstlight.optim.registry import OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.recipe import BatchConfig, DataConfig
 

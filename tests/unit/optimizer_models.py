@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 
 LLAMA = LlamaConfig(
     vocab_size=29,

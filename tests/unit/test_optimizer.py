@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from firstlight.errors import CheckpointError
 from firstlight.models import ModelConfig
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 
 both = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 each = pytest.mark.parametrize("name", ["adamw", "muon"])

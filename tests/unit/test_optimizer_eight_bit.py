@@ -23,7 +23,8 @@ from torch import nn
 from firstlight.errors import CheckpointError, ConfigError, MissingDependencyError
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.optim import eight_bit
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
@@ -251,7 +252,8 @@ def test_nothing_is_written_to_stderr(library: str) -> None:
     pytest.importorskip(library)
     program = (
         "import torch\n"
-        "from firstlight.optim.optimizer import Optimizer, OptimizerConfig\n"
+        "from firstlight.optim.config import OptimizerConfig\n"
+        "from firstlight.optim.optimizer import Optimizer\n"
         "model = torch.nn.Linear(64, 64)\n"
         f"config = OptimizerConfig(name='adamw8bit', eight_bit_library='{library}')\n"
         "optimizer = Optimizer(model, config)\n"

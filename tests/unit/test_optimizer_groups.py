@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from firstlight.hardware.device import find_hardware
 from firstlight.lora.layers import LoraConfig, add_lora
 from firstlight.models import GptOssConfig, ModelConfig
+from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.groups import Role, decay_counts, describe_groups, parameter_kinds
 from firstlight.optim.muon import MUON
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.resolve import facts_here, resolve
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.models import GPT2Config, MoEConfig
 from firstlight.models.accounting import meta_model
+from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.groups import decay_counts, parameter_kinds
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
-from firstlight.optim.registry import OPTIMIZERS
+from firstlight.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 

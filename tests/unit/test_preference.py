@@ -22,7 +22,8 @@ from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.models import LlamaConfig, Model, build_model
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import PreferenceConfig, parse_recipe
 from firstlight.report.records import read_json_lines
 from firstlight.tokenizer import Tokenizer

@@ -13,7 +13,8 @@ from torch import Tensor
 from firstlight.data.loader import Batch
 from firstlight.errors import CheckpointError, ConfigError, TrainingError
 from firstlight.models import GPT2, GPT2Config
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 from firstlight.training.guard import LossScaler
 from firstlight.training.step import train_step
 

@@ -14,7 +14,8 @@ import firstlight.optim.optimizer
 from firstlight.data.loader import IGNORE_INDEX, Batch
 from firstlight.errors import TrainingError
 from firstlight.models import GPT2, GPT2Config, Llama, LlamaConfig, Model
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe.schema import GuardConfig
 from firstlight.training.guard import Guard, LossScaler
 from firstlight.training.step import MicroBatchTooLargeError, StepResult, train_step

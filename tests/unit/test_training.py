@@ -33,7 +33,7 @@ from firstlight.errors import (
 )
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
-from firstlight.optim.registry import OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.schedule import Schedule
 from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.report.records import last_start, read_json_lines, read_run

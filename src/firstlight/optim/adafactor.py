@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from firstlight.optim.spec import (
     ForeachOptimizer,
     Groups,
     Layout,
+    OptimizerKeys,
     OptimizerSpec,
 )
+
+AdafactorVariant = Literal["auto", "paper", "torch"]
 
 #: Added to squared gradients, so that rows without a gradient have an inverse root.
 _EPS_OF_SQUARES = 1e-30
@@ -130,6 +134,23 @@ def _directions(
         )
     torch._foreach_mul_(inverse_roots, gradients)
     return inverse_roots
+
+
+class AdafactorConfig(OptimizerKeys):
+    """Keys of Adafactor."""
+
+    adafactor_threshold: float = Field(1.0, ge=1)
+    """largest root mean square of an Adafactor update before the learning rate is applied; larger
+    updates are scaled down to it (d in the paper)."""
+    adafactor_beta2_decay: float = Field(-0.8, le=0)
+    """exponent of the decay rate of Adafactor's second moment, which is 1 - step ** exponent; at
+    most 0."""
+    adafactor_variant: AdafactorVariant = "auto"
+    """variant of Adafactor. "paper": weight decay is relative to the parameter's root mean square,
+    as steps are, and the learning rate is the schedule's (as in transformers' Adafactor with
+    relative_step=False). "torch": torch.optim.Adafactor, whose weight decay is learning_rate times
+    weight_decay for each parameter (1e-3 a step at 1e-2 and 0.1), and whose learning rate is at
+    most 1/sqrt(step). "auto" is paper; a run that an older version began continues with torch."""
 
 
 def _adafactor(groups: Groups, config: Any) -> torch.optim.Optimizer:

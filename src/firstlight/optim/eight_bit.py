@@ -18,13 +18,16 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError, MissingDependencyError
-from firstlight.optim.spec import Groups, Layout, OptimizerSpec
+from firstlight.optim.spec import Groups, Layout, OptimizerKeys, OptimizerSpec
+
+EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
 
 #: Values that share a scale, and the least number of values of a tensor that has 8-bit moments.
 #: Both are defaults of bitsandbytes and of torchao.
@@ -208,6 +211,32 @@ def _torchao_layout(parameter: Tensor) -> Layout:
 
 
 # The entry in the table of optimizers
+
+
+class EightBitConfig(OptimizerKeys):
+    """Keys of the 8-bit optimizers."""
+
+    eight_bit_library: EightBitLibrary = "auto"
+    """library of the 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at once;
+    "torchao" compiles its update, which takes tens of seconds on a CPU at the first step. "auto"
+    takes bitsandbytes if it is installed, else torchao. Tensors under 4096 values stay in 32 bits.
+    So do embeddings, see embeddings_in_32_bits. One library can't read the other's state."""
+    embeddings_in_32_bits: bool | None = None
+    """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
+    to them) by torch's AdamW with fp32 moments, 8 bytes for each of their parameters, as Dettmers
+    et al. 2022 advise; paged_adamw8bit does not page these moments. null is true with 8-bit
+    optimizers. false saves 6 bytes for each of these parameters; a row then shares its scale with
+    others unless hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare
+    tokens were moved ten times too far."""
+
+    @model_validator(mode="after")
+    def _check_library(self) -> EightBitConfig:
+        if self.eight_bit_library == "torchao" and _is_paged(self):
+            raise ValueError(
+                "torchao has no paged optimizer: set eight_bit_library to bitsandbytes, "
+                "or name to adamw8bit"
+            )
+        return self
 
 
 def _eight_bit(groups: Groups, config: Any) -> torch.optim.Optimizer:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from firstlight.optim.cautious import decay_cautiously
@@ -26,6 +27,7 @@ from firstlight.optim.dtensors import (
 from firstlight.optim.spec import (
     Groups,
     Layout,
+    OptimizerKeys,
     OptimizerSpec,
     is_sharded_like,
     momentum_layout,
@@ -33,6 +35,8 @@ from firstlight.optim.spec import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+MuonCoefficients = Literal["jordan", "polar_express"]
 
 _EPS = 1e-7
 
@@ -382,6 +386,29 @@ def _momentum(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> float:
         return float(group["momentum"])
     done = min((float(state["step"]) - 1) / group["warmup_steps"], 1.0)
     return float(group["first_momentum"] * (1 - done) + group["momentum"] * done)
+
+
+class MuonConfig(OptimizerKeys):
+    """Keys of Muon."""
+
+    muon_learning_rate: float | None = Field(None, gt=0)
+    """peak learning rate of Muon; null takes `learning_rate`. Its updates are scaled by 0.2
+    sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """momentum of Muon."""
+    muon_momentum_warmup_steps: int = Field(0, ge=0)
+    """steps in which Muon's momentum rises linearly from `muon_first_momentum` to `muon_momentum`,
+    since early gradients change fast. 0 is no momentum warm-up; 300 is usual."""
+    muon_first_momentum: float = Field(0.85, ge=0, lt=1)
+    """Muon's momentum in the first step of a momentum warm-up."""
+    muon_coefficients: MuonCoefficients = "jordan"
+    """coefficients of Muon's five Newton-Schulz steps: "jordan" (Jordan et al. 2024; singular
+    values end between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv 2505.16932; they
+    end nearer to 1), at the same cost."""
+    muon_beta2: float | None = Field(None, ge=0, lt=1)
+    """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491): each row of Muon's
+    update is divided by the root of its averaged mean square, so that no neuron moves much more
+    than others; 4 bytes of state a row. null is plain Muon; the paper uses 0.95."""
 
 
 def _muon(groups: Groups, config: Any) -> Muon:

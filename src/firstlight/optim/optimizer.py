@@ -1,6 +1,6 @@
 """The optimizer of a run: updates, gradient clipping, and the state by parameter name.
 
-`registry.py` has the table of all optimizers.
+`config.py` has the table of all optimizers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import CheckpointError, ConfigError
+from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.dtensors import full_tensor, is_sharded, shard_like
-from firstlight.optim.groups import parameter_kinds
+from firstlight.optim.groups import Kind, parameter_groups, parameter_kinds
 from firstlight.optim.muon import Muon
-from firstlight.optim.registry import OptimizerConfig, make_optimizers
-from firstlight.optim.spec import Layout, is_sharded_like
+from firstlight.optim.spec import Layout, OptimizerSpec, is_sharded_like
 
 
 class MasterWeights:
@@ -113,7 +113,36 @@ def _initial(name: str, parameter: nn.Parameter, given: Tensor | None) -> Tensor
     return given.detach().to(parameter.device)
 
 
-__all__ = ["Optimizer", "OptimizerConfig"]
+def make_optimizers(
+    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: OptimizerConfig
+) -> list[tuple[OptimizerSpec, torch.optim.Optimizer]]:
+    """The torch optimizers that together update the parameters, each exactly once.
+
+    Args:
+        parameters: parameters by name.
+        kinds: kinds of these parameters by name.
+        config: the recipe's section.
+
+    Returns:
+        (entry of the table, torch optimizer) for the named optimizer and for AdamW, which updates
+        the rest; without those that have no parameters.
+
+    Raises:
+        ConfigError: the config can't work on the parameters' device.
+        MissingDependencyError: an 8-bit library is needed and not installed.
+    """
+    spec = OPTIMIZERS[config.name]
+    has_choice = "embeddings_in_32_bits" in spec.options
+    wide = "embedding" if has_choice and config.embeddings_in_32_bits is not False else None
+    # AdamW updates the parameters that the named optimizer does not take: with Muon, those of
+    # embeddings, head and norms.
+    own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
+    rest = {n: p for n, p in parameters.items() if n not in own}
+    return [
+        (one, one.make(parameter_groups(some, kinds, config), config))
+        for one, some in ((spec, own), (OPTIMIZERS["adamw"], rest))
+        if some
+    ]
 
 
 class Optimizer:

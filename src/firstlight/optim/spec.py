@@ -1,13 +1,18 @@
-"""The description of one optimizer; `optim/registry.py` has the table of all optimizers."""
+"""The description of one optimizer; `optim/config.py` has the table of all optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
+
+from firstlight.section import Section
+
+Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 
 #: Shape and dtype of each tensor of a parameter's state, by the tensor's name.
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -15,6 +20,25 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 #: torch's parameter groups, as `groups.parameter_groups` makes them.
 Groups = list[dict[str, Any]]
+
+
+class OptimizerKeys(Section):
+    """Keys of the `optimizer` section that every optimizer reads: the base of the classes with the
+    keys of one optimizer."""
+
+    name: str = "adamw"
+    implementation: Implementation = "auto"
+    """implementation of AdamW (also the one beside Muon) and SGD in torch: "fused", one kernel that
+    reads and writes each value once (an update is bound by memory, not arithmetic); "foreach", one
+    kernel for each operation over all parameters, with temporary copies as large as the parameters;
+    "for-loop", parameter by parameter, the least memory without fused kernels and the slowest on
+    GPUs. "auto" is fused where the device has it, else foreach. For Adafactor and Lion, which have
+    no fused kernel, it is for-loop, since foreach costs the memory that they save. Muon itself
+    updates small matrices of one size together with "foreach" and "fused", and with "auto" on a
+    GPU. All give the same numbers up to rounding."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
+    `head_lr_multiple` and `vector_lr_multiple` give some of them a multiple of it."""
 
 
 def momentum_layout(parameter: Tensor, *_: Any) -> Layout:

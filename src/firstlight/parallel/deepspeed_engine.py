@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.models import Model
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig, require_fitting_state
+from firstlight.optim.config import OptimizerConfig
+from firstlight.optim.optimizer import Optimizer, require_fitting_state
 from firstlight.optim.spec import Layout
 from firstlight.parallel.deepspeed_model import ZeroModel, set_shard
 from firstlight.parallel.engine import DistributedConfig, Engine, StateTensors, TensorsOf, on_cpu

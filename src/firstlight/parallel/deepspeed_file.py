@@ -10,7 +10,7 @@ from typing import Any
 
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
-from firstlight.optim.registry import OPTIMIZERS, elementwise_optimizers
+from firstlight.optim.config import OPTIMIZERS, elementwise_optimizers
 
 #: Keys of the file that correspond to one key of a recipe.
 _SAME = {

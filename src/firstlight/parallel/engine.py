@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from firstlight.models import Model, ModelConfig, empty_model
 from firstlight.models.language_model import InitConfig
+from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.dtensors import is_sharded
-from firstlight.optim.optimizer import Optimizer, OptimizerConfig
+from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel.group import all_reduce_sum
 from firstlight.parallel.world import World
 from firstlight.section import Section

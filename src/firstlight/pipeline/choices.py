@@ -269,7 +269,7 @@ def _rates_of_others(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Cho
     Raises:
         ConfigError: no rate is known for the optimizer, and none is given.
     """
-    from firstlight.optim.registry import OPTIMIZERS
+    from firstlight.optim.config import OPTIMIZERS
 
     name, is_given = str(fixed["optimizer.name"]), "optimizer.learning_rate" in fixed
     rate = known_rate(defaults.RATES, name, fixed)
@@ -310,7 +310,7 @@ def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choi
     reason = "the rates are for this width, and follow that of the model"
     width = RATE_WIDTH
     if not rates.keys().isdisjoint(fixed):
-        from firstlight.optim.registry import OptimizerConfig
+        from firstlight.optim.config import OptimizerConfig
 
         own = {key.removeprefix("optimizer."): value for key, value in rates.items()}
         config = OptimizerConfig(name="muon", tuned_width=width, **own).for_width(hidden_size)

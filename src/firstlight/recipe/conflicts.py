@@ -12,7 +12,7 @@ from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.models import ModelConfig
-from firstlight.optim.registry import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
+from firstlight.optim.config import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
 from firstlight.parallel.engine import Engine
 from firstlight.parallel.selection import ENGINES
 from firstlight.parallel.sharding import unshardable

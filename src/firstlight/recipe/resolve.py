@@ -27,9 +27,9 @@ from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.models.language_model import InitConfig
+from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
-from firstlight.optim.registry import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.parallel.selection import named_engine
 from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe

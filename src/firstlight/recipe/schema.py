@@ -18,7 +18,7 @@ from firstlight.errors import ConfigError
 from firstlight.lora.layers import LoraConfig
 from firstlight.models import ModelConfig
 from firstlight.models.language_model import InitConfig
-from firstlight.optim.registry import OptimizerConfig
+from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.schedule import BatchSchedule, ScheduleConfig
 from firstlight.parallel.engine import DistributedConfig
 from firstlight.section import Section

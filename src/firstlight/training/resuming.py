@@ -24,7 +24,7 @@ from firstlight.checkpoint.manifest import (
 )
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.optim.registry import OPTIMIZERS
+from firstlight.optim.config import OPTIMIZERS
 from firstlight.optim.schedule import ScheduleConfig, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe

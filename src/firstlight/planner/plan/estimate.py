@@ -11,7 +11,7 @@ from typing import Any
 
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.hardware.device import is_out_of_memory
-from firstlight.optim.registry import OPTIMIZERS
+from firstlight.optim.config import OPTIMIZERS
 from firstlight.parallel.selection import named_engine
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled, without_compile

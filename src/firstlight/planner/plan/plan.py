@@ -13,7 +13,7 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.optim.registry import OPTIMIZERS
+from firstlight.optim.config import OPTIMIZERS
 from firstlight.parallel.selection import named_engine
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import MachineFacts, TextFacts

@@ -1,68 +1,32 @@
 """The `optimizer` section of a recipe, and the table of optimizers that it chooses from.
 
-The entries of torch's AdamW and SGD are here; each other optimizer has a module of its own with its
-`OptimizerSpec`.
+The section has the keys of all optimizers, so that `name` can change without the other keys:
+`OptimizerConfig` inherits a class with the keys of each optimizer, such as `AdamWConfig`. AdamW and
+SGD, which torch has, are here; each other optimizer has a module of its own with the class of its
+keys and its `OptimizerSpec`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from firstlight.errors import ConfigError
-from firstlight.optim.adafactor import ADAFACTOR
+from firstlight.optim.adafactor import ADAFACTOR, AdafactorConfig
 from firstlight.optim.cautious import make_cautious
 from firstlight.optim.dtensors import is_sharded
-from firstlight.optim.eight_bit import EIGHT_BIT
-from firstlight.optim.groups import Kind, Role, parameter_groups
+from firstlight.optim.eight_bit import EIGHT_BIT, EightBitConfig
+from firstlight.optim.groups import Role
 from firstlight.optim.lion import LION
-from firstlight.optim.muon import MUON
-from firstlight.optim.spec import Groups, Layout, OptimizerSpec, momentum_layout
-from firstlight.section import Section
-
-Implementation = Literal["auto", "for-loop", "foreach", "fused"]
-EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
-MuonCoefficients = Literal["jordan", "polar_express"]
-AdafactorVariant = Literal["auto", "paper", "torch"]
+from firstlight.optim.muon import MUON, MuonConfig
+from firstlight.optim.spec import Groups, Layout, OptimizerKeys, OptimizerSpec, momentum_layout
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-
-
-def make_optimizers(
-    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: OptimizerConfig
-) -> list[tuple[OptimizerSpec, torch.optim.Optimizer]]:
-    """The torch optimizers that together update the parameters, each exactly once.
-
-    Args:
-        parameters: parameters by name.
-        kinds: kinds of these parameters by name.
-        config: the recipe's section.
-
-    Returns:
-        (entry of the table, torch optimizer) for the named optimizer and for AdamW, which updates
-        the rest; without those that have no parameters.
-
-    Raises:
-        ConfigError: the config can't work on the parameters' device.
-        MissingDependencyError: an 8-bit library is needed and not installed.
-    """
-    spec = OPTIMIZERS[config.name]
-    has_choice = "embeddings_in_32_bits" in spec.options
-    wide = "embedding" if has_choice and config.embeddings_in_32_bits is not False else None
-    # AdamW updates the parameters that the named optimizer does not take: with Muon, those of
-    # embeddings, head and norms.
-    own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
-    rest = {n: p for n, p in parameters.items() if n not in own}
-    return [
-        (one, one.make(parameter_groups(some, kinds, config), config))
-        for one, some in ((spec, own), (OPTIMIZERS["adamw"], rest))
-        if some
-    ]
 
 
 def elementwise_optimizers() -> str:
@@ -78,6 +42,15 @@ def sharded_optimizers() -> str:
 def _listed(names: Iterable[str]) -> str:
     *others, last = sorted(names)
     return f"{', '.join(others)} or {last}"
+
+
+class AdamWConfig(OptimizerKeys):
+    """Keys of AdamW. The 8-bit optimizers and Lion share them."""
+
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
+    """decay rates of the moments of AdamW (also 8-bit AdamW) and of Lion."""
+    eps: float = Field(1e-8, gt=0)
+    """term added to the denominator of AdamW (also 8-bit AdamW)."""
 
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -96,6 +69,13 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 def _adamw_layout(parameter: Tensor, *_: Any) -> Layout:
     moment = (tuple(parameter.shape), parameter.dtype)
     return {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+
+
+class SGDConfig(OptimizerKeys):
+    """Keys of SGD."""
+
+    sgd_momentum: float = Field(0.9, ge=0, lt=1)
+    """momentum of SGD; 0 needs no state."""
 
 
 def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -156,7 +136,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, EightBitConfig):
     """The `optimizer` section of a recipe.
 
     Bytes of state a parameter are in addition to the fp32 parameter (4) and its gradient (4).
@@ -178,66 +158,6 @@ class OptimizerConfig(Section):
     Transformer. "lion" (Chen et al. 2023): one moment, 4 bytes. Every number moves by the learning
     rate against the sign of its averaged gradient, so Lion takes a third to a tenth of AdamW's
     learning_rate, three to ten times its weight_decay, and betas [0.9, 0.99]."""
-    implementation: Implementation = "auto"
-    """implementation of AdamW (also the one beside Muon) and SGD in torch: "fused", one kernel that
-    reads and writes each value once (an update is bound by memory, not arithmetic); "foreach", one
-    kernel for each operation over all parameters, with temporary copies as large as the parameters;
-    "for-loop", parameter by parameter, the least memory without fused kernels and the slowest on
-    GPUs. "auto" is fused where the device has it, else foreach. For Adafactor and Lion, which have
-    no fused kernel, it is for-loop, since foreach costs the memory that they save. Muon itself
-    updates small matrices of one size together with "foreach" and "fused", and with "auto" on a
-    GPU. All give the same numbers up to rounding."""
-    eight_bit_library: EightBitLibrary = "auto"
-    """library of the 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at once;
-    "torchao" compiles its update, which takes tens of seconds on a CPU at the first step. "auto"
-    takes bitsandbytes if it is installed, else torchao. Tensors under 4096 values stay in 32 bits.
-    So do embeddings, see embeddings_in_32_bits. One library can't read the other's state."""
-    embeddings_in_32_bits: bool | None = None
-    """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
-    to them) by torch's AdamW with fp32 moments, 8 bytes for each of their parameters, as Dettmers
-    et al. 2022 advise; paged_adamw8bit does not page these moments. null is true with 8-bit
-    optimizers. false saves 6 bytes for each of these parameters; a row then shares its scale with
-    others unless hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare
-    tokens were moved ten times too far."""
-    learning_rate: float = Field(1e-3, gt=0)
-    """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
-    `head_lr_multiple` and `vector_lr_multiple` give some of them a multiple of it."""
-    muon_learning_rate: float | None = Field(None, gt=0)
-    """peak learning rate of Muon; null takes `learning_rate`. Its updates are scaled by 0.2
-    sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both."""
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
-    """decay rates of the moments of AdamW (also 8-bit AdamW) and of Lion."""
-    eps: float = Field(1e-8, gt=0)
-    """term added to the denominator of AdamW (also 8-bit AdamW)."""
-    muon_momentum: float = Field(0.95, ge=0, lt=1)
-    """momentum of Muon."""
-    muon_momentum_warmup_steps: int = Field(0, ge=0)
-    """steps in which Muon's momentum rises linearly from `muon_first_momentum` to `muon_momentum`,
-    since early gradients change fast. 0 is no momentum warm-up; 300 is usual."""
-    muon_first_momentum: float = Field(0.85, ge=0, lt=1)
-    """Muon's momentum in the first step of a momentum warm-up."""
-    muon_coefficients: MuonCoefficients = "jordan"
-    """coefficients of Muon's five Newton-Schulz steps: "jordan" (Jordan et al. 2024; singular
-    values end between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv 2505.16932; they
-    end nearer to 1), at the same cost."""
-    muon_beta2: float | None = Field(None, ge=0, lt=1)
-    """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491): each row of Muon's
-    update is divided by the root of its averaged mean square, so that no neuron moves much more
-    than others; 4 bytes of state a row. null is plain Muon; the paper uses 0.95."""
-    sgd_momentum: float = Field(0.9, ge=0, lt=1)
-    """momentum of SGD; 0 needs no state."""
-    adafactor_threshold: float = Field(1.0, ge=1)
-    """largest root mean square of an Adafactor update before the learning rate is applied; larger
-    updates are scaled down to it (d in the paper)."""
-    adafactor_beta2_decay: float = Field(-0.8, le=0)
-    """exponent of the decay rate of Adafactor's second moment, which is 1 - step ** exponent; at
-    most 0."""
-    adafactor_variant: AdafactorVariant = "auto"
-    """variant of Adafactor. "paper": weight decay is relative to the parameter's root mean square,
-    as steps are, and the learning rate is the schedule's (as in transformers' Adafactor with
-    relative_step=False). "torch": torch.optim.Adafactor, whose weight decay is learning_rate times
-    weight_decay for each parameter (1e-3 a step at 1e-2 and 0.1), and whose learning rate is at
-    most 1/sqrt(step). "auto" is paper; a run that an older version began continues with torch."""
     weight_decay: float = Field(0.1, ge=0)
     """weight decay of matrices, and of embeddings and head unless they have their own. Decoupled,
     except for SGD, where it is added to the gradient; with Adafactor, relative to the parameter's
@@ -311,11 +231,6 @@ class OptimizerConfig(Section):
             raise ValueError(
                 f"tuned_width is for AdamW, Lion and Muon, and name is {self.name}: set it to null "
                 "and learning_rate to a rate for this model"
-            )
-        if self.eight_bit_library == "torchao" and self.name == "paged_adamw8bit":
-            raise ValueError(
-                "torchao has no paged optimizer: set eight_bit_library to bitsandbytes, "
-                "or name to adamw8bit"
             )
         return self
 
