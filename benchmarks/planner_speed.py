@@ -1,4 +1,4 @@
-"""Predicted and measured speed of training on this machine: a part of `python -m benchmarks planner`.
+"""Predicted and measured speed of training on this machine: a part of `benchmarks planner`.
 
 Each configuration has a process of its own, which predicts and trains in turns, so that changes of
 the machine's speed affect both. The medians of the predictions and of the steps are compared.
@@ -28,10 +28,11 @@ from typing import Any
 import torch
 
 from benchmarks.models import PlannerCase
+from benchmarks.rows import run_bench
 from firstlight.bench.models import config_of
 from firstlight.bench.options import Keep
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.runner import Found, RowOutcome, run_bench
+from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import Tokens, write_tokens
 from firstlight.console import say
 from firstlight.errors import ConfigError, TrainingError

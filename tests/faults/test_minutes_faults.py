@@ -14,8 +14,7 @@ from scale import cases
 
 from firstlight.optim.schedule import DecidedLength
 from firstlight.recipe import load_recipe
-from firstlight.report.length import read_length
-from firstlight.report.records import read_json_lines
+from firstlight.report.records import read_json_lines, read_length
 from firstlight.training import loop, minutes
 from firstlight.training.length import TimeBudget
 from firstlight.training.loop import train

@@ -121,6 +121,19 @@ def test_imports_go_down_the_layers_only() -> None:
     assert wrong == []
 
 
+def test_package_imports_nothing_of_the_checkout() -> None:
+    """Neither `benchmarks` nor `tests` is installed with the package."""
+    wrong = [
+        path
+        for path in _MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or node.names[0].name]
+        if name.split(".")[0] in ("benchmarks", "tests")
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     "importer, imported, allowed",
     [

@@ -32,9 +32,8 @@ from firstlight.optim.schedule import (
 )
 from firstlight.planner.plan.machine import find_machine, planned_run, resolve_for
 from firstlight.recipe import parse_recipe
-from firstlight.report.html import run_page
-from firstlight.report.length import read_length
-from firstlight.report.records import read_json_lines, read_run
+from firstlight.report.page import run_page
+from firstlight.report.records import read_json_lines, read_length, read_run
 from firstlight.tokenizer import Tokenizer
 from firstlight.training import loop, minutes, saving, start, validation
 from firstlight.training.cooldown import cooldown_recipe

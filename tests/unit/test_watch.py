@@ -169,3 +169,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     for path, said in ((tmp_path, "is no run folder"), (tmp_path / "file", "is a file")):
         assert main(["watch", str(path)]) == 1
         assert said in capsys.readouterr().err
+
+
+def test_removed_dashboard_command_names_its_successors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["dashboard", "runs", "--port", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "tensorboard --logdir RUNS" in said
+    assert "trackio show" in said
+    assert said.count("\n") == 1

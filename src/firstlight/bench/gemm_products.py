@@ -103,8 +103,8 @@ class GemmPlan:
         max_rounds: maximum number of rounds.
         turns: measurements of the products of COMPARED in a round. There are more of them, because
             the products are small and so are the differences between them.
-        pass_bytes: sizes in bytes of the arrays that `gemm_loops` reads; () on GPUs.
-        blocked_edge: rows and columns of the product that `gemm_loops` cuts into blocks; 0 on GPUs.
+        pass_bytes: sizes in bytes of the arrays that `gemm` reads; () on GPUs.
+        blocked_edge: rows and columns of the product that `gemm` cuts into blocks; 0 on GPUs.
     """
 
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""`firstlight watch` and `firstlight dashboard`: views of runs that other processes carry out."""
+"""`firstlight watch`: the view of a run that another process carries out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.console import say
-from firstlight.errors import nearest
+from firstlight.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from firstlight.training.course import Course
@@ -68,27 +68,20 @@ def watch_command(run: Path) -> None:
         _watch(run.expanduser())
 
 
-@click.command("dashboard")
-@click.argument("runs", nargs=-1, required=True, metavar="RUNS...", type=click.Path(path_type=Path))
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=6070,
-    show_default=True,
-    help="Port on this machine; 0 takes a free one.",
+@click.command(
+    "dashboard",
+    hidden=True,
+    context_settings={"ignore_unknown_options": True},
+    add_help_option=False,
 )
-def dashboard_command(runs: tuple[Path, ...], port: int) -> None:
-    """Show runs side by side on a page that updates while they train.
-
-    RUNS are run folders, or folders of run folders. Only this machine can open the page, which
-    loads nothing from other hosts. Ctrl-C ends it.
-    """
-    from firstlight.report.dashboard import Dashboard, serve
-
-    with serve(Dashboard([run.expanduser() for run in runs]), port) as server:
-        say(f"dashboard: http://127.0.0.1:{server.server_port} (Ctrl-C ends it)")
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def dashboard_command(arguments: tuple[str, ...]) -> None:
+    """Refuse the removed command with the names of its successors."""
+    raise ConfigError(
+        "firstlight dashboard was removed: train with --run.trackers '[tensorboard]' and run "
+        "`tensorboard --logdir RUNS`, or use the tracker trackio (`trackio show`); `firstlight "
+        "report RUN RUN` still writes the page that compares runs"
+    )
 
 
 def _watch(folder: Path) -> None:
@@ -99,8 +92,7 @@ def _watch(folder: Path) -> None:
         CheckpointError: a file of the run is damaged.
     """
     from firstlight.checkpoint.run_folder import is_held
-    from firstlight.report.follow import StepFollower
-    from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, planned_length
+    from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, StepFollower, planned_length
     from firstlight.training.course import Course
     from firstlight.training.progress import TrainingProgress
 

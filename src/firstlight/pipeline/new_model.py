@@ -238,8 +238,7 @@ def _forget_first_steps(folder: Path) -> None:
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder
-    from firstlight.report.length import LENGTH_NAME
-    from firstlight.report.records import METRICS_NAME
+    from firstlight.report.records import LENGTH_NAME, METRICS_NAME
 
     if (folder / CHECKPOINTS).exists():
         remove_folder(folder / CHECKPOINTS)

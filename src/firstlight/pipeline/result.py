@@ -26,9 +26,8 @@ from firstlight.pipeline.run_folder import (
     own_options,
 )
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.findings import best_checkpoint
-from firstlight.report.length import read_length
-from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
+from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines, read_length
+from firstlight.report.summary import best_checkpoint
 from firstlight.training.course import LossCurve
 
 if TYPE_CHECKING:

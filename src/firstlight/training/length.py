@@ -18,8 +18,7 @@ from typing import Any
 from firstlight.errors import CheckpointError
 from firstlight.files.atomic import write_json
 from firstlight.optim.schedule import BatchSchedule, DecidedLength, PredictedLength, ScheduleConfig
-from firstlight.report.length import LENGTH_NAME, read_length
-from firstlight.report.records import METRICS_NAME, sound_json_lines
+from firstlight.report.records import LENGTH_NAME, METRICS_NAME, read_length, sound_json_lines
 from firstlight.training.times import LoopTimes
 
 #: Most seconds in a line of a log, about a thousand years: a greater number is damage.

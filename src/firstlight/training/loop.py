@@ -26,10 +26,9 @@ from firstlight.hardware.environment import sharing_cores
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed import with_deepspeed_file
-from firstlight.report.findings import Finding, best_checkpoint, findings_of
-from firstlight.report.numbers import final_numbers
 from firstlight.report.records import read_run
 from firstlight.report.report import REPORT_NAME, draw_report
+from firstlight.report.summary import Finding, best_checkpoint, final_numbers, findings_of
 from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError

@@ -27,8 +27,7 @@ from firstlight.models.moe import kept_code_bytes
 from firstlight.optim.eight_bit import compiles_update
 from firstlight.optim.groups import Kind, decay_counts, describe_groups, parameter_kinds
 from firstlight.recipe import ResolvedRecipe, load_recipe
-from firstlight.report.length import LENGTH_NAME
-from firstlight.report.records import RECIPE_NAME, STARTS_NAME, sound_json_lines
+from firstlight.report.records import LENGTH_NAME, RECIPE_NAME, STARTS_NAME, sound_json_lines
 from firstlight.training.course import Course
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.metrics import RunLogs, SilentLogs, clear_file_names, json_line
@@ -124,7 +123,6 @@ def _open_logs(run: Run) -> RunLogs | SilentLogs:
     return RunLogs(
         *(run.folder, run.logged_step, run.state.events),
         is_branch=run.branch_from is not None,
-        tensorboard="tensorboard" in run.recipe.run.trackers,
         tell=run.tell,
     )
 
