@@ -211,8 +211,10 @@ def test_nothing_below_the_command_line_writes_to_stdout() -> None:
     for path, node in nodes(library_modules()):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
             assert is_stderr(node), f"{path}:{node.lineno} prints to stdout"
+        # The trackers keep their libraries from writing there.
+        is_guard = path.name == "trackers.py"
         if isinstance(node, ast.Attribute) and node.attr in ("stdout", "__stdout__"):
-            assert ast.unparse(node.value) != "sys", f"{path}:{node.lineno}"
+            assert is_guard or ast.unparse(node.value) != "sys", f"{path}:{node.lineno}"
 
 
 def test_nothing_that_runs_what_it_reads_is_used() -> None:
