@@ -89,7 +89,7 @@ def write_page(
 @with_json
 def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bool) -> Result:
     """Compare the planner's predictions with real training steps on this machine's CPU: peak memory
-    of some 80 configurations, and speed of 20.
+    of some 80 configurations, and speed of ten.
 
     Takes most of an hour. Each measurement is printed and written to planner.json at once.
     """
@@ -117,7 +117,7 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
         if only != "speed":
             planner_memory.bench_memory(cases, on_memory)
         if only != "memory":
-            planner_speed.bench_speed(grid, on_speed, calibrate_seconds=15.0 if quick else 60.0)
+            planner_speed.bench_speed(grid, on_speed)
 
     def pictures(result: Result) -> dict[str, bytes]:
         drawn = {}

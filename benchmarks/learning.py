@@ -47,7 +47,7 @@ from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ask, training_environment
 from firstlight.optim.new_model import RATE_WIDTH, WARMUP_RATIO
-from firstlight.pipeline.settings import LAYOUT
+from firstlight.planner.advise.defaults import LAYOUT
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.recipe.load import changed_recipe, parse_yaml
 from firstlight.report.records import read_json_lines

@@ -14,10 +14,10 @@ from benchmarks.options import BudgetBench
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
 from firstlight.hardware.fresh_process import error_of
-from firstlight.pipeline import settings
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
 from firstlight.pipeline.ngrams import Hardness
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
 from firstlight.recipe import parse_recipe
 from firstlight.report.records import METRICS_NAME, read_json_lines
 
@@ -236,7 +236,7 @@ def test_drawn_settings_make_a_recipe(number: int) -> None:
     recipe = parse_recipe(values)
     assert recipe.model is not None
     assert recipe.model.hidden_size == drawn["model.hidden_size"]
-    assert recipe.schedule.kind == settings.LAYOUT["schedule.kind"]
+    assert recipe.schedule.kind == defaults.LAYOUT["schedule.kind"]
 
 
 def test_two_texts_of_one_name_are_refused(tmp_path: Path, fake: FakeRun) -> None:

@@ -123,5 +123,5 @@ def test_what_was_measured_is_said_and_written_at_once(
     assert isinstance(found.exception, SystemExit)
     assert "1/83  x  1 MiB  1 MiB  +1.23%" in found.stderr
     assert "2/83  y  failed: it broke" in found.stderr
-    assert "1/20  z  failed: too slow" in found.stderr
+    assert "1/10  z  failed: too slow" in found.stderr
     assert f"{tmp_path / 'planner-memory.png'}" in found.stdout

@@ -134,7 +134,7 @@ sys.exit(main(["train", sys.argv[3]]))
 
 _CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138}
 _STARTS = [
-    (module, number) for module in ("torch", "firstlight.training.setup") for number in _CODES
+    (module, number) for module in ("torch", "firstlight.training.start") for number in _CODES
 ]
 
 

@@ -37,19 +37,18 @@ from firstlight.report.records import read_json_lines, read_length, read_run
 from firstlight.tokenizer import Tokenizer
 from firstlight.training import loop, minutes, saving, start, validation
 from firstlight.training.cooldown import cooldown_recipe
-from firstlight.training.course import Course
 from firstlight.training.guard import DivergedError
-from firstlight.training.length import (
+from firstlight.training.loop import TrainResult, train
+from firstlight.training.progress import RunProgress, TrainingProgress
+from firstlight.training.step import train_step
+from firstlight.training.time_budget import (
+    LoopTimes,
     Periodic,
     TimeBudget,
     mean_sequence_seconds,
     recorded_length,
     steps_in_time,
 )
-from firstlight.training.loop import TrainResult, train
-from firstlight.training.progress import TrainingProgress
-from firstlight.training.step import train_step
-from firstlight.training.times import LoopTimes
 
 KINDS = ("wsd", "cosine", "linear", "constant", "inverse_sqrt")
 MEASURED = ("second", "mfu", "memory_bytes")
@@ -436,7 +435,7 @@ def test_the_time_left_ends_with_the_passes(
     lefts: list[float | None] = []
     shares: list[float] = []
 
-    class Watched(Course):
+    class Watched(RunProgress):
         def step(self, record: Mapping[str, Any]) -> None:
             super().step(record)
             lefts.append(self.seconds_left)
@@ -444,10 +443,10 @@ def test_the_time_left_ends_with_the_passes(
 
     def made(
         steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
-    ) -> Course:
+    ) -> RunProgress:
         return Watched(steps, first, minutes, lambda: machine.now, step_limit)
 
-    monkeypatch.setattr(start, "Course", made)
+    monkeypatch.setattr(start, "RunProgress", made)
     machine.step = 0.05
     recipe["schedule"]["epochs"] = 1.5
     recipe["evaluation"]["every_steps"] = recipe["checkpoint"]["every_steps"] = 0
@@ -469,7 +468,7 @@ def test_the_share_that_is_done_never_falls(
         recipe["schedule"] = {"kind": kind, "max_minutes": MINUTES}
     shares: list[float] = []
 
-    class Watched(Course):
+    class Watched(RunProgress):
         def step(self, record: Mapping[str, Any]) -> None:
             super().step(record)
             shares.append(self.share)
@@ -478,10 +477,10 @@ def test_the_share_that_is_done_never_falls(
 
     def made(
         steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
-    ) -> Course:
+    ) -> RunProgress:
         return Watched(steps, first, minutes, lambda: machine.now, step_limit)
 
-    monkeypatch.setattr(start, "Course", made)
+    monkeypatch.setattr(start, "RunProgress", made)
     train(recipe)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0

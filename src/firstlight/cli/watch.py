@@ -14,8 +14,7 @@ from firstlight.console import say
 from firstlight.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from firstlight.training.course import Course
-    from firstlight.training.progress import TrainingProgress
+    from firstlight.training.progress import RunProgress, TrainingProgress
     from firstlight.training.tracker_libraries import Step
 
 #: Seconds between two readings of the run folder.
@@ -93,22 +92,21 @@ def _watch(folder: Path) -> None:
     """
     from firstlight.checkpoint.run_folder import is_held
     from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, StepFollower, planned_length
-    from firstlight.training.course import Course
-    from firstlight.training.progress import TrainingProgress
+    from firstlight.training.progress import RunProgress, TrainingProgress
 
     _wait_for_run(folder)
     shown = _Shown()
     shown.steps, minutes, shown.limit = planned_length(folder)
-    course = Course(
+    progress = RunProgress(
         lambda: max(shown.steps or 0, shown.step), 0, minutes, shown.clock, lambda: shown.limit
     )
     follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
-    with contextlib.closing(follower), TrainingProgress(course, shown=True) as progress:
+    with contextlib.closing(follower), TrainingProgress(progress, shown=True) as view:
         goes_on = True
         while goes_on:
             # Asked before the lines are read: if the run has ended, all of its lines are then read.
             goes_on = is_held(folder)
-            _show(follower.new(), shown, course, progress)
+            _show(follower.new(), shown, progress, view)
             if goes_on:
                 shown.steps, _, shown.limit = planned_length(folder)
                 _pause()
@@ -117,26 +115,28 @@ def _watch(folder: Path) -> None:
     say(f"the run {'is complete' if is_whole else 'has ended'}: step {shown.step:,}{of}")
 
 
-def _show(found: Sequence[Step], shown: _Shown, course: Course, progress: TrainingProgress) -> None:
+def _show(
+    found: Sequence[Step], shown: _Shown, progress: RunProgress, view: TrainingProgress
+) -> None:
     """Show new steps and the newest sampled texts.
 
     Args:
         found: (line of metrics.jsonl, sampled texts) of each new step.
         shown: the state of the view, which is updated.
-        course: times of the run, which are restarted if the run was resumed.
-        progress: the view.
+        progress: times of the run, which are restarted if the run was resumed.
+        view: the view.
     """
     for record, _ in found:
         if record["step"] <= shown.step and shown.step:
             # The run was resumed from a checkpoint, and its log is read again from the beginning.
-            course.restart()
+            progress.restart()
             shown.seconds = 0.0
         shown.add(record)
         if record.keys() >= _SHOWN:
-            progress.step(record)
+            view.step(record)
     texts = next((texts for _, texts in reversed(found) if texts), [])
     for text in texts:
-        progress.sample(text["step"], str(text.get("prompt")), str(text.get("text")))
+        view.sample(text["step"], str(text.get("prompt")), str(text.get("text")))
 
 
 def _wait_for_run(folder: Path) -> None:

@@ -17,13 +17,12 @@ from firstlight.data.kinds import START_FROM
 from firstlight.data.records import kind_of_records
 from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline.chosen import Choice
-from firstlight.pipeline.facts import TextFacts, estimated_text
 from firstlight.pipeline.inputs import conversations_in, other_files_line
 from firstlight.pipeline.plan import RunPlan, reading_line, scan_texts
 from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.pipeline.request import Request
 from firstlight.pipeline.run_folder import RunCall
-from firstlight.pipeline.scan import Scan
+from firstlight.pipeline.scan import Scan, estimated_text
 from firstlight.pipeline.tuning_choices import (
     Method,
     StartingModel,
@@ -32,6 +31,7 @@ from firstlight.pipeline.tuning_choices import (
     row_of,
 )
 from firstlight.pipeline.tuning_plan import TuningPlan
+from firstlight.planner.advise.law import TextFacts
 
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig

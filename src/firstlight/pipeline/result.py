@@ -28,7 +28,7 @@ from firstlight.pipeline.run_folder import (
 from firstlight.recipe.load import parse_yaml
 from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines, read_length
 from firstlight.report.summary import best_checkpoint
-from firstlight.training.course import LossCurve
+from firstlight.training.progress import LossCurve
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult

@@ -27,9 +27,9 @@ from firstlight.files.atomic import (
     write_json,
 )
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.facts import Length
 from firstlight.pipeline.request import Request
 from firstlight.pipeline.scan import SHOWN_FILES
+from firstlight.planner.advise.law import Length
 
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe

@@ -29,7 +29,8 @@ from firstlight.data.sources import DataSource, holds_one_document, limited_sour
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
 from firstlight.pipeline.held_out import HeldOut, held_out_share, hold_out, hold_out_given
-from firstlight.pipeline.ngrams import Hardness, TextSample
+from firstlight.pipeline.ngrams import TextSample
+from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_token
 
 #: Largest number of file names in a message.
 SHOWN_FILES = 5
@@ -415,3 +416,24 @@ def described(scan: Scan) -> Iterator[str]:
     yield from (f"  {place}" for place in facts.first_rejected)
     if (more := sum(facts.rejected.values()) - len(facts.first_rejected)) > 0:
         yield f"  ... and {more:,} more"
+
+
+def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> TextFacts:
+    """Estimated facts about the text as tokens, before it has a tokenizer.
+
+    Args:
+        facts: facts about the corpus.
+        vocab_size: vocabulary size of the tokenizer.
+        held_out: bytes of text that are held out.
+    """
+    # Other scripts have more bytes per character and about as many characters per token as Latin.
+    # The exponent 0.8 takes somewhat fewer characters per token.
+    per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
+    return TextFacts(
+        vocab_size,
+        (facts.total_bytes - held_out) / per_token,
+        per_token,
+        facts.hardness,
+        held_out / per_token,
+        facts.bytes_per_character,
+    )

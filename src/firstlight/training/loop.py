@@ -33,7 +33,6 @@ from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.minutes import decide_length
-from firstlight.training.notebook import show_picture
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.processes import (
     Stopping,
@@ -43,10 +42,10 @@ from firstlight.training.processes import (
     run_processes,
     wait_for_main,
 )
+from firstlight.training.progress import show_picture
 from firstlight.training.run import Run
 from firstlight.training.saving import RunCheckpoints
-from firstlight.training.setup import set_up
-from firstlight.training.start import begin_run, open_run
+from firstlight.training.start import begin_run, open_run, set_up
 from firstlight.training.step import train_step
 from firstlight.training.validation import evaluate
 

@@ -14,17 +14,17 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import PredictedLength, most_steps
 from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.resolve import USUAL_MFU
-from firstlight.training.length import (
+from firstlight.training.processes import on_main
+from firstlight.training.program import TrainingProgram
+from firstlight.training.run import Run
+from firstlight.training.time_budget import (
+    LoopTimes,
     Periodic,
     TimeBudget,
     length_of,
     predicted_steps,
     recorded_length,
 )
-from firstlight.training.processes import on_main
-from firstlight.training.program import TrainingProgram
-from firstlight.training.run import Run
-from firstlight.training.times import LoopTimes
 
 #: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
 #: share of those in a step, seconds of a generated token, written bytes of a checkpoint a second.

@@ -24,7 +24,6 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import origin
 from firstlight.training.guard import Guard
-from firstlight.training.length import TimeBudget
 from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
@@ -36,7 +35,7 @@ from firstlight.training.state import (
     restore,
 )
 from firstlight.training.step import StepResult
-from firstlight.training.times import LoopTimes
+from firstlight.training.time_budget import LoopTimes, TimeBudget
 from firstlight.training.trackers import Trackers
 
 

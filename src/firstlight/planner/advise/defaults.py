@@ -30,6 +30,8 @@ SHAPES = (
     *((64, 2), (64, 4), (128, 3), (128, 4), (192, 4), (256, 4), (256, 6), (320, 6), (384, 6)),
     *((384, 8), (448, 8), (512, 8), (576, 10), (640, 10), (704, 12), (768, 12), (896, 14)),
     *((1024, 16), (1152, 18), (1280, 20), (1536, 20), (1792, 22), (2048, 24), (2304, 26)),
+    *((2560, 28), (3072, 28), (3584, 30), (4096, 32), (5120, 40), (6144, 48), (7168, 60)),
+    (8192, 80),
 )
 HEAD_DIM = 64
 
@@ -114,7 +116,10 @@ LITTLE_TEXT = 50_000
 MORE_TEXT = 10.0
 #: The largest model whose expected bits are within this fraction of the lowest is chosen, because
 #: the estimates for very small models are the least certain.
-INDIFFERENT = 0.005
+#: INDIFFERENT_SHARE: the same as a fraction of the bits above `law.least_bits`. It counts for large
+#: models, and balances them about as the published laws do (Hoffmann et al. 2022: 20 tokens per
+#: parameter).
+INDIFFERENT, INDIFFERENT_SHARE = 0.005, 0.03
 #: Largest number of the layers' parameters per token of the text: a larger model memorizes it.
 #: After four passes over 1 MB (Shakespeare, 512 tokens), 15 parameters per token and a weight decay
 #: of 2.5 had 1.1 % fewer bits than 6 and 2.0. More were not measured.
@@ -130,6 +135,9 @@ MOST_PARAMETERS_A_TOKEN = 16.0
 WEIGHT_DECAY, REPEATED_WEIGHT_DECAY, REPEATED_ADAMW_DECAY = 0.1, 2.0, 0.3
 REPEATED_PARAMETERS = 3.0
 
+#: Ratio of two speeds, that with which a model was chosen and that which it reaches, from which the
+#: model is chosen again.
+OTHER_SPEED = 1.5
 #: Fraction of the given time below which a run is said to end early, with its passes over the text.
 EARLY = 0.8
 #: Expected seconds of a command for other work than training and preparing the text, which are

@@ -1,5 +1,5 @@
-"""Facts from which settings are chosen, and estimates from them: the speed and the loss of a
-model."""
+"""The law of the expected loss, and the facts about machine, text and model from which a model is
+chosen."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from firstlight.pipeline import settings
-from firstlight.pipeline.ngrams import Hardness
-from firstlight.pipeline.scan import CorpusFacts
+from firstlight.planner.advise import defaults
 
 #: The constant R* of Muennighoff et al. 2023 (arXiv 2305.16264): see `worth_of_bytes`.
 _WORTH_OF_REPETITION = 15.39
@@ -94,6 +92,31 @@ def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
 
 
 @dataclass(frozen=True)
+class Hardness:
+    """How hard a text is to learn.
+
+    Attributes:
+        xz_bits_per_byte: bits per byte of the sample's training text, compressed by xz.
+        ngram_bits_per_character: bits that an n-gram model of the sample's training text, with
+            contexts of three characters, needs for a character of its held-out text; at least
+            `defaults.LEAST_NGRAM_BITS`.
+        long_ngram_ratio: bits per character of a model with contexts of eight characters, divided
+            by `ngram_bits_per_character`.
+        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz, of the
+            sample or, once the text is prepared, of all of it; 8 if unknown.
+    """
+
+    xz_bits_per_byte: float
+    ngram_bits_per_character: float
+    long_ngram_ratio: float
+    held_out_xz_bits_per_byte: float = 8.0
+
+
+#: The hardness for which the law's constants stand: that of the standard library's source code.
+USUAL_HARDNESS = Hardness(defaults.XZ_OF_LIBRARY, defaults.NGRAM_BITS, 1.0)
+
+
+@dataclass(frozen=True)
 class TextFacts:
     """Facts about prepared text, counted or estimated.
 
@@ -101,7 +124,7 @@ class TextFacts:
         vocab_size: vocabulary size of the tokenizer.
         train_tokens: number of tokens of the training split.
         bytes_per_token: mean UTF-8 bytes of text per token.
-        hardness: see `CorpusFacts`.
+        hardness: how hard the text is to learn.
         val_tokens: number of tokens of the validation split.
         bytes_per_character: mean UTF-8 bytes of text per character.
     """
@@ -118,8 +141,13 @@ class TextFacts:
         """True for text whose loss is less certain: more characters of context help an n-gram model
         much more than usual, or harm it. Most of it is tables, sorted lists, and data that repeats
         itself."""
-        low, high = settings.USUAL_LONG_NGRAMS
+        low, high = defaults.USUAL_LONG_NGRAMS
         return not low <= self.hardness.long_ngram_ratio <= high
+
+
+def usual_intermediate_size(hidden_size: int) -> int:
+    """Width inside an MLP with a gate: 8/3 of hidden_size, rounded up to a multiple of 64."""
+    return math.ceil(hidden_size * 8 / 3 / 64) * 64
 
 
 @dataclass(frozen=True)
@@ -139,8 +167,8 @@ class ModelSize:
 
     @property
     def intermediate_size(self) -> int:
-        """Width inside the MLP: 8/3 of hidden_size, rounded up to a multiple of 64."""
-        return math.ceil(self.hidden_size * 8 / 3 / 64) * 64
+        """Width inside the MLP."""
+        return usual_intermediate_size(self.hidden_size)
 
     @property
     def layer_parameters(self) -> int:
@@ -183,7 +211,7 @@ def worth_of_bytes(read: float, unique: float) -> float:
 
 
 def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
-    """Expected bits per byte of held-out text after training; see `settings` for the formula.
+    """Expected bits per byte of held-out text after training; see `defaults` for the formula.
 
     Args:
         parameters: number of parameters of the layers' matrices.
@@ -194,26 +222,31 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     size = text.bytes_per_character
     characters = max(worth_of_bytes(read, unique) / size, 1.0)
     xz = text.hardness.xz_bits_per_byte * size
-    relative = xz / settings.XZ_OF_LIBRARY
-    bits: float = settings.FLOOR * math.pow(relative, settings.FLOOR_POWER)
-    bits += settings.A / parameters**settings.ALPHA
+    relative = xz / defaults.XZ_OF_LIBRARY
+    bits: float = defaults.FLOOR * math.pow(relative, defaults.FLOOR_POWER)
+    bits += defaults.A / parameters**defaults.ALPHA
     # Extrapolated below the standard library, the easiest texts would be the hardest.
-    bits += settings.B / max(relative, 1.0) / characters**settings.BETA
-    ngrams = text.hardness.ngram_bits_per_character / settings.NGRAM_BITS
-    bits *= math.pow(ngrams, settings.NGRAM_POWER)
-    bits /= max(xz / settings.DENSE_XZ_BITS, 1.0)
+    bits += defaults.B / max(relative, 1.0) / characters**defaults.BETA
+    ngrams = text.hardness.ngram_bits_per_character / defaults.NGRAM_BITS
+    bits *= math.pow(ngrams, defaults.NGRAM_POWER)
+    bits /= max(xz / defaults.DENSE_XZ_BITS, 1.0)
     # Guessing a byte costs 8 bits.
     return min(bits / size, 8.0)
 
 
+def least_bits(text: TextFacts) -> float:
+    """Expected bits per byte of a model without limits of size and text."""
+    return expected_bits(math.inf, math.inf, replace(text, train_tokens=math.inf))
+
+
 def vocabulary_for(text_bytes: float) -> int:
     """The usual vocabulary size for a text of some bytes."""
-    return next(tokens for most, tokens in settings.VOCABULARIES if text_bytes <= most)
+    return next(tokens for most, tokens in defaults.VOCABULARIES if text_bytes <= most)
 
 
-def _latin_bytes_per_token(vocab_size: int) -> float:
+def latin_bytes_per_token(vocab_size: int) -> float:
     """Mean bytes of Latin text per token of a vocabulary of the nearest known size."""
-    sizes = settings.BYTES_PER_TOKEN
+    sizes = defaults.BYTES_PER_TOKEN
     return sizes[min(sizes, key=lambda size: abs(math.log(size / vocab_size)))]
 
 
@@ -229,32 +262,11 @@ def longer_text(text: TextFacts, factor: float, *, keeps_vocabulary: bool) -> Te
     size = text.vocab_size
     if not keeps_vocabulary:
         size = max(size, vocabulary_for(whole))
-    longer = _latin_bytes_per_token(size) / _latin_bytes_per_token(text.vocab_size)
+    longer = latin_bytes_per_token(size) / latin_bytes_per_token(text.vocab_size)
     return replace(
         text,
         vocab_size=size,
         bytes_per_token=longer * text.bytes_per_token,
         train_tokens=factor * text.train_tokens / longer,
         val_tokens=factor * text.val_tokens / longer,
-    )
-
-
-def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> TextFacts:
-    """Estimated facts about the text as tokens, before it has a tokenizer.
-
-    Args:
-        facts: facts about the corpus.
-        vocab_size: vocabulary size of the tokenizer.
-        held_out: bytes of text that are held out.
-    """
-    # Other scripts have more bytes per character and about as many characters per token as Latin.
-    # The exponent 0.8 takes somewhat fewer characters per token.
-    per_token = _latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
-    return TextFacts(
-        vocab_size,
-        (facts.total_bytes - held_out) / per_token,
-        per_token,
-        facts.hardness,
-        held_out / per_token,
-        facts.bytes_per_character,
     )
