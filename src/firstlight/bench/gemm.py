@@ -132,7 +132,9 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
             call, count = sum_passes(torch.rand(size // 4))
             rates = _rates(call, count * size, measure_seconds)
             passes.append({"bytes": size, **_median("bytes_per_second", rates)})
-        a, b, out = torch.rand(edge, edge), torch.rand(edge, edge), torch.empty(edge, edge)
+        a = torch.rand(edge, edge)
+        b = torch.rand(edge, edge)
+        out = torch.empty(edge, edge)
         blocks = []
         for cut, (multiply, block) in _CUTS.items():
             while block <= edge:
@@ -162,7 +164,9 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
         The numbers of products are 1, and for one to four waves the full waves and one more.
     """
     counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
-    a, b, outs = torch.rand(edge, edge), torch.rand(edge, edge), torch.empty(counts[-1], edge, edge)
+    a = torch.rand(edge, edge)
+    b = torch.rand(edge, edge)
+    outs = torch.empty(counts[-1], edge, edge)
     with single_threaded_pool(threads, "wave") as pool:
 
         def seconds(count: int) -> float:

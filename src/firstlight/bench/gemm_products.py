@@ -311,7 +311,9 @@ def make_operands(
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
     """A function that multiplies once, in the product's layout, into C. In fp8, where only the
     layout "nt" works, it allocates the result."""
-    m, n, k = product.m, product.n, product.k
+    m = product.m
+    n = product.n
+    k = product.k
     a, b, c = operands
     left = a[: m * k].view(m, k) if product.layout[0] == "n" else a[: m * k].view(k, m).t()
     right = b[: k * n].view(k, n) if product.layout[1] == "n" else b[: k * n].view(n, k).t()

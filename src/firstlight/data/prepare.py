@@ -265,7 +265,9 @@ class _Preparation:
     """
 
     def __init__(self, writer: CorpusWriter, chosen: _Selection) -> None:
-        self.writer, self.tokenizer, self.dtype = writer, writer.tokenizer, writer.dtype
+        self.writer = writer
+        self.tokenizer = writer.tokenizer
+        self.dtype = writer.dtype
         self.fraction, self.split_of = chosen.fraction, chosen.split_of
         self.max_documents, self.max_tokens = chosen.max_documents, chosen.max_tokens
         self.has_val_inputs = False
@@ -353,7 +355,10 @@ class _Preparation:
             "cleaned": self.changes.record() or None,
         }
         return self.writer.finish(
-            *(self.written, self.fraction, self.split_by, unread),
+            self.written,
+            self.fraction,
+            self.split_by,
+            unread,
             gzip_bytes=self.gzip_bytes,
             **{name: value for name, value in further.items() if value is not None},
         )
@@ -401,7 +406,10 @@ class _Preparation:
         pieces = to_the_end()
         if self.max_tokens is not None:
             pieces = within_tokens(
-                *(pieces, self.max_tokens, self.fraction, self.separators),
+                pieces,
+                self.max_tokens,
+                self.fraction,
+                self.separators,
                 lambda text: encode([text], self.tokenizer)[0],
             )
         for piece, tokens in pieces:

@@ -171,7 +171,9 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
             yield Record(source.name, number, row, is_line=False)
         return
     assert source.path is not None
-    path, name, ending = source.path, source.name, source.path.name.lower()
+    path = source.path
+    name = source.name
+    ending = source.path.name.lower()
     try:
         if ending.endswith(".parquet"):
             for line, found in read_parquet(path, name, text_key):
@@ -264,7 +266,9 @@ def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
     Raises:
         InputError: 99.9 % of the text or more is one character.
     """
-    character, count, total = "", 0, 0
+    character = ""
+    count = 0
+    total = 0
     for document in documents:
         if document.error is None and count >= COMMON_SHARE * total:
             character = character or document.value[len(document.value) // 2]

@@ -138,7 +138,10 @@ class _Store:
     are those of `system.open`."""
 
     def __init__(self, url: str, system: Any, root: str, options: dict[str, Any]) -> None:
-        self.url, self._system, self._root, self._options = url, system, root, options
+        self.url = url
+        self._system = system
+        self._root = root
+        self._options = options
 
     def parts(self, name: str) -> Generator[bytes, None, None]:
         """The bytes of a file, in chunks of at most 1 MiB.
@@ -339,7 +342,9 @@ def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None
     Raises:
         DataError, _TransferError: see `_Store.parts`; or the shard differs from the manifest.
     """
-    digest, received, shard = hashlib.sha256(), 0, f"{store.url}/{file['file']}"
+    digest = hashlib.sha256()
+    received = 0
+    shard = f"{store.url}/{file['file']}"
     with (
         replacing(folder / file["file"]) as target,
         contextlib.closing(store.parts(file["file"])) as parts,

@@ -64,7 +64,9 @@ class LimitedProcess:
 
     def __init__(self, factory: str, arguments: tuple[Any, ...] = (), *, memory: int) -> None:
         self.lock = threading.RLock()
-        self._factory, self._arguments, self._memory = factory, arguments, memory
+        self._factory = factory
+        self._arguments = arguments
+        self._memory = memory
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
         _ALL.add(self)

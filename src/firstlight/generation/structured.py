@@ -133,7 +133,9 @@ class _SchemaConstraint:
     """
 
     def __init__(self, process: _Process, number: int, schema: str) -> None:
-        self._process, self._number, self._schema = process, number, schema
+        self._process = process
+        self._number = number
+        self._schema = schema
         self._tokens: list[int] = []
         self._mask: bytes | None = None
         #: Number of the start of the process that knows the text; 0 if none does.

@@ -105,7 +105,7 @@ class FineTuning:
             from firstlight.pipeline.conversations import Conversations
 
             self._chats = Conversations(
-                *(request, found, self._folder, self._tokenizer, tell), progress=progress
+                request, found, self._folder, self._tokenizer, tell, progress=progress
             )
             self._data, key = self._chats.facts, self._chats.train.folder.name
         else:
@@ -142,10 +142,18 @@ class FineTuning:
         size = 0.0 if self._scan is None else self._scan.facts.total_bytes
         length = request.training_length(size)
         choices = choose_tuning(
-            *(self._data, self._model, method, speed, epoch, held, row, length, fixed)
+            self._data, self._model, method, speed, epoch, held, row, length, fixed
         )
         return TuningPlan(
-            *(request, machine, speed, self._data, self._model, method, epoch, held, row),
+            request,
+            machine,
+            speed,
+            self._data,
+            self._model,
+            method,
+            epoch,
+            held,
+            row,
             None if self._chats is None else self._chats.template,
             choices,
             recipe,

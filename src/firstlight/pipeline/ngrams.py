@@ -47,7 +47,9 @@ class TextSample:
     """A sample of a corpus in pieces, spread evenly over it."""
 
     def __init__(self) -> None:
-        self._every, self._seen, self._characters = 1, 0, 0
+        self._every = 1
+        self._seen = 0
+        self._characters = 0
         self._pieces: list[_Piece] = []
 
     def add(self, digest: bytes, text: str, end: int) -> None:

@@ -84,7 +84,10 @@ class RunCall:
         progress: bool,
         on_step: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        self.folder, self.began, self.tell, self.progress = folder, began, tell, progress
+        self.folder = folder
+        self.began = began
+        self.tell = tell
+        self.progress = progress
         self.on_step = on_step
         self.state = read_state(folder)
         self.choices: Choices | None = None

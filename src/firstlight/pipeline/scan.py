@@ -339,7 +339,9 @@ class _Counts:
 
 
 #: Number of prompts, largest number of their characters, and of documents with kept beginnings.
-_PROMPTS, _PROMPT_CHARACTERS, _MOST_OPENINGS = 3, 60, 10_000
+_PROMPTS = 3
+_PROMPT_CHARACTERS = 60
+_MOST_OPENINGS = 10_000
 
 
 def opening_of(text: str, start: int = 0) -> str:

@@ -251,7 +251,11 @@ def _positive(line: Line) -> Line:
 # Pages
 
 #: Margins around the plot for ticks and names, in pixels; and the margin for a second x axis.
-_LEFT, _RIGHT, _TOP, _BOTTOM, _SECOND = 52, 14, 10, 38, 34
+_LEFT = 52
+_RIGHT = 14
+_TOP = 10
+_BOTTOM = 38
+_SECOND = 34
 
 
 def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:

@@ -38,10 +38,14 @@ COMPARISON_NAME = "comparison.html"
 #: Bytes from the beginning of a PNG file in which `PICTURE_ORIGIN` is searched.
 _HEAD_BYTES = 1000
 #: Heights in inches: a chart beside that of the losses, a title, a line of a sample.
-_CHART_INCHES, _TITLE_INCHES, _LINE_INCHES = 2.6, 0.4, 0.14
+_CHART_INCHES = 2.6
+_TITLE_INCHES = 0.4
+_LINE_INCHES = 0.14
 #: Characters of a line across the picture; largest number of lines of a column of samples, and
 #: fewest lines for which another column is begun.
-_CHARACTERS, _MAX_LINES, _FEWEST_LINES = 160, 18, 6
+_CHARACTERS = 160
+_MAX_LINES = 18
+_FEWEST_LINES = 6
 #: Largest number of characters of a sample that are used.
 _MAX_TEXT = 10_000
 

@@ -214,7 +214,9 @@ def smoothed(series: Series) -> Series:
     """The exponential moving average of a curve, with a half-life of a fiftieth of its points, and
     with the bias correction of Adam (Kingma and Ba 2015, section 3)."""
     decay = 0.5 ** (1 / max(len(series) / 50, 1))
-    average, weight, result = 0.0, 0.0, []
+    average = 0.0
+    weight = 0.0
+    result = []
     for value in series.y.tolist():
         average = decay * average + (1 - decay) * value
         weight = decay * weight + (1 - decay)

@@ -498,7 +498,9 @@ class RequestEncoder:
     """
 
     def __init__(self, loaded: LoadedModel, name: str, *, context: int, capacity: int) -> None:
-        self._loaded, self.name, self.context = loaded, name, context
+        self._loaded = loaded
+        self.name = name
+        self.context = context
         self._tokenizer = tokenizer_of(loaded)
         self._texts = TokenTexts(self._tokenizer)
         self._grammars: Grammars | None = None

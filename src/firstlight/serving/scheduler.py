@@ -96,7 +96,9 @@ class Scheduler:
         deliver: Callable[[list[Update]], None],
     ) -> None:
         assert max_queue >= 0
-        self._make_decoder, self._max_queue, self._deliver = make_decoder, max_queue, deliver
+        self._make_decoder = make_decoder
+        self._max_queue = max_queue
+        self._deliver = deliver
         self._changed = threading.Condition()
         self._waiting: deque[ScheduledSequence] = deque()
         #: Sequences in the order of the decoder's rows. Only the scheduler's thread changes it,

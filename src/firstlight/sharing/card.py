@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 #: File names of the card, of the picture of the loss and of the recipe, in a shared folder.
-CARD_NAME, PICTURE_NAME, RECIPE_NAME = "README.md", "loss.png", "recipe.yaml"
+CARD_NAME = "README.md"
+PICTURE_NAME = "loss.png"
+RECIPE_NAME = "recipe.yaml"
 _URL_OF_DATASETS = "hf://datasets/"
 #: Recipe keys (section, key) in the card's table on training -> their names there.
 _RECIPE_ROWS = {

@@ -304,7 +304,9 @@ def flagged_pieces(
     Yields:
         (text of the piece without marks, flags of its characters, True if it is a special token)
     """
-    position, pending, own = 0, "", bytearray()
+    position = 0
+    pending = ""
+    own = bytearray()
     for match in pattern.finditer(text):
         pending += text[position : match.start()] + (match["text"] or "")
         own += flags[position : match.start()]

@@ -88,7 +88,9 @@ _HIGHEST_ID = 1 << 26
 _MOST_KNOWN_CHARS = 500_000
 #: Most characters of an added token or a string of a step, of all added tokens, and of all strings
 #: of a section of steps.
-_LONGEST_STRING, _MOST_ADDED_CHARS, _MOST_STEP_CHARS = 10_000, 4_000_000, 100_000
+_LONGEST_STRING = 10_000
+_MOST_ADDED_CHARS = 4_000_000
+_MOST_STEP_CHARS = 100_000
 #: Largest `max_input_chars_per_word` of a WordPiece model, which tries every part of a word; it is
 #: 100 for BERT.
 _LONGEST_WORD = 1000
@@ -378,7 +380,9 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
     for field, value in _protobuf_fields(content):
         if field == 1 and isinstance(value, bytes):
             entry = dict(_protobuf_fields(value, _MOST_PIECE_FIELDS))
-            text, score, kind = entry.get(1), entry.get(2, b"\0\0\0\0"), entry.get(3, 1)
+            text = entry.get(1)
+            score = entry.get(2, b"\0\0\0\0")
+            kind = entry.get(3, 1)
             is_score = isinstance(score, bytes) and len(score) == 4
             if not isinstance(text, bytes) or not is_score or kind not in range(7):
                 raise ValueError("not a sentencepiece entry")
@@ -600,7 +604,9 @@ def _is_known(state: dict[str, Any]) -> bool:
     as those of firstlight, GPT-2, Llama 3 and Qwen."""
     splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
-    model, decoder, added = state["model"], state.get("decoder"), state.get("added_tokens")
+    model = state["model"]
+    decoder = state.get("decoder")
+    added = state.get("added_tokens")
     return (
         state.get("normalizer") in (None, {"type": "NFC"})
         and state.get("pre_tokenizer") in [json.loads(split.__getstate__()) for split in splits]

@@ -34,7 +34,12 @@ T = TypeVar("T")
 #: Usual names of padding tokens. Qwen pads with `<|endoftext|>`, because its turns end with another
 #: token.
 _PAD_TOKENS = (
-    *("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|padding|>", "<|finetune_right_pad_id|>"),
+    "<pad>",
+    "<|pad|>",
+    "[PAD]",
+    "<PAD>",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
     "<|endoftext|>",
 )
 

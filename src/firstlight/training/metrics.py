@@ -28,8 +28,16 @@ from firstlight.training.forecast import FORECAST_NAME
 
 #: Files other than checkpoints that a run writes into its folder, and can be resumed without.
 _DERIVED = (
-    *(METRICS_NAME, SAMPLES_NAME, EVENTS_NAME, STARTS_NAME, RECIPE_NAME, RUN_NAME),
-    *(LENGTH_NAME, FORECAST_NAME, REPORT_NAME, HTML_NAME),
+    METRICS_NAME,
+    SAMPLES_NAME,
+    EVENTS_NAME,
+    STARTS_NAME,
+    RECIPE_NAME,
+    RUN_NAME,
+    LENGTH_NAME,
+    FORECAST_NAME,
+    REPORT_NAME,
+    HTML_NAME,
 )
 
 
@@ -199,7 +207,9 @@ class RunLogs:
         is_branch: bool = False,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._folder, self._is_branch, self._tell = folder, is_branch, tell
+        self._folder = folder
+        self._is_branch = is_branch
+        self._tell = tell
         self._open(last_step)
         self.write_events(events)
 

@@ -42,7 +42,9 @@ from firstlight.training.starting_model import attach
 _SHARE = 0.9
 
 #: Exit codes of a trial's process: the micro-batch fits; the recipe is invalid; out of memory.
-_FITS, _REFUSED, _TOO_LARGE = 0, 3, 4
+_FITS = 0
+_REFUSED = 3
+_TOO_LARGE = 4
 
 
 def largest_micro_batch(

@@ -161,7 +161,9 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
         sequence_seconds: seconds of a sequence in a step, from which the first evaluation is
             guessed.
     """
-    evaluation, checkpoint, found = run.recipe.evaluation, run.recipe.checkpoint, run.times.seconds
+    evaluation = run.recipe.evaluation
+    checkpoint = run.recipe.checkpoint
+    found = run.times.seconds
     tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
     samples = found.get("samples", _SAMPLED_TOKEN_SECONDS * tokens)
     seconds = found.get("evaluation")

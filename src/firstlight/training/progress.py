@@ -27,7 +27,9 @@ from firstlight.report.records import MOSTLY_LEARNED
 _SLOW_STEPS = 2
 
 #: Most rows of the loss curve, of the sample text with its prompt, and of the figures.
-_CURVE_ROWS, _SAMPLE_ROWS, _FIGURE_ROWS = 8, 4, 2
+_CURVE_ROWS = 8
+_SAMPLE_ROWS = 4
+_FIGURE_ROWS = 2
 #: Smallest size of a terminal in which the loss curve and more than one row of figures are shown.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
 #: Bits of the dots of a braille character, by row and column (Unicode 15, chapter 21.1).
@@ -159,7 +161,9 @@ class RunProgress:
         step_limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._step_limit = step_limit
-        self._max_steps, self._start_step, self._max_minutes = max_steps, start_step, max_minutes
+        self._max_steps = max_steps
+        self._start_step = start_step
+        self._max_minutes = max_minutes
         self._clock = clock or time.monotonic
         self._sample = self._prompt = ""
         self.predicted_bytes: int | None = None
@@ -168,7 +172,9 @@ class RunProgress:
     def restart(self) -> None:
         """Forget all steps."""
         self._begun, self._last_at = self._clock(), 0.0
-        self._done, self._mean_seconds, self._most_share = 0, 0.0, 0.0
+        self._done = 0
+        self._mean_seconds = 0.0
+        self._most_share = 0.0
         self._record: Mapping[str, Any] = {"step": self._start_step}
         self._val_loss: float | None = None
         self.curve = LossCurve()
@@ -512,7 +518,9 @@ class TrainingProgress:
 #: Seconds between two updates of the output.
 _SECONDS_BETWEEN_UPDATES = 1.0
 #: Characters of a line; width and height of the loss curve in pixels.
-_COLUMNS, _WIDTH, _HEIGHT = 110, 640, 150
+_COLUMNS = 110
+_WIDTH = 640
+_HEIGHT = 150
 #: Most message lines that are shown above the figures.
 _MOST_MESSAGES = 40
 

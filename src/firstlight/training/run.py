@@ -310,7 +310,9 @@ class Run:
 
     def _metrics(self, result: StepResult, lr_scale: float, seconds: float) -> dict[str, float]:
         """The step's metrics, as in metrics.jsonl, before any evaluation."""
-        program, state, hardware = self.program, self.state, self.program.hardware
+        program = self.program
+        state = self.state
+        hardware = self.program.hardware
         sequences = self.batch.at(state.step - 1)
         # All tokens of the sequences, as MFU counts them, also those without a loss.
         tokens_per_second = sequences * self.seq_len / seconds
@@ -358,7 +360,9 @@ class Run:
         # After the writing, since trackers read the logs.
         self.trackers.check()
         self.last_record = record
-        self.samples, self.state.pending, self.unsaved = [], None, True
+        self.samples = []
+        self.state.pending = None
+        self.unsaved = True
         return record
 
     def add_event(self, event: str, step: int, **details: Any) -> None:

@@ -187,8 +187,16 @@ def _assembled(
     rows = dataset.num_rows(resolved.data.seq_len)
     budget = budget_of(resolved, program, folder, newest, rows, resumed=resumed)
     run = Run(
-        *(resolved, program, folder, tokenizer, dataset, validation, origin),
-        *(None if resolved.lora is None else start, tasks, tell),
+        resolved,
+        program,
+        folder,
+        tokenizer,
+        dataset,
+        validation,
+        origin,
+        None if resolved.lora is None else start,
+        tasks,
+        tell,
         budget=budget,
     )
     if newest is not None:
@@ -473,7 +481,9 @@ def _open_logs(run: Run) -> RunLogs | SilentLogs:
     if not run.engine.is_main:
         return SilentLogs()
     return RunLogs(
-        *(run.folder, run.logged_step, run.state.events),
+        run.folder,
+        run.logged_step,
+        run.state.events,
         is_branch=run.branch_from is not None,
         tell=run.tell,
     )
@@ -604,7 +614,9 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 def _describe_start(run: Run) -> Iterator[str]:
     """Lines with the length of the run, and the learning rate and weight decay of each role of
     parameters."""
-    schedule, optimizer, batch = run.schedule, run.recipe.optimizer, run.batch
+    schedule = run.schedule
+    optimizer = run.recipe.optimizer
+    batch = run.batch
     if not run.has_steps_left and not run.state.step:
         yield (
             "schedule: no steps (schedule.max_steps 0): the model is evaluated and saved unchanged"

@@ -83,7 +83,9 @@ class LoopTimes:
                 self.steps.append((self._sequences, seconds))
                 self.settled_steps += 1
                 self.settled_seconds += seconds
-        self._step_began, self._apart, self._sequences = now, 0.0, 0
+        self._step_began = now
+        self._apart = 0.0
+        self._sequences = 0
 
     def count(self, sequences: int) -> None:
         """Note the number of sequences of the current step, which is then one that counts."""
@@ -250,7 +252,9 @@ class TimeBudget:
         assert config.max_minutes is not None
         self.most_steps = most_steps
         self._config, self.seconds = config, 60 * config.max_minutes
-        self.length, self.is_new, self.times = length, is_new, times
+        self.length = length
+        self.is_new = is_new
+        self.times = times
         self._used_before = seconds_used
         self._next_prediction = 0.0
         #: Number of steps after which a number that this process has decided is checked again.

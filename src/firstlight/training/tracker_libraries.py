@@ -206,7 +206,9 @@ class WandbTracker:
 #: Characters that MLflow does not allow in names of metrics; its limits of the metrics and the
 #: parameters in one call, and of the characters of a parameter's value.
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
-_MLFLOW_METRICS, _MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 1000, 100, 6000
+_MLFLOW_METRICS = 1000
+_MLFLOW_PARAMETERS = 100
+_MLFLOW_LENGTH = 6000
 
 
 class MlflowTracker:

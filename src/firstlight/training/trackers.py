@@ -117,7 +117,9 @@ class _TrackerThread(threading.Thread):
         self.checkpoint: Path | None = None
         self.has_failed_run = False
         self.run_is_over = threading.Event()
-        self._folder, self._config, self._is_new = folder, config, is_new
+        self._folder = folder
+        self._config = config
+        self._is_new = is_new
 
     def run(self) -> None:
         """Pass on the run's steps until `run_is_over`; set `error` if the tracker fails."""
@@ -209,7 +211,9 @@ class Trackers:
         is_new: bool,
         with_checkpoint: bool,
     ) -> None:
-        self._folder, self._tell, self._with_checkpoint = folder, tell, with_checkpoint
+        self._folder = folder
+        self._tell = tell
+        self._with_checkpoint = with_checkpoint
         self._threads = [_TrackerThread(name, folder, config, is_new=is_new) for name in names]
         self._reported: set[str] = set()
         self._redirected = contextlib.ExitStack()

@@ -27,10 +27,37 @@ RATES = {"adamw": 2e-3, "adamw8bit": 2e-3, "paged_adamw8bit": 2e-3, "lion": 4e-4
 #: (hidden_size, num_hidden_layers) of the candidate models, smallest first. Widths are multiples of
 #: 64, the size of an attention head.
 SHAPES = (
-    *((64, 2), (64, 4), (128, 3), (128, 4), (192, 4), (256, 4), (256, 6), (320, 6), (384, 6)),
-    *((384, 8), (448, 8), (512, 8), (576, 10), (640, 10), (704, 12), (768, 12), (896, 14)),
-    *((1024, 16), (1152, 18), (1280, 20), (1536, 20), (1792, 22), (2048, 24), (2304, 26)),
-    *((2560, 28), (3072, 28), (3584, 30), (4096, 32), (5120, 40), (6144, 48), (7168, 60)),
+    (64, 2),
+    (64, 4),
+    (128, 3),
+    (128, 4),
+    (192, 4),
+    (256, 4),
+    (256, 6),
+    (320, 6),
+    (384, 6),
+    (384, 8),
+    (448, 8),
+    (512, 8),
+    (576, 10),
+    (640, 10),
+    (704, 12),
+    (768, 12),
+    (896, 14),
+    (1024, 16),
+    (1152, 18),
+    (1280, 20),
+    (1536, 20),
+    (1792, 22),
+    (2048, 24),
+    (2304, 26),
+    (2560, 28),
+    (3072, 28),
+    (3584, 30),
+    (4096, 32),
+    (5120, 40),
+    (6144, 48),
+    (7168, 60),
     (8192, 80),
 )
 HEAD_DIM = 64
@@ -48,7 +75,12 @@ SIZES = {
 #: which are read four times in a few minutes, 512 tokens had 0.8 % (Shakespeare) and 0.6 %
 #: (WikiText-2) fewer bits than 1,024. Those for 1.5 to 10 MB are interpolated.
 VOCABULARIES = (
-    *((1.5e6, 512), (3e6, 1024), (10e6, 2048), (40e6, 4096), (400e6, 8192), (4e9, 16384)),
+    (1.5e6, 512),
+    (3e6, 1024),
+    (10e6, 2048),
+    (40e6, 4096),
+    (400e6, 8192),
+    (4e9, 16384),
     (float("inf"), 32768),
 )
 #: Mean bytes of Latin text per token, by vocabulary size.
@@ -93,9 +125,16 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #: dictionaries, a fifth of them in Chinese, Japanese, Korean, Arabic, Persian, Hebrew, Russian,
 #: Greek, Hindi, Bengali, Urdu, Tamil, Telugu or Khmer), and seven runs of 2 to 12.7 million tokens
 #: on the three texts above. Their n-gram bits were 0.6 to 6.4.
-FLOOR, A, ALPHA, B, BETA = 0.66, 6.5, 0.27, 49.0, 0.28
+FLOOR = 0.66
+A = 6.5
+ALPHA = 0.27
+B = 49.0
+BETA = 0.28
 XZ_OF_LIBRARY, FLOOR_POWER = 1.72, 1.45
-NGRAM_BITS, NGRAM_POWER, LEAST_NGRAM_BITS, DENSE_XZ_BITS = 2.24, 0.95, 0.1, 2.8
+NGRAM_BITS = 2.24
+NGRAM_POWER = 0.95
+LEAST_NGRAM_BITS = 0.1
+DENSE_XZ_BITS = 2.8
 #: Lowest and highest ratio of measured to expected bits, in 111 of the 116 runs on usual texts, and
 #: in 31 of the 33 on unusual ones, whose `ngrams.Hardness.long_ngram_ratio` is outside
 #: USUAL_LONG_NGRAMS: most of them tables, sorted lists, and data that repeats itself. In the other
@@ -132,7 +171,9 @@ MOST_PARAMETERS_A_TOKEN = 16.0
 #: 18, 2.5 had 1.9 % fewer than 1.0. After four passes over the standard library, with 0.25
 #: parameters per token, 0.1 had 5.4 % fewer bits than 2.0. Between 0.25 and 3 it is interpolated.
 #: AdamW's was not measured again. One run each.
-WEIGHT_DECAY, REPEATED_WEIGHT_DECAY, REPEATED_ADAMW_DECAY = 0.1, 2.0, 0.3
+WEIGHT_DECAY = 0.1
+REPEATED_WEIGHT_DECAY = 2.0
+REPEATED_ADAMW_DECAY = 0.3
 REPEATED_PARAMETERS = 3.0
 
 #: Ratio of two speeds, that with which a model was chosen and that which it reaches, from which the
@@ -168,7 +209,9 @@ ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
 #: Largest number of passes over MANY_CHATS or more conversations, and over few conversations.
-CHAT_EPOCHS, CHAT_EPOCHS_OF_FEW, MANY_CHATS = 3.0, 10.0, 1000
+CHAT_EPOCHS = 3.0
+CHAT_EPOCHS_OF_FEW = 10.0
+MANY_CHATS = 1000
 #: Steps of a short fine-tuning, and largest number of tokens of a step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
 #: Fraction of the conversations that have to fit into a row if the longest one has more than

@@ -357,7 +357,9 @@ def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelCo
         ValidationError: the model's other keys are invalid with these sizes.
     """
     values: dict[str, Any] = model.model_dump()
-    width, depth, heads = model.hidden_size, model.num_hidden_layers, model.num_attention_heads
+    width = model.hidden_size
+    depth = model.num_hidden_layers
+    heads = model.num_attention_heads
     count = max(round(hidden * heads / width), 1)
     # The multiple of the width of a head that is nearest.
     hidden = hidden if width % heads else count * width // heads

@@ -163,7 +163,9 @@ class Estimator:
     def _with_speed(self, estimate: Estimate, candidate: Candidate) -> Estimate:
         if estimate.traced is None:
             return estimate
-        recipe, machine, gain = estimate.recipe, candidate.machine, 1.0
+        recipe = estimate.recipe
+        machine = candidate.machine
+        gain = 1.0
         try:
             speed = estimate_speed(estimate.traced, recipe, machine)
             if speed is not None and recipe.efficiency.compile and _is_timed(machine):
@@ -351,7 +353,9 @@ def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
     """Changes that set the precision, and the attention backend if it was chosen by precision."""
-    config, seq_len, facts = recipe.efficiency, recipe.data.seq_len, facts_of(recipe, machine)
+    config = recipe.efficiency
+    seq_len = recipe.data.seq_len
+    facts = facts_of(recipe, machine)
     changes: dict[str, Any] = {"efficiency.precision": precision}
     if config.attention == attention_backend(
         recipe, recipe.model, seq_len, facts, config.precision

@@ -33,7 +33,15 @@ _OPTIMIZER_PHASES = ("optimizer", "clipping")
 _GROUPED = ("grouped_linear", "grouped_linear_backward")
 
 _PRODUCTS = (
-    *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "addbmm", "_scaled_mm", "_int_mm"),
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "matmul",
+    "linear",
+    "addbmm",
+    "_scaled_mm",
+    "_int_mm",
     *_GROUPED,
 )
 

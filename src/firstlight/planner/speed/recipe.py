@@ -28,7 +28,9 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
         recipe: the resolved recipe.
         exchange: communication of several processes; None for one process.
     """
-    model, batch, seq_len = recipe.model, recipe.batch, recipe.data.seq_len
+    model = recipe.model
+    batch = recipe.batch
+    seq_len = recipe.data.seq_len
     exchange = exchange or Exchange()
     return Workload(
         global_batch_tokens=batch.rows
@@ -218,11 +220,15 @@ def _minimum(function: Callable[[float], float], low: float, high: float) -> tup
     at_left, at_right = function(left), function(right)
     for _ in range(_TRIES):
         if at_left < at_right:
-            high, right, at_right = right, left, at_left
+            high = right
+            right = left
+            at_right = at_left
             left = high - _GOLDEN * (high - low)
             at_left = function(left)
         else:
-            low, left, at_left = left, right, at_right
+            low = left
+            left = right
+            at_left = at_right
             right = low + _GOLDEN * (high - low)
             at_right = function(right)
     return (left, at_left) if at_left < at_right else (right, at_right)
