@@ -15,9 +15,8 @@ from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
 from firstlight.hardware.fresh_process import error_of
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.ngrams import Hardness
 from firstlight.planner.advise import defaults
-from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
+from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.recipe import parse_recipe
 from firstlight.report.records import METRICS_NAME, read_json_lines
 

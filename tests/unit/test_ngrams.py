@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from firstlight.pipeline.held_out import HeldOut
-from firstlight.pipeline.ngrams import Hardness, TextSample
+from firstlight.pipeline.ngrams import TextSample
 from firstlight.pipeline.ngrams import ngram_bits as bits_by_context
 from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Hardness
 
 
 def codes(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

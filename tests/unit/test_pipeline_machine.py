@@ -13,10 +13,9 @@ from firstlight.hardware.device import Hardware
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.machine import fitted_recipe
-from firstlight.pipeline.ngrams import Hardness
 from firstlight.pipeline.plan import run_lines
 from firstlight.planner.advise import speed as speed_module
-from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
+from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.planner.advise.speed import new_model_speed
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for

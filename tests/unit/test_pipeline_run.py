@@ -36,7 +36,6 @@ from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline import new_model, preparation
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.new_model import counted_text
-from firstlight.pipeline.ngrams import Hardness
 from firstlight.pipeline.plan import TextPlan, scan_texts, validation_rows
 from firstlight.pipeline.request import Request, request_of
 from firstlight.pipeline.result import TextRun, first_words, result_lines
@@ -45,7 +44,7 @@ from firstlight.pipeline.run_folder import RunCall, command_of, run_name
 from firstlight.pipeline.scan import scan_corpus
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import speed as speed_module
-from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
+from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.planner.plan import machine as planned_machine
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
