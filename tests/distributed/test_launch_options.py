@@ -77,6 +77,8 @@ def test_one_process_is_this_one(
         (["--nnodes", "2"], "--nnodes needs --nproc"),
         (["--nproc", "0"], "--nproc is '0': it has to be a number from 1 on, or auto"),
         (["--nproc", "all"], "--nproc is 'all'"),
+        (["--nproc", "2", "--nnodes", "0"], "--nnodes"),
+        (["--nproc", "2", "--max-restarts", "-1"], "--max-restarts"),
         (["--nproc", "2", "--nnodes", "2", "--node-rank", "0"], "needs --rdzv-endpoint HOST:PORT"),
         (["--nproc", "2", "--nnodes", "2"], "--nnodes needs --node-rank"),
         (["--npoc", "2"], "unknown option --npoc (did you mean '--nproc'?)"),

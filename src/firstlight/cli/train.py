@@ -153,7 +153,9 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="N|auto",
     help="Train with N processes on this machine; auto: one for each GPU.",
 )
-@click.option("--nnodes", type=int, help="With --nproc: number of machines.  [default: 1]")
+@click.option(
+    "--nnodes", type=click.IntRange(1), help="With --nproc: number of machines.  [default: 1]"
+)
 @click.option("--node-rank", type=int, help="With --nnodes: number of this machine, from 0.")
 @click.option(
     "--rdzv-endpoint",
@@ -162,7 +164,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 )
 @click.option(
     "--max-restarts",
-    type=int,
+    type=click.IntRange(0),
     help="With --nproc: number of restarts from the newest checkpoint after a process fails.  "
     "[default: 0]",
 )
