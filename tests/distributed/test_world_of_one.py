@@ -20,7 +20,7 @@ from firstlight.parallel import (
     own_device,
     process_group,
 )
-from firstlight.parallel.elastic import FOLDER, Launch, exit_code_of_rank
+from firstlight.parallel.elastic import Launch
 from firstlight.parallel.group import is_exchange_error
 from firstlight.parallel.rendezvous import RankError, RankInfo, compare
 
@@ -130,8 +130,3 @@ def test_launches_that_cant_be_are_refused(numbers: dict[str, int], message: str
     with pytest.raises(ConfigError) as caught:
         Launch(**numbers)  # type: ignore[arg-type]
     assert message in str(caught.value)
-
-
-def test_an_exit_code_is_itself_outside_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FOLDER, raising=False)
-    assert exit_code_of_rank(75) == 75

@@ -18,13 +18,11 @@ from firstlight.cli.options import count_option, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show_rows, with_json
 from firstlight.cli.train_texts import TEXT_OPTIONS, takes_texts, text_options, train_texts_command
 from firstlight.console import say
-from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError, nearest
+from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError, nearest
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
-#: Exit code of a run that was stopped early and saved a checkpoint: EX_TEMPFAIL of sysexits.h.
-STOPPED_EXIT_CODE = 75
 _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
 _NEW_ROWS = "mean"
@@ -293,14 +291,11 @@ def _train_recipe(
 
 def _end_stopped(result: TrainResult, command: str) -> None:
     """Set the exit code of a stopped run, which `command` resumes, or of a diverged run."""
-    # Imported here, because it imports torch's elastic agent.
-    from firstlight.parallel.elastic import exit_code_of_rank
-
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: go on with {command}")
-        end_with(exit_code_of_rank(STOPPED_EXIT_CODE))
+        end_with(STOPPED_EXIT_CODE)
     else:
-        end_with(exit_code_of_rank(DIVERGED_EXIT_CODE))
+        end_with(DIVERGED_EXIT_CODE)
 
 
 def _cooled(

@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -45,13 +44,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from firstlight.console import say
-from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
+from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 from firstlight.hardware.environment import usable_cpus
 from firstlight.parallel import rank_start
 from firstlight.parallel.rendezvous import ROUND, RankError, tcp_store, tell_failure
-
-#: Environment variable of ranks: the folder in which `exit_code_of_rank` writes the exit code.
-FOLDER = "FIRSTLIGHT_LAUNCH_FOLDER"
 
 #: Seconds in which the other ranks have to end by themselves once one rank has failed.
 _GRACE_SECONDS = 8.0
@@ -65,8 +61,11 @@ _SAVING_SECONDS = 3600
 #: Seconds in which all machines have to connect to the rendezvous.
 _RENDEZVOUS_SECONDS = 900
 
-#: Exit codes of failures that a restart would repeat: an invalid recipe or option, and a run that
-#: diverged.
+#: Exit codes of ranks that have not failed: the run is complete, was stopped and saved, or
+#: diverged. torch's agent takes each but 0 for a failure.
+_ENDS = (0, STOPPED_EXIT_CODE, DIVERGED_EXIT_CODE)
+
+#: Exit codes that a restart would repeat: an invalid recipe or option, and a run that diverged.
 _FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
 
 #: Signals passed on to the ranks, unless they are ignored (nohup).
@@ -127,11 +126,11 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     Returns:
         The exit code for the launcher:
 
-        - 0 if all ranks ended without an error, or the largest code that `exit_code_of_rank` got;
+        - the largest exit code of the ranks if none failed: 0, 75 for a run that was stopped and
+          saved, or 76 for a run that diverged;
         - if rank 0 failed and has printed its error: 2 for an invalid recipe or option, 76 for a
           run that diverged, else 1;
-        - 128 plus the number of the signal that stopped the launcher, unless all ranks ended with
-          exit code 0.
+        - 128 plus the number of the signal that stopped the launcher, if a rank ended otherwise.
 
     Raises:
         RankError: another rank than 0 failed, a rank was killed, or the machines did not connect.
@@ -145,13 +144,10 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     )
     with _quiet(), tempfile.TemporaryDirectory(prefix="firstlight-ranks-") as temporary:
         agent = _Agent(command, options, tuple(on_restart), Path(temporary))
-        # torch's answer to a closed rendezvous is None.
-        result, problem = (
-            None,
-            (
-                "was closed by another machine before this one joined: the run has ended there; to "
-                "begin it again, start all machines"
-            ),
+        result = None  # torch's answer to a closed rendezvous
+        problem = (
+            "was closed by another machine before this one joined: the run has ended there; to "
+            "begin it again, start all machines"
         )
         try:
             result = agent.run()
@@ -172,20 +168,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         if result is None:
             where = options.endpoint or "of the processes"
             raise RankError(f"the rendezvous {where} {problem}")
-        return agent.noted_code()
-
-
-def exit_code_of_rank(code: int) -> int:
-    """The exit code for this process, so that its launcher ends with exit code `code`.
-
-    torch's agent takes every code but 0 for a failure, and would start all ranks again. So a rank
-    of `launch` writes `code` to a file and gets 0; a process without `launch` gets `code` itself.
-    """
-    folder = os.environ.get(FOLDER)
-    if folder is None:
-        return code
-    Path(folder, f"exit-{os.environ['RANK']}").write_text(str(code))
-    return 0
+        return max(code or 0 for code in agent.codes())
 
 
 @dataclass(frozen=True)
@@ -256,7 +239,7 @@ class _Agent(LocalElasticAgent):
             group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
         said = group.store.get(key).decode()
         number = int(said.split("-")[0])
-        os.environ[ROUND], os.environ[FOLDER] = said, str(self._folder)
+        os.environ[ROUND] = said
         if number > 0:
             worker_group.spec.args += self._on_restart
             self._on_restart = ()
@@ -272,13 +255,18 @@ class _Agent(LocalElasticAgent):
         super()._shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._look_at_ranks(worker_group) and self.failed:
-            if time.monotonic() < self._grace_ends:
+        self._look_at_ranks(worker_group)
+        codes = self.codes()
+        if None in codes and any(codes):
+            if not self.failed or time.monotonic() < self._grace_ends:
                 # torch's agent would end the running ranks before they can report the failure.
                 return RunResult(state=WorkerState.HEALTHY)
             cast(PContext, self._pcontext).close(signal.SIGKILL)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.FAILED:
+            self._look_at_ranks(worker_group)
+            if not self.failed:
+                return RunResult(state=WorkerState.SUCCEEDED)
             if self._final_code() is not None:
                 self._remaining_restarts = 0
             if self._remaining_restarts > 0:
@@ -289,42 +277,38 @@ class _Agent(LocalElasticAgent):
                 say(f"starting all ranks again ({number} of {most})")
         return result
 
-    def _look_at_ranks(self, worker_group: WorkerGroup) -> bool:
-        """Record the ranks that have failed, tell the other ranks of the first one, and return True
-        if ranks are still running."""
-        codes = [process.poll() for process in self._processes()]
-        for worker, process, code in zip(
-            worker_group.workers, self._processes(), codes, strict=True
-        ):
+    def _look_at_ranks(self, worker_group: WorkerGroup) -> None:
+        """Record the ranks that have failed, and tell the other ranks of the first one."""
+        for worker, code in zip(worker_group.workers, self.codes(), strict=True):
             rank = worker.global_rank
-            if not code or rank in self.failed:
+            if code is None or code in _ENDS or rank in self.failed:
                 continue
+            log = self._folder / f"rank-{rank}.log"
+            said = log.read_text(errors="replace") if log.exists() else ""
             # torch marks the lines of a traceback with the rank.
-            said = _read(self._folder / f"rank-{rank}.log").replace(f"[rank{rank}]: ", "")
-            self.failed[rank] = _Ended(rank, process.pid, code, said)
+            said = said.replace(f"[rank{rank}]: ", "")
+            self.failed[rank] = _Ended(rank, worker.id, code, said)
             if len(self.failed) == 1:
                 self._grace_ends = time.monotonic() + _GRACE_SECONDS
                 with contextlib.suppress(RuntimeError):
                     group = cast(Any, worker_group)
                     store = tcp_store(group.master_addr, group.master_port, _ANNOUNCING_SECONDS)
-                    store = PrefixStore(os.environ[ROUND], store)
-                    tell_failure(store, self.failed[rank].error)
-        return None in codes
+                    tell_failure(PrefixStore(os.environ[ROUND], store), self.failed[rank].error)
 
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
-        """This machine's rank processes in the order of local ranks; none before the start."""
+    def codes(self) -> list[int | None]:
+        """The exit codes of this machine's ranks in the order of local ranks, None for a rank that
+        is running; an empty list before the start."""
         if self._pcontext is None:
             return []
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
-        return [handlers[local_rank].proc for local_rank in sorted(handlers)]
+        return [handlers[local_rank].proc.poll() for local_rank in sorted(handlers)]
 
     def _first(self) -> _Ended:
         return next(iter(self.failed.values()))
 
     def _final_code(self) -> int | None:
-        """The exit code of a failure that a restart would repeat; None without any."""
-        codes = (ended.code for ended in self.failed.values())
-        return next((code for code in codes if code in _FINAL_EXIT_CODES), None)
+        """The exit code of a rank that a restart would repeat; None without any."""
+        return next((code for code in self.codes() if code in _FINAL_EXIT_CODES), None)
 
     def _rank_0_has_said(self) -> bool:
         """True if rank 0, which writes to this terminal, ended with an error that it printed, and
@@ -345,12 +329,10 @@ class _Agent(LocalElasticAgent):
 
     def code_after_signal(self, number: signal.Signals) -> int:
         """The exit code after a signal to the launcher; see `launch`."""
-        codes = {process.poll() for process in self._processes()}
-        return self.noted_code() if codes == {0} else 128 + number
-
-    def noted_code(self) -> int:
-        """The largest exit code that a rank has passed to `exit_code_of_rank`; 0 without any."""
-        return max((int(_read(path)) for path in self._folder.glob("exit-*")), default=0)
+        codes = self.codes()
+        if not codes or not set(codes) <= set(_ENDS):
+            return 128 + number
+        return max(code or 0 for code in codes)
 
 
 def _rendezvous(options: Launch) -> RendezvousParameters:
@@ -368,10 +350,6 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
         # Without it torch decides by host names, which containers may not resolve to themselves.
         is_host=alone or options.node_rank == 0,
     )
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
 
 
 @contextlib.contextmanager

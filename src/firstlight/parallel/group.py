@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.parallel.heartbeat import Heartbeat

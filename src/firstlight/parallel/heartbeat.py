@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from firstlight.parallel.rendezvous import RankInfo, failure_of, hosted_by_agent, tell_failure
 

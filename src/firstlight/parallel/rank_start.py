@@ -32,9 +32,7 @@ def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         sys.exit(1)  # the launcher ended before prctl
-    rank = os.environ["RANK"]
-    (folder / f"exit-{rank}").unlink(missing_ok=True)  # of the start before a restart
-    if rank != "0":
+    if (rank := os.environ["RANK"]) != "0":
         said = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for stream in (1, 2):
             os.dup2(said, stream)

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.parallel.world import World
