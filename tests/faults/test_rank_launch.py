@@ -188,7 +188,6 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
         run.wait_until_nothing_is_left()
 
 
-@pytest.mark.slow
 def test_a_stop_that_one_rank_was_asked_for_is_no_failure(tmp_path: Path) -> None:
     """As when a time limit is over on one of the machines first: nothing is started again."""
     with launched(tmp_path, {"max_restarts": 3}, endless=True) as run:

@@ -266,7 +266,8 @@ class _Agent(LocalElasticAgent):
         if result.state == WorkerState.FAILED:
             self._look_at_ranks(worker_group)
             if not self.failed:
-                return RunResult(state=WorkerState.SUCCEEDED)
+                values = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
             if self._final_code() is not None:
                 self._remaining_restarts = 0
             if self._remaining_restarts > 0:

@@ -8,7 +8,6 @@ exchange returns its argument. Objects are sent as JSON, not as pickles, which c
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -26,6 +25,7 @@ from firstlight.parallel.rendezvous import (
     RankError,
     RankInfo,
     hosted_by_agent,
+    in_thread,
     open_store,
     own_info,
     rendezvous,
@@ -123,7 +123,7 @@ def process_group(
             failure = _failure_elsewhere(error, own, heartbeat)
             heartbeat.stop()
         # A rank that waits for this one in an exchange gets its error at once.
-        _close_group(broken=True)
+        _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
             # The store ends with this process: the other ranks can read until then what failed.
             time.sleep(TALK_SECONDS)
@@ -131,7 +131,7 @@ def process_group(
             raise
         raise RankError(failure) from error
     heartbeat.stop()
-    _close_group(broken=False)
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -197,22 +197,12 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _close_group(*, broken: bool) -> None:
-    """Close torch's group, if there is one."""
-    if not dist.is_initialized():
-        return
-    if not broken:
-        dist.destroy_process_group()
-        return
-    # In a thread, because torch may wait for a missing rank without an end.
-    thread = threading.Thread(target=_destroy, daemon=True)
-    thread.start()
-    thread.join(_CLOSE_SECONDS)
-
-
-def _destroy() -> None:
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+def _close_broken_group() -> None:
+    """Close torch's group after a failure, if there is one."""
+    if dist.is_initialized():
+        # In a thread, because torch may wait for a missing rank without an end.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            in_thread(_CLOSE_SECONDS, dist.destroy_process_group)
 
 
 # Exchanges
@@ -253,7 +243,7 @@ def broadcast_object(value: Any) -> Any:
     if _is_alone():
         return value
     values = [value]
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
+    dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
     return values[0]
 
 
