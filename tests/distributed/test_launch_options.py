@@ -93,14 +93,11 @@ def test_options_that_cant_be_meant_are_refused(
 
 
 @pytest.mark.parametrize(
-    "variables, message",
+    "variables",
     [
-        ({"LOCAL_RANK": "0"}, "a launcher has started this process"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, "a launcher has started this process"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "1"},
-            "a launcher has started 4 processes like this one",
-        ),
+        {"LOCAL_RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "none"},
+        {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "1"},
     ],
 )
 def test_a_process_that_a_launcher_started_starts_no_others(
@@ -108,12 +105,11 @@ def test_a_process_that_a_launcher_started_starts_no_others(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
-    message: str,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "r.yaml", "--nproc", "2"]) == 2
-    assert message in capfd.readouterr().err
+    assert "a launcher has started this process" in capfd.readouterr().err
     assert calls == []
 
 
