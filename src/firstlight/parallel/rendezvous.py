@@ -108,8 +108,8 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
             ) from error
         raise RankError(
             f"rank {world.rank} on {socket.gethostname()} could not reach the rendezvous at "
-            f"{world.host}:{world.port} within {timeout_seconds:.0f} s: check that rank 0 runs "
-            f"there ({problem})"
+            f"{world.host}:{world.port} within {timeout_seconds:.0f} s ({problem}): check that "
+            "rank 0 runs there"
         ) from error
     # Each start needs its own keys, because the agent's store outlives a restart.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
